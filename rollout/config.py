@@ -1,0 +1,113 @@
+"""Engine settings: one frozen, keyword-only tree that refuses unknown keys."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from rollout.errors import ConfigError
+
+DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
+DEFAULT_BUCKET_BYTES = 64 << 20
+
+
+def check_known(key: str, known: list[str], what: str) -> None:
+    """Raise a ``ConfigError`` naming the nearest known key when ``key`` is not one of them."""
+    if key in known:
+        return
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    raise ConfigError(f"unknown {what} {key!r}; {hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Sizes are in bytes, times in seconds, lengths in tokens.
+
+    ``model``: a directory or a hub id (with ``revision``). ``device`` auto | cpu | cuda.
+    ``dtype`` auto (the checkpoint's) | float32 | bfloat16 | float16. ``executor`` auto | inline
+    (this process, TP=1) | multiprocess. ``load_format`` auto | safetensors | pt | dummy.
+    ``staging`` auto | device | host | none: where an uncommitted version waits.
+    ``weight_layout`` plain | tiles: how linear weights lie in memory. ``num_threads``: CPU threads
+    of each rank, default cores divided by ranks. ``kv_cache_bytes``: of each rank, default on CPU
+    min(4 GiB, a quarter of the free memory after the shadow is reserved).
+    """
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    served_model_name: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    executor: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 32
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    staging: str = "auto"
+    weight_layout: str = "plain"
+    seed: int = 0
+    num_threads: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    start_timeout: float = 600.0
+    weight_dirs: tuple[str, ...] = ()
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        def one_of(name: str, *allowed: str) -> None:
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+        one_of("device", "auto", "cpu", "cuda")
+        one_of("dtype", "auto", "float32", "bfloat16", "float16")
+        one_of("load_format", "auto", "safetensors", "pt", "dummy")
+        one_of("executor", "auto", "inline", "multiprocess")
+        one_of("staging", "auto", "device", "host", "none")
+        one_of("weight_layout", "plain", "tiles")
+        positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size")
+        optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads")
+        for name in positive + optional:
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("timeout", "start_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be a positive number of seconds")
+        if self.executor == "inline" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "executor='inline' runs one rank; use executor='multiprocess' for "
+                f"tensor_parallel_size={self.tensor_parallel_size}"
+            )
+        object.__setattr__(self, "weight_dirs", tuple(self.weight_dirs))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from plain values; an unknown key is refused with the nearest known one."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            check_known(key, known, "engine setting")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def resolved_executor(self) -> str:
+        if self.executor != "auto":
+            return self.executor
+        return "inline" if self.tensor_parallel_size == 1 else "multiprocess"
+
+    @property
+    def resolved_num_threads(self) -> int:
+        return self.num_threads or max(1, (os.cpu_count() or 1) // self.tensor_parallel_size)

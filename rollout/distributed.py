@@ -1,0 +1,143 @@
+"""Process groups without process-global state: tensor parallelism, rendezvous, devices.
+
+Groups are raw backend objects (``ProcessGroupGloo`` / ``ProcessGroupNCCL``), so forming one never
+touches ``torch.distributed``'s default group of the job it is formed in. Rendezvous listens on a
+socket bound here (``TCPStore`` alone would bind every interface), on loopback unless told
+otherwise, and every key carries a secret that travelled over the control channel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class TensorParallel:
+    """This rank's place among the ranks that share one model.
+
+    ``group`` None is allowed for size 1, and for building every rank's tables in one process; a
+    collective then raises. ``all_reduces`` counts them: a forward makes exactly 2 x layers + 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    all_reduces: int = field(default=0, compare=False)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place; all ranks call it in the same order. Returns ``tensor``."""
+        if self.size > 1:
+            self.all_reduces += 1
+            self.group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate every rank's equal-shaped ``tensor`` along the last dimension."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.group.allgather([parts], [tensor]).wait()
+        return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the members of a group meet: plain values that travel over the control channel."""
+
+    host: str
+    port: int
+    secret: str
+    size: int
+    backend: str  # gloo | nccl
+
+
+class RendezvousServer:
+    """The listening side of a rendezvous; keep it alive as long as its groups."""
+
+    def __init__(self, size: int, backend: str, host: str = LOOPBACK, timeout: float = 30.0):
+        listener = socket.socket(_family(host), socket.SOCK_STREAM)
+        try:
+            listener.bind((host, 0))
+            listener.listen(size + 8)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen on {host} for the weight group: {error}") from error
+        port = listener.getsockname()[1]
+        self.info = Rendezvous(host, port, secrets.token_hex(16), size, backend)
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        self._store = None
+
+
+def join_group(
+    where: Rendezvous, rank: int, timeout: float, *, tag: str = "0", device: str = "cpu"
+) -> Any:
+    """Form the group together with all ``where.size`` members; returns the raw process group.
+
+    Collective: every member calls it with its own ``rank`` and the same ``tag`` within ``timeout``
+    seconds. Raises ``TransferFailed`` or ``DeadlineExceeded`` naming the place.
+    """
+    limit = timedelta(seconds=timeout)
+    try:
+        tcp = dist.TCPStore(
+            where.host, where.port, is_master=False, wait_for_workers=False, timeout=limit
+        )
+        store = dist.PrefixStore(f"{where.secret}/{tag}", tcp)
+        if where.backend == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            return dist.ProcessGroupNCCL(store, rank, where.size, nccl)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_gloo_host(where.host))]
+        gloo._timeout = limit
+        return dist.ProcessGroupGloo(store, rank, where.size, gloo)
+    except (RuntimeError, dist.DistError) as error:
+        place = f"rank {rank} of {where.size} at {where.host}:{where.port}"
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise DeadlineExceeded(
+                f"{place}: the group did not form within {timeout:g} s; are all members up?"
+            ) from error
+        raise TransferFailed(f"{place}: the group did not form: {error}") from error
+
+
+def _gloo_host(host: str) -> str:
+    """The local address gloo listens on: the interface that reaches the rendezvous."""
+    if host in ("localhost", LOOPBACK, "::1"):
+        return LOOPBACK
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto`` is CUDA when present; a named device that is missing is a ConfigError."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' was asked for but no CUDA device is available; use 'cpu'")
+    return torch.device(device)

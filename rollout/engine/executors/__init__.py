@@ -1,0 +1,52 @@
+"""How the engine reaches its ranks: one ordered stream of calls to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.errors import WorkerDied
+
+Reply = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class Executor(Protocol):
+    """Ranks behind one interface. ``call`` is thread-safe: all ranks see all calls in one order.
+
+    A rank executes calls in that order on its main thread; ``stage_*`` methods are handed, in the
+    same order, to its staging thread, so that steps go on beside them. A reply is JSON-able values
+    and tensors. A failed call's future raises the rank's error; a dead rank fails every pending
+    future with ``WorkerDied``, at once, and calls ``on_death`` once, from an executor thread.
+    """
+
+    size: int
+    on_death: Callable[[WorkerDied], None] | None
+
+    def start(self) -> None:
+        """Start all ranks and wait until each answers, within ``start_timeout``."""
+        ...
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]:
+        """Enqueue one call on every rank; futures in rank order."""
+        ...
+
+    def close(self) -> None:
+        """End every rank; leaves no process, port or file. Idempotent."""
+        ...
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The executor that ``config`` names; ``auto`` is inline for one rank, else multiprocess."""
+    if config.resolved_executor == "inline":
+        from rollout.engine.executors.inline import InlineExecutor
+
+        return InlineExecutor(config)
+    from rollout.engine.executors.multiprocess import MultiprocessExecutor
+
+    return MultiprocessExecutor(config)

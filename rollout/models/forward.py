@@ -1,0 +1,31 @@
+"""What one forward pass needs besides weights: the batch of tokens and the paged KV cache."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tokens of several sequences, concatenated; prefill chunks and decodes are not told apart.
+
+    Sequence ``s`` owns rows ``query_starts[s]:query_starts[s+1]``: the last tokens of a context of
+    ``context_lens[s]`` tokens (this step's included). ``block_tables[s]`` lists the KV blocks of
+    its positions in order; ``slots[t]`` is ``block * block_size + offset`` of token ``t``.
+    """
+
+    input_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    slots: Tensor  # [tokens] int64
+    query_starts: Tensor  # [sequences + 1] int32
+    context_lens: Tensor  # [sequences] int32
+    block_tables: Tensor  # [sequences, max_blocks] int32, padded with 0
+    logit_rows: Tensor  # [rows] int64: the tokens whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's pages, written in place."""
+
+    k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]
+    v: Tensor  # the same

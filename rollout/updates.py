@@ -1,0 +1,153 @@
+"""Nouns of one update: what a trainer and an engine say to each other while weights move.
+
+    IDLE --begin--> STAGING --seal--> STAGED --all ranks vote yes--> COMMITTING --> IDLE at v+1
+                       |                 |                               |
+                       +-- any failure, timeout, digest, missing --------+--> ABORTED: IDLE at v
+                                                  a failure inside commit --> all ranks back to v
+                                                  not possible            --> BROKEN
+
+``WeightChannel`` is the seam: the engine's coordinator implements it in process, the gRPC client
+over one stream. An update is a lease held by an open channel: closing it before the commit aborts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.distributed import Rendezvous
+from rollout.weights import Box, Shape, TensorMeta, UpdateReceipt
+
+IN_FLIGHT = ("keep", "recompute", "abort", "wait")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInfo:
+    """What an engine announces about its weights, before any update.
+
+    ``tensors`` is the complete set a full update must send, in file form and the engine's dtype:
+    the sender casts to it and digests that. ``aliases`` maps names that may be sent but are owned
+    by another tensor (a tied head) to their owner.
+    """
+
+    epoch: int
+    version: int
+    label: str | None
+    state: str  # idle | staging | staged | committing | broken
+    dtype: torch.dtype
+    tensors: tuple[TensorMeta, ...]
+    aliases: Mapping[str, str]
+    tensor_parallel_size: int
+    device: str
+    transports: tuple[str, ...]  # in order of preference, for a peer on another process
+    last_update_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequest:
+    """Opens an update. ``base`` is the (epoch, version) the sender believes is live, or None.
+
+    ``metadata`` lists what will be sent where the source knows it, and is checked before any byte
+    moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
+    live value. ``rendezvous`` is where the engine's ranks (group ranks 1..TP) meet the sender
+    (group rank 0), for transports that need a group. ``timeout`` bounds each wait, in seconds.
+    """
+
+    update_id: str
+    version: int | None = None
+    base: tuple[int, int] | None = None
+    encoding: str = "full"
+    metadata: tuple[TensorMeta, ...] | None = None
+    partial: bool = False
+    transport: str = "inline"
+    rendezvous: Rendezvous | None = None
+    bucket_bytes: int
+    staging: str = "auto"
+    in_flight: str = "keep"
+    label: str | None = None
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The lease: the update will commit as ``version`` on top of ``base_version`` of ``epoch``."""
+
+    update_id: str
+    epoch: int
+    base_version: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketEntry:
+    """One box of one tensor inside a bucket: ``nbytes`` from ``offset``, row-major."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape  # of the whole tensor
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketHeader:
+    """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload."""
+
+    index: int
+    entries: tuple[BucketEntry, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """After the last bucket: how many buckets there were, and the sender's digest per tensor."""
+
+    num_buckets: int
+    digests: Mapping[str, int]
+    gather_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    wire_bytes: int = 0
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+class WeightChannel(Protocol):
+    """One update's lease. Calls come from one thread, in the order of the state machine.
+
+    Every method raises the named error of the side that failed and leaves the update aborted.
+    """
+
+    def begin(self, request: UpdateRequest) -> Begun:
+        """Take the lease; waits up to ``request.timeout`` for another update to end."""
+        ...
+
+    def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        """Announce the next bucket to every rank, in order; returns without waiting for them.
+
+        ``payload``: uint8 [nbytes] where the channel itself carries the bytes, else None.
+        """
+        ...
+
+    def wait(self, index: int, timeout: float) -> None:
+        """Until every rank has taken bucket ``index`` (and so its buffer may be reused)."""
+        ...
+
+    def seal(self, seal: Seal) -> None:
+        """Judge completeness and digests on every rank; returns when all have voted yes."""
+        ...
+
+    def commit(self) -> UpdateReceipt:
+        """Make the staged version live on every rank at one step boundary."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give the update up; the old version serves on. Never raises."""
+        ...
+
+    def close(self) -> None:
+        """End the lease; an update that has not committed is aborted. Idempotent."""
+        ...

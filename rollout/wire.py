@@ -1,0 +1,129 @@
+"""The wire format between our own processes: a JSON header and raw tensor bytes, no pickle.
+
+A frame is ``u32 header length | u64 payload length | header | payload``, little-endian. The header
+is a JSON object; each tensor of the frame is described under ``"tensors"`` as
+``{key: [dtype name, shape, offset, nbytes]}`` and lies in the payload at that offset. Lengths are
+bounded and descriptions are checked before any memory is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import TransferFailed
+
+MAX_HEADER = 256 << 20
+MAX_PAYLOAD = 1 << 40
+_PREFIX = struct.Struct("<IQ")
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
+        "int64", "int32", "int16", "int8", "uint8", "bool",
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise TransferFailed(f"dtype {dtype} has no wire form") from None
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise TransferFailed(f"unknown dtype {name!r} on the wire") from None
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy()).cast("B")
+
+
+def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[Any]:
+    """The buffers of one frame, to be sent one after the other."""
+    described: dict[str, list[Any]] = {}
+    parts: list[Any] = []
+    offset = 0
+    for key, tensor in (tensors or {}).items():
+        data = tensor_bytes(tensor)
+        described[key] = [dtype_name(tensor.dtype), list(tensor.shape), offset, data.nbytes]
+        if data.nbytes:
+            parts.append(data)
+        offset += data.nbytes
+    head = json.dumps({**header, "tensors": described}, separators=(",", ":")).encode()
+    return [_PREFIX.pack(len(head), offset), head, *parts]
+
+
+def decode(head: bytes | memoryview, payload: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors (views of ``payload``) of one frame; raises TransferFailed."""
+    try:
+        header = json.loads(bytes(head))
+        described = header.pop("tensors")
+        tensors = {key: _view(payload, *row) for key, row in described.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TransferFailed(f"malformed frame: {error}") from error
+    return header, tensors
+
+
+def _view(payload: bytearray, name: str, shape: list[int], offset: int, nbytes: int) -> Tensor:
+    dtype = dtype_from_name(name)
+    if any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != nbytes:
+        raise ValueError(f"{name} {shape} is not {nbytes} bytes")
+    if offset < 0 or offset + nbytes > len(payload):
+        raise ValueError(f"tensor at {offset}+{nbytes} lies outside {len(payload)} bytes")
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes, offset=offset)
+    if offset % dtype.itemsize:  # a view of another dtype must be aligned
+        raw = raw.clone()
+    return raw.view(dtype).reshape(shape)
+
+
+def send_frame(
+    sock: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write one frame; the caller holds the socket's send lock."""
+    for part in encode(header, tensors):
+        sock.sendall(part)
+
+
+def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Read one frame; None when the peer closed before its first byte."""
+    prefix = bytearray(_PREFIX.size)
+    if not _fill(sock, prefix, may_end=True):
+        return None
+    head_size, payload_size = _PREFIX.unpack(prefix)
+    if head_size > MAX_HEADER or payload_size > MAX_PAYLOAD:
+        raise TransferFailed(f"frame of {head_size} + {payload_size} bytes is over the limit")
+    head, payload = bytearray(head_size), bytearray(payload_size)
+    _fill(sock, head)
+    _fill(sock, payload)
+    return decode(head, payload)
+
+
+def _fill(sock: socket.socket, into: bytearray, may_end: bool = False) -> bool:
+    view = memoryview(into)
+    got = 0
+    while got < len(into):
+        count = sock.recv_into(view[got:])
+        if count == 0:
+            if may_end and got == 0:
+                return False
+            raise TransferFailed(f"peer closed after {got} of {len(into)} bytes")
+        got += count
+    return True
