@@ -1,0 +1,14 @@
+"""Settings every test runs under: one quiet thread, and ``tests/`` importable by plain names."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+torch.set_num_threads(1)

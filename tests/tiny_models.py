@@ -1,0 +1,123 @@
+"""Tiny random checkpoints of the supported architectures, written through transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SENTENCES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "A rollout service samples with the weights the trainer has just sent.",
+    "Hello, world! How are you today? I am fine, thank you.",
+    "One two three four five six seven eight nine ten.",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny(
+    path: str | Path,
+    arch: str = "qwen3",
+    *,
+    tied: bool = False,
+    num_layers: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: bool = False,
+    **config_overrides: Any,
+) -> PreTrainedModel:
+    """Save a tiny random model into ``path`` and return it, in eval mode.
+
+    Defaults: hidden 64, 4 heads, 2 KV heads, head_dim 16, intermediate 128, vocabulary 320, two
+    layers; any config field may be overridden. Every parameter, biases and norms included, is
+    random, and wide enough that the greedy token is well separated. The same arguments give the
+    same bits. ``tokenizer=True`` adds a byte-level BPE tokenizer with a chat template; its
+    ``<|im_end|>`` becomes the end-of-sequence token (else there is none).
+    """
+    config_class, model_class = ARCHITECTURES[arch]
+    settings: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    settings.update(config_overrides)
+    fast = make_tokenizer(settings["vocab_size"]) if tokenizer else None
+    if fast is not None:
+        settings["eos_token_id"] = fast.eos_token_id
+        settings["pad_token_id"] = fast.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config_class(**settings)).eval()
+        randomize(model)
+    model = model.to(dtype)
+    model.config.dtype = dtype
+    model.generation_config.do_sample = False
+    model.save_pretrained(path)
+    if fast is not None:
+        fast.save_pretrained(path)
+    return model
+
+
+def randomize(model: torch.nn.Module, scale: float = 1.0) -> None:
+    """Fill every parameter in place from the global generator, norms around one."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.1 * scale)
+            elif parameter.dim() == 2 and "embed" in name:
+                parameter.normal_(0.0, 0.5 * scale)
+            else:
+                parameter.normal_(0.0, 1.5 * scale / parameter.shape[-1] ** 0.5)
+
+
+def make_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with at most ``vocab_size`` tokens (at least 260)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=512,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
