@@ -1,0 +1,21 @@
+"""Ops of the forward pass and of weight digests: references in plain torch, native code beside."""
+
+from rollout.kernels.add_rms_norm import add_rms_norm
+from rollout.kernels.digest import digest
+from rollout.kernels.linear import linear
+from rollout.kernels.paged_attention import paged_attention
+from rollout.kernels.rms_norm import rms_norm
+from rollout.kernels.rotary import rotary
+from rollout.kernels.silu_mul import silu_mul
+from rollout.kernels.store_kv import store_kv
+
+__all__ = [
+    "add_rms_norm",
+    "digest",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "store_kv",
+]

@@ -1,0 +1,20 @@
+"""A linear map whose weight may lie in memory in another order than row-major."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.kernels.op import op
+from rollout.weights import Box, Layout
+
+
+@op
+def linear(
+    x: Tensor, storage: Tensor, bias: Tensor | None, layout: Layout, shape: tuple[int, int]
+) -> Tensor:
+    """``x @ W^T + bias`` where ``W`` is the logical [N, K] = ``shape`` that ``storage`` holds.
+
+    x: [..., K]; storage: ``layout.storage_shape(shape)``; bias: [N] or None; returns [..., N].
+    """
+    assert x.shape[-1] == shape[1], f"x {x.shape} does not fit a weight of shape {shape}"
+    weight = storage if layout.name == "plain" else layout.read(storage, shape, Box.full(shape))
+    return F.linear(x, weight, bias)

@@ -1,0 +1,61 @@
+"""An op: a plain-torch function that is its own specification, and faster ones beside it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Op(Generic[P, R]):
+    """Calls the implementation for the device of the first argument; same signature for all.
+
+    The decorated function is the implementation called ``reference``. A module named after a
+    device type beside it (``<op>/cpu.py``) may offer another one under the op's name; it is
+    imported at the first call on that device. ``implementation(name)`` pins one, for tests and
+    for callers who need the same arithmetic on every machine.
+    """
+
+    def __init__(self, reference: Callable[P, R]) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self.name = reference.__name__
+        self._package = reference.__module__
+        self._by_device: dict[str, Callable[P, R]] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        device = cast(Tensor, args[0]).device.type
+        run = self._by_device.get(device)
+        if run is None:
+            run = self._by_device[device] = self._find(device) or self.reference
+        return run(*args, **kwargs)
+
+    def implementations(self) -> dict[str, Callable[P, R]]:
+        """Those that can run on this machine, by name; ``reference`` comes first."""
+        found = {"reference": self.reference}
+        if native := self._find("cpu"):
+            found["cpu"] = native
+        return found
+
+    def implementation(self, name: str) -> Callable[P, R]:
+        """The implementation of that name; a ``KeyError`` where this machine cannot run it."""
+        return self.implementations()[name]
+
+    def _find(self, device: str) -> Callable[P, R] | None:
+        module = f"{self._package}.{device}"
+        if importlib.util.find_spec(module) is None:
+            return None
+        backend: Any = importlib.import_module(module)
+        return cast("Callable[P, R]", getattr(backend, self.name)) if backend.available() else None
+
+
+def op(reference: Callable[P, R]) -> Op[P, R]:
+    """Make ``reference`` an op; its first positional argument is a tensor that names the device."""
+    return Op(reference)

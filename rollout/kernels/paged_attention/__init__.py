@@ -1,0 +1,62 @@
+"""Causal attention of the newest tokens of several sequences over their paged KV cache."""
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.op import op
+
+_QUERY_ROWS = 256  # bounds the score matrix of a long prefill
+
+
+@op
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    """``softmax(scale * q k^T + causal mask) v`` per sequence and head; returns [T, H, D].
+
+    q: [T, H, D]; k_cache, v_cache: [blocks, KH, block, D], KH dividing H: query head h reads
+    KV head h // (H / KH). Sequence s owns rows query_starts[s]:query_starts[s+1] (int32 [S+1]):
+    the last tokens of its context of context_lens[s] tokens (int32 [S]), all of them already in
+    the cache, position p in block block_tables[s, p // block] (int32 [S, M]). A sequence
+    without rows is skipped. Prefill, chunked prefill and decode are this one case.
+    Sums and softmax are float32 (float64 for float64 inputs).
+    """
+    kv_heads, block = k_cache.shape[1], k_cache.shape[2]
+    assert k_cache.shape == v_cache.shape
+    assert q.shape[1] % kv_heads == 0
+    assert q.shape[2] == k_cache.shape[3]
+    assert len(query_starts) == len(context_lens) + 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts, lengths = query_starts.tolist(), context_lens.tolist()
+    for s, length in enumerate(lengths):
+        if starts[s] == starts[s + 1]:
+            continue
+        pages = block_tables[s, : -(-length // block)].long()
+        k, v = (
+            cache[pages].transpose(0, 1).flatten(1, 2)[:, :length] for cache in (k_cache, v_cache)
+        )  # [KH, length, D]
+        for row in range(starts[s], starts[s + 1], _QUERY_ROWS):
+            rows = slice(row, min(row + _QUERY_ROWS, starts[s + 1]))
+            first = length - (starts[s + 1] - row)
+            out[rows] = _attend(q[rows], k, v, first, scale)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor:
+    """Rows of one sequence at positions ``first``, ``first + 1`` ... over keys [KH, length, D]."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows, heads, dim = q.shape
+    stop = first + rows
+    k, v = k[:, :stop].to(wide), v[:, :stop].to(wide)
+    grouped = q.to(wide).view(rows, k.shape[0], -1, dim).permute(1, 2, 0, 3)  # [KH, G, rows, D]
+    scores = grouped @ k.transpose(1, 2)[:, None] * scale
+    keys = torch.arange(stop, device=q.device)
+    hidden = keys > torch.arange(first, stop, device=q.device)[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype)
