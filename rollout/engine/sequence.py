@@ -1,0 +1,182 @@
+"""One sample of one request: its tokens, where their KV lies, and what came out so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from rollout.engine.spans import SpanBuilder
+from rollout.generation import SamplingParams
+
+
+class Status(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Sequence:
+    """A prompt and its growing output; ``seq_id`` rises with arrival and orders everything.
+
+    ``token_ids`` is prompt then output; the KV of positions ``< num_computed`` lies in the blocks
+    of ``block_table`` (which may cover more). ``stop_ids`` end the sequence and are masked while
+    fewer than ``params.min_tokens`` tokens are out. ``seed`` is already this sample's own. The
+    lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
+    output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
+    plus the leading None.
+    """
+
+    __slots__ = (
+        "block_table",
+        "chain_hash",
+        "cumulative_logprob",
+        "finish_reason",
+        "hashed_blocks",
+        "index",
+        "kv_spans",
+        "log_kept_mass",
+        "num_cached_tokens",
+        "num_computed",
+        "params",
+        "processed",
+        "prompt_len",
+        "prompt_logprobs",
+        "raw",
+        "request_id",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "token_ids",
+        "top",
+        "weight_versions",
+    )
+
+    def __init__(
+        self,
+        *,
+        seq_id: int,
+        request_id: str,
+        index: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: ReadOnly[int],
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.index = index
+        self.params = params
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.prompt_len = len(prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)
+        self.status = Status.WAITING
+        self.num_computed = 0
+        self.num_cached_tokens = -1  # until first admitted
+        self.block_table: list[int] = []
+        self.hashed_blocks = 0  # how many leading blocks are in the hash chain
+        self.chain_hash = b""
+        self.kv_spans = SpanBuilder()
+        self.weight_versions = SpanBuilder()
+        self.raw: list[float] = []
+        self.processed: list[float] = []
+        self.log_kept_mass: list[float] = []
+        self.top: list[dict[int, float]] | None = None if params.logprobs is None else []
+        wants_prompt = params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            [None] if wants_prompt else None
+        )
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt positions are still wanted; then none may come from a cache."""
+        got = self.prompt_logprobs
+        return got is not None and len(got) < self.prompt_len
+
+    def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
+        """Add one sampled token, whose logits the weights of ``version`` gave."""
+        self.token_ids.append(token)
+        self.raw.append(raw)
+        self.processed.append(processed)
+        self.log_kept_mass.append(mass)
+        self.cumulative_logprob += raw
+        self.weight_versions.extend(version, 1)
+
+    def advance(self, count: int, version: int) -> None:
+        """The KV of the next ``count`` positions was computed by ``version``."""
+        self.num_computed += count
+        self.kv_spans.extend(version, count)
+
+    def forget_kv(self) -> None:
+        """Start over from position 0, keeping the output; the blocks are the caller's to free."""
+        self.num_computed = 0
+        self.kv_spans.clear()
+        self.block_table = []
+        self.hashed_blocks = 0
+        self.chain_hash = b""
+        if self.needs_prompt_logprobs:
+            self.prompt_logprobs = [None]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.request_id!r}[{self.index}], {self.status.name}, "
+            f"{self.num_computed}/{self.num_tokens} computed)"
+        )
+
+
+@dataclass(slots=True)
+class ScheduledEntry:
+    """The ``num_new`` tokens after ``sequence.num_computed`` are computed this step."""
+
+    sequence: Sequence
+    num_new: int
+
+    @property
+    def start(self) -> int:
+        return self.sequence.num_computed
+
+    @property
+    def stop(self) -> int:
+        return self.sequence.num_computed + self.num_new
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the end of the known tokens and so draws the next one."""
+        return self.stop == self.sequence.num_tokens
+
+    @property
+    def prompt_rows(self) -> range:
+        """Positions whose logits give prompt logprobs (of the token after each); mostly empty."""
+        if not self.sequence.needs_prompt_logprobs:
+            return range(0)
+        return range(self.start, min(self.stop, self.sequence.prompt_len - 1))
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step's work; ``version`` is the weights' version that every rank must report back."""
+
+    entries: list[ScheduledEntry] = field(default_factory=list)
+    version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new for entry in self.entries)
