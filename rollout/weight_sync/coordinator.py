@@ -1,0 +1,285 @@
+"""One engine's side of updates: the lease, the state machine, the vote, the commit.
+
+Holds no weights and moves none: ranks are reached through ``EngineControl.call``, generation
+through ``at_step_boundary``. The state machine is drawn in ``rollout/updates.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from rollout.errors import (
+    DeadlineExceeded,
+    EngineBroken,
+    RolloutError,
+    UpdateInProgress,
+    VersionConflict,
+)
+from rollout.updates import UpdateRequest, WeightInfo
+from rollout.weight_sync.digests import combine
+from rollout.weight_sync.lease import Lease
+from rollout.weights import TensorMeta, UpdateReceipt
+
+T = TypeVar("T")
+Reply = tuple[dict[str, Any], dict[str, Tensor]]
+KEPT_RECEIPTS = 64
+
+
+class EngineControl(Protocol):
+    """What the coordinator needs of the engine; the core implements it."""
+
+    epoch: int
+    version: int
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]: ...
+
+    def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
+        """Run ``fn`` between two steps, on the thread that drives them."""
+        ...
+
+    def on_commit(self, version: int, in_flight: str) -> None:
+        """Inside a boundary: later tokens are ``version``'s; apply ``in_flight``."""
+        ...
+
+    def drain(self, timeout: float) -> None:
+        """Return when no request runs and none is admitted until the next commit or abort."""
+        ...
+
+    def undrain(self) -> None: ...
+
+    def hold(self, timeout: float) -> None:
+        """Stop stepping (staging="none"); ``release`` goes on."""
+        ...
+
+    def release(self) -> None: ...
+
+    def mark_broken(self, reason: str | None) -> None:
+        """Refuse generation until called with None."""
+        ...
+
+
+class Coordinator:
+    """Transactions on one engine's weights. Thread-safe; one update at a time holds the lease."""
+
+    def __init__(
+        self,
+        engine: EngineControl,
+        *,
+        metadata: Sequence[TensorMeta],
+        aliases: Mapping[str, str],
+        device: str,
+        num_ranks: int,
+        transports: tuple[str, ...] = ("broadcast", "inline"),
+    ) -> None:
+        self.engine = engine
+        self.metadata = {meta.name: meta for meta in metadata}
+        self.aliases = dict(aliases)
+        self.num_ranks = num_ranks
+        self.state = "idle"
+        self._device, self._transports = device, transports
+        self._dtype = next(iter(self.metadata.values())).dtype
+        self._label: str | None = None
+        self._holder: Lease | None = None
+        self._free = threading.Condition()
+        self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
+        self._can_roll_back = False
+        self.num_failed = 0
+
+    def open(self) -> Lease:
+        """A channel for one update; it takes the lease at its ``begin``."""
+        return Lease(self)
+
+    def info(self) -> WeightInfo:
+        last = self._receipts[-1].update_id if self._receipts else ""
+        return WeightInfo(
+            epoch=self.engine.epoch,
+            version=self.engine.version,
+            label=self._label,
+            state=self.state,
+            dtype=self._dtype,
+            tensors=tuple(self.metadata.values()),
+            aliases=self.aliases,
+            tensor_parallel_size=self.num_ranks,
+            device=self._device,
+            transports=self._transports,
+            last_update_id=last,
+        )
+
+    @property
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        """Of the last commits, oldest first."""
+        return tuple(self._receipts)
+
+    def digests(self, timeout: float) -> dict[str, int]:
+        """Digest per tensor of the live weights, read on every rank beside generation."""
+        replies = self.gather("stage_digests", {}, timeout, phase="digest")
+        return combine([reply["digests"] for reply in replies])
+
+    def rollback(self, timeout: float) -> UpdateReceipt:
+        """Make the version before the last commit live again, as a new version.
+
+        Possible until the next update begins to stage over it; else ``VersionConflict``.
+        """
+        self.acquire(None, timeout)
+        try:
+            if not self._can_roll_back:
+                raise VersionConflict(
+                    f"version {self.engine.version} has no predecessor in memory; a rollback is "
+                    "possible once, after a commit and before the next update begins"
+                )
+            started = time.perf_counter()
+            version, stall = self.engine.version + 1, self.switch(None, "keep", timeout)
+            held = self.digests(timeout)
+            receipt = UpdateReceipt(
+                version=version,
+                epoch=self.engine.epoch,
+                digest=sum(held.values()) & ((1 << 64) - 1),
+                num_tensors=len(held),
+                num_bytes=sum(meta.nbytes for meta in self.metadata.values()),
+                wire_bytes=0,
+                timings={"stall": stall, "total": time.perf_counter() - started},
+                ranks=(),
+                transport="rollback",
+            )
+            self.record(receipt, None)
+            return receipt
+        finally:
+            self.free(None)
+
+    # ---- what a lease uses ----
+
+    def acquire(self, lease: Lease | None, timeout: float) -> None:
+        """Take the lease, waiting for another to end; ``UpdateInProgress`` at the deadline."""
+        with self._free:
+            if not self._free.wait_for(lambda: self.state in ("idle", "broken"), timeout):
+                raise UpdateInProgress(
+                    f"another update ({self.state}) did not end within {timeout:g} s"
+                )
+            self.state, self._holder = "staging", lease
+
+    def free(self, lease: Lease | None, broken: str | None = None) -> None:
+        """End the lease; ``broken`` says why live weights are not one version, if so."""
+        with self._free:
+            if self._holder is not lease:
+                return
+            self._holder = None
+            self.state = "broken" if broken else "idle"
+            self._free.notify_all()
+        if broken:
+            self.engine.mark_broken(broken)
+
+    def staging_begins(self) -> None:
+        """The shadow is about to be overwritten: the version it held is gone."""
+        self._can_roll_back = False
+
+    def check(self, request: UpdateRequest) -> int:
+        """The version the update will have; raises what is wrong before any byte moves."""
+        live = (self.engine.epoch, self.engine.version)
+        if request.base is not None and tuple(request.base) != live:
+            raise VersionConflict(
+                f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
+            )
+        if self._receipts and self._receipts[-1].update_id == request.update_id:
+            raise VersionConflict(
+                f"update {request.update_id} is already live as version {self.engine.version}"
+            )
+        version = request.version if request.version is not None else live[1] + 1
+        if version <= live[1]:
+            raise VersionConflict(f"version {version} is not above the live version {live[1]}")
+        if request.partial and self.state_was_broken():
+            raise EngineBroken("live weights are not one version: send a full update")
+        return version
+
+    def state_was_broken(self) -> bool:
+        return getattr(self.engine, "broken", None) is not None
+
+    def gather(
+        self, method: str, args: Mapping[str, Any], timeout: float, *, phase: str
+    ) -> list[dict[str, Any]]:
+        """Call every rank and wait for all; the first error names its rank."""
+        futures = self.engine.call(method, args)
+        return [reply for reply, _ in self.await_all(futures, timeout, phase)]
+
+    def await_all(
+        self, futures: Sequence[Future[Reply]], timeout: float, phase: str
+    ) -> list[Reply]:
+        """Every rank's reply; a rank's error wins over another rank's silence."""
+        deadline = time.monotonic() + timeout
+        silent: list[int] = []
+        replies: list[Reply] = []
+        for rank, future in enumerate(futures):
+            try:
+                replies.append(future.result(max(0.0, deadline - time.monotonic())))
+            except (FutureTimeout, TimeoutError) as error:
+                if isinstance(error, RolloutError):
+                    raise
+                silent.append(rank)
+        if silent:
+            raise DeadlineExceeded(
+                f"rank {', '.join(map(str, silent))} did not answer within {timeout:g} s "
+                f"(phase: {phase})"
+            )
+        return replies
+
+    def switch(self, request: UpdateRequest | None, in_flight: str, timeout: float) -> float:
+        """Swap shadow and live on all ranks between two steps; returns the stall in seconds.
+
+        A failure on any rank swaps the others back and raises; where that fails too the engine is
+        broken.
+        """
+        base = self.engine.version
+        version = base + 1 if request is None or request.version is None else request.version
+
+        def boundary() -> float:
+            started = time.perf_counter()
+            args = {"version": version}
+            futures = self.engine.call("commit", args)
+            try:
+                self.await_all(futures, timeout, "commit")
+            except RolloutError as error:
+                self._revert(futures, base, timeout, error)
+                raise
+            self.engine.on_commit(version, in_flight)
+            return time.perf_counter() - started
+
+        return self._at_boundary(boundary, timeout)
+
+    def record(self, receipt: UpdateReceipt, label: str | None, reversible: bool = False) -> None:
+        self._receipts.append(receipt)
+        self._label = label
+        self._can_roll_back = reversible
+        self.engine.mark_broken(None)
+
+    def _at_boundary(self, fn: Callable[[], T], timeout: float) -> T:
+        future = self.engine.at_step_boundary(fn)
+        try:
+            # A step may be under way, and the commit itself has this deadline too.
+            return future.result(2 * timeout)
+        except FutureTimeout as error:
+            if isinstance(error, RolloutError):
+                raise
+            if future.cancel():
+                raise DeadlineExceeded(
+                    f"no step boundary came within {2 * timeout:g} s (phase: commit)"
+                ) from error
+            raise EngineBroken("the commit did not end at its deadline") from error
+
+    def _revert(
+        self, futures: Sequence[Future[Reply]], base: int, timeout: float, cause: RolloutError
+    ) -> None:
+        """Every rank is told to be at ``base`` again; one that never swapped has nothing to do."""
+        try:
+            self.await_all(self.engine.call("revert", {"version": base}), timeout, "revert")
+        except RolloutError as error:
+            self.engine.mark_broken(f"commit failed ({cause}) and going back failed ({error})")
+            raise EngineBroken(f"commit failed ({cause}) and going back failed: {error}") from cause

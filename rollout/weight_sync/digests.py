@@ -1,0 +1,71 @@
+"""Digests of slots, combined into digests of tensors.
+
+A digest is a sum over elements, so the digests of disjoint boxes add up to the whole tensor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rollout.errors import ChecksumMismatch
+from rollout.kernels import digest
+from rollout.weights import WeightSlot
+
+MASK = (1 << 64) - 1
+SlotDigest = list[Any]  # [source, starts, stops, digest], as it travels
+
+
+def slot_digests(slots: Iterable[tuple[WeightSlot, Tensor]]) -> list[SlotDigest]:
+    """One row per slot, of the values this rank holds for it."""
+    return [
+        [
+            slot.source,
+            list(slot.take.starts),
+            list(slot.take.stops),
+            digest(value.reshape(slot.take.shape), slot.shape, slot.take),
+        ]
+        for slot, value in slots
+    ]
+
+
+def total(digests: Iterable[int]) -> int:
+    return sum(digests) & MASK
+
+
+def combine(ranks: Sequence[Sequence[SlotDigest]]) -> dict[str, int]:
+    """Digest per tensor from every rank's rows; a replicated box counts once.
+
+    Raises ``ChecksumMismatch`` when two copies of one box differ.
+    """
+    boxes: dict[tuple[Any, ...], tuple[int, int]] = {}
+    sums: dict[str, int] = {}
+    torn: list[str] = []
+    for rank, rows in enumerate(ranks):
+        for source, starts, stops, value in rows:
+            key = (source, tuple(starts), tuple(stops))
+            first = boxes.setdefault(key, (rank, value))
+            if first[0] == rank:
+                sums[source] = (sums.get(source, 0) + value) & MASK
+            elif first[1] != value:
+                torn.append(f"{source} (ranks {first[0]} and {rank})")
+    if torn:
+        raise ChecksumMismatch(f"copies of one box differ between ranks: {_some(torn)}")
+    return sums
+
+
+def compare(sent: Mapping[str, int], held: Mapping[str, int], aliases: Mapping[str, str]) -> None:
+    """Raise ``ChecksumMismatch`` naming every sent tensor that the ranks hold differently."""
+    differing = [n for n, value in sent.items() if held.get(aliases.get(n, n)) != value]
+    if differing:
+        raise ChecksumMismatch(
+            f"{len(differing)} of {len(sent)} tensors arrived changed: {_some(differing)}; "
+            "the update was refused, send it again"
+        )
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

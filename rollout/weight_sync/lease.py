@@ -1,0 +1,213 @@
+"""One update on the engine's side: the in-process ``WeightChannel`` that the coordinator opens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
+from rollout.update_wire import header_to_wire, update_request_to_wire
+from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest
+from rollout.weight_sync.digests import combine, compare, total
+from rollout.weight_sync.preflight import check_metadata
+from rollout.weights import RankReceipt, UpdateReceipt
+
+if TYPE_CHECKING:
+    from rollout.weight_sync.coordinator import Coordinator, Reply
+
+
+class Lease:
+    """The right to change the weights, for one update. ``abort`` and ``close`` from any thread."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._of = coordinator
+        self._request: UpdateRequest | None = None
+        self._waiting: dict[int, list[Future[Reply]]] = {}
+        self._connecting: list[Future[Reply]] | None = None
+        self._sealed: _Sealed | None = None
+        self._ended: str | None = None
+        self._lock = threading.Lock()
+        self._started = time.perf_counter()
+
+    def begin(self, request: UpdateRequest) -> Begun:
+        if self._request is not None:
+            raise VersionConflict("a channel carries one update; open another")
+        of = self._of
+        of.acquire(self, request.timeout)
+        self._started = time.perf_counter()
+        try:
+            request = replace(request, version=of.check(request))
+            if request.metadata is not None:
+                check_metadata(
+                    request.metadata, of.metadata, of.aliases, partial=request.partial
+                )
+            self._request = request
+            of.staging_begins()
+            if request.staging == "none":
+                of.engine.hold(request.timeout)
+            wire = update_request_to_wire(replace(request, metadata=None))
+            of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
+            # The ranks go on to meet the sender; their replies are due before the first bucket's.
+            self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
+        except RolloutError as error:
+            self.abort(str(error))
+            raise
+        assert request.version is not None
+        return Begun(
+            update_id=request.update_id,
+            epoch=of.engine.epoch,
+            base_version=of.engine.version,
+            version=request.version,
+        )
+
+    def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        request = self._live("bucket")
+        args = {"update_id": request.update_id, "header": header_to_wire(header)}
+        carried = None if payload is None else {"payload": payload}
+        self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
+
+    def wait(self, index: int, timeout: float) -> None:
+        self._live("transfer")
+        if self._connecting is not None:
+            self._await(self._connecting, timeout, "connect")
+            self._connecting = None
+        futures = self._waiting.pop(index, None)
+        if futures is not None:
+            self._await(futures, timeout, f"bucket {index}")
+
+    def seal(self, seal: Seal) -> None:
+        request, of = self._live("seal"), self._of
+        for index in sorted(self._waiting):
+            self.wait(index, request.timeout)
+        started = time.perf_counter()
+        try:
+            args = {"update_id": request.update_id, "num_buckets": seal.num_buckets}
+            votes = of.gather("stage_seal", args, request.timeout, phase="seal")
+            missing = set(of.metadata) - set(seal.digests)
+            if missing and not request.partial:
+                raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
+            compare(seal.digests, combine([vote["digests"] for vote in votes]), of.aliases)
+        except RolloutError as error:
+            self.abort(str(error))
+            raise
+        self._sealed = _Sealed(seal, votes, time.perf_counter() - started)
+        of.state = "staged"
+
+    def commit(self) -> UpdateReceipt:
+        request, of = self._live("commit"), self._of
+        if self._sealed is None:
+            raise VersionConflict("commit before seal")
+        started = time.perf_counter()
+        try:
+            if request.in_flight == "wait":
+                of.engine.drain(request.timeout)
+            of.state = "committing"
+            stall = of.switch(request, request.in_flight, request.timeout)
+        except RolloutError as error:
+            self.abort(str(error))
+            raise
+        finally:
+            if request.in_flight == "wait":
+                of.engine.undrain()
+        receipt = self._receipt(request, self._sealed, stall, time.perf_counter() - started)
+        of.record(receipt, request.label, reversible=request.staging != "none")
+        self._end("committed")
+        return receipt
+
+    def abort(self, reason: str) -> None:
+        self._end(reason, failed=True)
+
+    def close(self) -> None:
+        self._end("the channel was closed before the commit", failed=True)
+
+    # ---- helpers ----
+
+    def _live(self, phase: str) -> UpdateRequest:
+        if self._request is None:
+            raise VersionConflict(f"{phase} before begin")
+        if self._ended is not None:
+            raise TransferFailed(f"the update ended before its {phase}: {self._ended}")
+        return self._request
+
+    def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
+        try:
+            self._of.await_all(futures, timeout, phase)
+        except RolloutError as error:
+            self.abort(str(error))
+            raise
+
+    def _end(self, reason: str, failed: bool = False) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = reason
+        request, of = self._request, self._of
+        broken = None
+        if request is not None:
+            if failed:
+                of.num_failed += 1
+                self._tell_ranks(request)
+                if request.staging == "none":
+                    broken = f"an update without staging failed midway: {reason}"
+            if request.staging == "none":
+                of.engine.release()
+        of.free(self, broken)
+
+    def _tell_ranks(self, request: UpdateRequest) -> None:
+        args = {"update_id": request.update_id}
+        try:
+            # The first frees a staging thread that is blocked, the second runs on that thread.
+            self._of.engine.call("interrupt_update", args)
+            self._of.engine.call("stage_abort", args)
+        except RolloutError:
+            return  # dead ranks hold no update
+
+    def _receipt(
+        self, request: UpdateRequest, sealed: _Sealed, stall: float, commit: float
+    ) -> UpdateReceipt:
+        of, seal = self._of, sealed.seal
+        names = [name for name in seal.digests if name in of.metadata]
+        assert request.version is not None
+        return UpdateReceipt(
+            version=request.version,
+            epoch=of.engine.epoch,
+            digest=total(seal.digests[name] for name in names),
+            num_tensors=len(names),
+            num_bytes=sum(of.metadata[name].nbytes for name in names),
+            wire_bytes=seal.wire_bytes,
+            timings={
+                "gather": seal.gather_seconds,
+                "transfer": seal.transfer_seconds,
+                "stage": max(vote["stage_seconds"] for vote in sealed.votes),
+                "verify": sealed.seconds,
+                "commit": commit,
+                "stall": stall,
+                "total": time.perf_counter() - self._started,
+            },
+            ranks=tuple(
+                RankReceipt(
+                    rank=rank,
+                    version=request.version,
+                    digest=total(row[3] for row in vote["digests"]),
+                    num_bytes=vote["num_bytes"],
+                )
+                for rank, vote in enumerate(sealed.votes)
+            ),
+            update_id=request.update_id,
+            transport=request.transport,
+            label=request.label,
+            details=dict(seal.details),
+        )
+
+
+class _Sealed:
+    """What the votes said."""
+
+    def __init__(self, seal: Seal, votes: list[dict[str, Any]], seconds: float) -> None:
+        self.seal, self.votes, self.seconds = seal, votes, seconds

@@ -1,0 +1,54 @@
+"""Does what will be sent fit what the model wants? Answered from names, shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rollout.errors import WeightMismatch
+from rollout.weights import TensorMeta
+
+_MOST = 12  # problems spelled out in one message
+
+
+def differences(
+    sent: Sequence[TensorMeta],
+    wanted: Mapping[str, TensorMeta],
+    aliases: Mapping[str, str],
+    *,
+    partial: bool = False,
+) -> list[str]:
+    """One line per unknown, repeated, misshapen, mistyped or (unless ``partial``) missing tensor."""
+    problems: list[str] = []
+    counts = Counter(meta.name for meta in sent)
+    problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]
+    for meta in sent:
+        want = wanted.get(aliases.get(meta.name, meta.name))
+        if want is None:
+            near = difflib.get_close_matches(meta.name, list(wanted), 1)
+            problems.append(f"{meta.name} is unknown" + (f" (nearest: {near[0]})" if near else ""))
+        elif meta.shape != want.shape:
+            problems.append(f"{meta.name} has shape {meta.shape}, the model wants {want.shape}")
+        elif want.dtype.is_floating_point != meta.dtype.is_floating_point:
+            problems.append(f"{meta.name} has dtype {meta.dtype}, the model wants {want.dtype}")
+    if not partial:
+        owners = {aliases.get(name, name) for name in counts} & set(counts)
+        problems += [f"{name} is missing" for name in wanted if name not in owners]
+    return problems
+
+
+def check_metadata(
+    sent: Sequence[TensorMeta],
+    wanted: Mapping[str, TensorMeta],
+    aliases: Mapping[str, str],
+    *,
+    partial: bool = False,
+) -> None:
+    """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
+    problems = differences(sent, wanted, aliases, partial=partial)
+    if problems:
+        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+        raise WeightMismatch(
+            f"the update does not fit the model: {'; '.join(problems[:_MOST])}{more}"
+        )

@@ -1,0 +1,172 @@
+"""One rank's side of an update: receive buckets, load them into the shadow, vote.
+
+The worker calls ``begin``, ``connect``, ``bucket``, ``seal`` and ``abort`` on its staging thread,
+in the order in which the engine announced them; steps go on meanwhile on its main thread. The
+model is reached through ``UpdateHost`` alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed
+from rollout.update_wire import header_from_wire, update_request_from_wire
+from rollout.updates import UpdateRequest
+from rollout.weight_sync.bucket import unpack
+from rollout.weight_sync.digests import slot_digests
+from rollout.weight_sync.transports import Receiver, make_receiver
+from rollout.weights import WeightSlot, WeightValue
+
+
+class LoadSession(Protocol):
+    """A load in progress; see ``rollout.models.weight_load.WeightLoad``."""
+
+    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None: ...
+
+    def finish(self, *, partial: bool = False) -> Any: ...
+
+
+class UpdateHost(Protocol):
+    """The rank's model instances, as an update needs them."""
+
+    def open_shadow(self, partial: bool) -> LoadSession:
+        """A session on the instance that is not live; ``partial`` brings it to live first."""
+        ...
+
+    def open_live(self) -> LoadSession:
+        """A session straight into the live instance (staging="none")."""
+        ...
+
+    def finish_load(self, live: bool) -> None:
+        """Re-derive everything derived in the instance that was loaded."""
+        ...
+
+    def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """Every slot with the values held for it, read through the parameter's layout."""
+        ...
+
+
+class RankUpdates:
+    """At most one update at a time on this rank; a failed call leaves none."""
+
+    def __init__(self, host: UpdateHost, rank: int, device: str) -> None:
+        self._host, self._rank, self._device = host, rank, device
+        self._update: _Staging | None = None
+
+    def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Open the shadow for the update described by ``args["request"]``."""
+        self._drop()
+        request = update_request_from_wire(args["request"])
+        live = request.staging == "none"
+        session = self._host.open_live() if live else self._host.open_shadow(request.partial)
+        receiver = make_receiver(request, self._rank, self._device)
+        self._update = _Staging(request, session, receiver, live)
+        return {}
+
+    def connect(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Meet the sender; blocks until it has come too, or the deadline."""
+        update = self._current(args)
+        with self._dropping_on_error():
+            update.receiver.connect(update.request.timeout)
+        return {}
+
+    def bucket(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Receive the announced bucket and load it; buckets come in order, none is skipped."""
+        update = self._current(args)
+        header = header_from_wire(args["header"])
+        with self._dropping_on_error():
+            if header.index != update.next_index:
+                raise TransferFailed(
+                    f"rank {self._rank}: bucket {header.index} came where "
+                    f"{update.next_index} was due"
+                )
+            carried = tensors.get("payload")
+            payload = update.receiver.receive(header, carried, update.request.timeout)
+            started = time.perf_counter()
+            update.session.feed(unpack(header, payload))
+            update.seconds += time.perf_counter() - started
+            update.next_index += 1
+        return {"index": header.index}
+
+    def seal(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Judge completeness, derive, digest what is now in memory: this rank's vote."""
+        update = self._current(args)
+        with self._dropping_on_error():
+            if update.next_index != args["num_buckets"]:
+                raise IncompleteUpdate(
+                    f"rank {self._rank}: {update.next_index} of {args['num_buckets']} buckets "
+                    "arrived before the seal"
+                )
+            report = update.session.finish(partial=update.request.partial)
+            self._host.finish_load(update.live)
+            started = time.perf_counter()
+            rows = slot_digests(self._host.read_slots(update.live))
+            verify = time.perf_counter() - started
+        update.receiver.close()
+        self._update = None
+        return {
+            "digests": rows,
+            "num_bytes": report.nbytes,
+            "stage_seconds": update.seconds,
+            "verify_seconds": verify,
+        }
+
+    def abort(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Forget the update ``args["update_id"]`` if it is this rank's current one."""
+        if self._update is not None and self._update.request.update_id == args["update_id"]:
+            self._drop()
+        return {}
+
+    def interrupt(self, update_id: str) -> None:
+        """From any thread: free a staging thread that is blocked receiving for this update."""
+        update = self._update
+        if update is not None and update.request.update_id == update_id:
+            update.receiver.close()
+
+    def _current(self, args: Mapping[str, Any]) -> _Staging:
+        update = self._update
+        if update is None or update.request.update_id != args["update_id"]:
+            raise TransferFailed(
+                f"rank {self._rank}: update {args['update_id']} is not in progress here"
+            )
+        return update
+
+    def _drop(self) -> None:
+        update, self._update = self._update, None
+        if update is not None:
+            update.receiver.close()
+
+    def _dropping_on_error(self) -> _DropOnError:
+        return _DropOnError(self)
+
+
+class _Staging:
+    """One update being staged on this rank."""
+
+    def __init__(
+        self, request: UpdateRequest, session: LoadSession, receiver: Receiver, live: bool
+    ) -> None:
+        self.request, self.session, self.receiver, self.live = request, session, receiver, live
+        self.next_index = 0
+        self.seconds = 0.0
+
+
+class _DropOnError:
+    """A rank that sees an error drops its group at once, which frees the others."""
+
+    def __init__(self, updates: RankUpdates) -> None:
+        self._updates = updates
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        self._updates._drop()
+        if not isinstance(error, RolloutError) and isinstance(error, RuntimeError):
+            raise TransferFailed(f"rank {self._updates._rank}: {error}") from error

@@ -1,0 +1,146 @@
+"""Buckets broadcast over a process group formed between independently started jobs.
+
+Group rank 0 is the trainer's sender, rank r + 1 is engine rank r. The same code runs on gloo and
+NCCL; the backend follows the engine's device. The group lives as long as one update, so a failed
+one leaves no half-open communicator behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
+from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.updates import BucketHeader, WeightChannel, WeightInfo
+
+_POLL = 0.0005  # seconds between looks at a pending receive
+_GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
+
+
+class BroadcastSender:
+    """Listens for the engine's ranks and broadcasts each bucket to all of them."""
+
+    name = "broadcast"
+
+    def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
+        backend = "nccl" if info.device == "cuda" and torch.cuda.is_available() else "gloo"
+        size = info.tensor_parallel_size + 1
+        self._server = RendezvousServer(size, backend, host, timeout)
+        self._group: Any = None
+        self._pending: dict[int, Any] = {}
+
+    def rendezvous(self) -> Rendezvous | None:
+        return self._server.info
+
+    def connect(self, timeout: float) -> None:
+        self._group = join_group(self._server.info, 0, timeout)
+
+    def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
+        channel.bucket(header, None)
+        try:
+            self._pending[header.index] = self._group.broadcast([payload], _options())
+        except RuntimeError as error:
+            raise _explained(channel, header.index, error) from error
+
+    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
+        # The channel knows of a rank's error first; the group would only time out.
+        channel.wait(index, timeout)
+        work = self._pending.pop(index, None)
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _explained(channel, index, error) from error
+
+    def close(self) -> None:
+        self._pending.clear()
+        group, self._group = self._group, None
+        _drop(group)
+        self._server.close()
+
+
+class BroadcastReceiver:
+    """Joins as group rank ``rank + 1`` and receives into two alternating buffers."""
+
+    def __init__(self, where: Rendezvous, rank: int, device: str) -> None:
+        self._where, self._rank, self._device = where, rank, device
+        self._group: Any = None
+        self._buffers: list[Tensor | None] = [None, None]
+        self._closed = threading.Event()
+
+    def connect(self, timeout: float) -> None:
+        self._group = join_group(self._where, self._rank + 1, timeout)
+
+    def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
+        into = self._buffer(header)
+        try:
+            work = self._group.broadcast([into], _options())
+            self._wait(work, header.index, timeout)
+        except RuntimeError as error:
+            raise TransferFailed(
+                f"rank {self._rank}: the sender's link broke at bucket {header.index}: {error}"
+            ) from error
+        return into
+
+    def _buffer(self, header: BucketHeader) -> Tensor:
+        which = header.index % 2
+        held = self._buffers[which]
+        if held is None or held.numel() < header.nbytes:
+            held = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers[which] = held
+        return held[: header.nbytes]
+
+    def _wait(self, work: Any, index: int, timeout: float) -> None:
+        if self._device != "cpu":
+            work.wait()
+            return
+        # Polled rather than waited for, so that an abort frees this thread at once.
+        deadline = time.monotonic() + timeout
+        while not work.is_completed():
+            if self._closed.is_set():
+                raise TransferFailed(f"rank {self._rank}: aborted while receiving bucket {index}")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"rank {self._rank}: bucket {index} was announced but did not arrive within "
+                    f"{timeout:g} s (phase: transfer)"
+                )
+            time.sleep(_POLL)
+        work.wait()
+
+    def close(self) -> None:
+        self._closed.set()
+        group, self._group = self._group, None
+        _drop(group)
+
+
+def _options() -> Any:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.asyncOp = True
+    return options
+
+
+def _drop(group: Any) -> None:
+    """Let go of a group without waiting for its pending work, which only ends at its timeout."""
+    if group is None:
+        return
+    holder = [group]
+    del group
+    threading.Thread(target=holder.clear, name="drop-group", daemon=True).start()
+
+
+def _explained(channel: WeightChannel, index: int, error: RuntimeError) -> RolloutError:
+    """A rank's own error where the engine reports one in time, else the link's."""
+    try:
+        channel.wait(index, _GRACE)
+    except DeadlineExceeded:
+        pass
+    except RolloutError as reported:
+        return reported
+    return TransferFailed(f"the link to the engine's ranks broke at bucket {index}: {error}")
