@@ -1,0 +1,230 @@
+"""Which KV block holds which positions of which sequence, and which blocks can be found again.
+
+Source of the scheme: hash-block prefix caching as in vLLM and nano-vLLM. A full block's hash is
+``H(parent's hash, its tokens)``; a chain starts from (salt, weight version), so that KV computed by
+other weights can never match. A freed block stays addressable until it is reused.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from rollout.engine.sequence import Sequence
+
+_DIGEST_BYTES = 16
+
+
+class Block:
+    """One page: how many block tables hold it and, when hashed, its place in a chain."""
+
+    __slots__ = ("hash", "parent", "ref_count", "tokens")
+
+    def __init__(self) -> None:
+        self.ref_count = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.hash = b""
+        self.parent = b""
+        self.tokens: tuple[int, ...] = ()
+
+
+class BlockManager:
+    """Bookkeeping of ``num_blocks`` pages of ``block_size`` positions; touches no tensor.
+
+    A prefix hit never covers a sequence's last token, so that at least one is computed. Only
+    blocks whose whole chain, from position 0 on, was computed by one version are hashed.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, salt: int = 0, prefix_caching: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.query_tokens = 0
+        self.hit_tokens = 0
+        self._salt = salt
+        self._blocks = [Block() for _ in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_hash: dict[bytes, int] = {}
+        self._commits = 0
+        self._roots: dict[int, bytes] = {}
+        self.version = 0
+        self.set_version(0)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def set_version(self, version: int) -> None:
+        """Switch the weights' version: only KV it computed matches from now on.
+
+        Going back to an earlier version revives that version's blocks and forgets the later
+        ones for good: another update may come to bear their number.
+        """
+        for later in [v for v in self._roots if v > version]:
+            del self._roots[later]
+        if version not in self._roots:
+            self._commits += 1
+            origin = f"{self._salt}/{version}/{self._commits}".encode()
+            self._roots[version] = blake2b(origin, digest_size=_DIGEST_BYTES).digest()
+        self.version = version
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed before this call is found again."""
+        self._roots.clear()
+        self._by_hash.clear()
+        for block in self._blocks:
+            block.forget()
+        self.set_version(self.version)
+
+    def admit(self, seq: Sequence, margin: int = 0) -> bool:
+        """Give ``seq`` blocks for all its known tokens, reusing cached ones, or change nothing.
+
+        ``margin`` blocks must stay free. Positions found in the cache count as computed.
+        """
+        hits = [] if seq.block_table else self._match(seq)
+        kept = len(hits) or len(seq.block_table)
+        idle = sum(self._blocks[b].ref_count == 0 for b in hits)
+        need = self._blocks_for(seq.num_tokens) - kept
+        if need + idle + margin > len(self._free):
+            return False
+        if hits:
+            for block in hits:
+                self._take(block)
+            seq.block_table = hits
+            seq.advance(kept * self.block_size, self.version)
+            seq.hashed_blocks = kept
+            seq.chain_hash = self._blocks[hits[-1]].hash
+        if seq.num_cached_tokens < 0:
+            seq.num_cached_tokens = seq.num_computed
+            self.query_tokens += seq.num_tokens
+            self.hit_tokens += seq.num_computed
+        seq.block_table.extend(self._allocate() for _ in range(need))
+        return True
+
+    def grow(self, seq: Sequence) -> bool:
+        """Make room for all known tokens of ``seq``, or change nothing and say False."""
+        need = self._blocks_for(seq.num_tokens) - len(seq.block_table)
+        if need > len(self._free):
+            return False
+        for _ in range(need):
+            seq.block_table.append(self._allocate())
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Share the parent's full prompt blocks, all but the prompt's last token, with ``child``.
+
+        The rest of the prompt is computed again by the child. The parent has computed its prompt.
+        """
+        assert not child.block_table
+        count = (child.prompt_len - 1) // self.block_size
+        if not count:
+            return
+        child.block_table = parent.block_table[:count]
+        for block in child.block_table:
+            self._take(block)
+        child.num_computed = count * self.block_size
+        child.kv_spans = parent.kv_spans.prefix(child.num_computed)
+        child.hashed_blocks = min(count, parent.hashed_blocks)
+        if child.hashed_blocks:
+            child.chain_hash = self._blocks[child.block_table[child.hashed_blocks - 1]].hash
+
+    def publish(self, seq: Sequence) -> None:
+        """Make newly full blocks of ``seq`` addressable; called after each of its steps."""
+        full = seq.num_computed // self.block_size
+        if full == seq.hashed_blocks or not self.prefix_caching:
+            return
+        version = seq.kv_spans.single_version()
+        root = self._roots.get(version) if version is not None else None
+        if root is None:
+            return
+        parent = seq.chain_hash or root
+        for index in range(seq.hashed_blocks, full):
+            block_id = seq.block_table[index]
+            block = self._blocks[block_id]
+            start = index * self.block_size
+            block.tokens = tuple(seq.token_ids[start : start + self.block_size])
+            block.parent = parent
+            block.hash = parent = _chain(parent, block.tokens)
+            self._by_hash.setdefault(parent, block_id)
+        seq.hashed_blocks = full
+        seq.chain_hash = parent
+
+    def release(self, seq: Sequence) -> None:
+        """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""
+        for block_id in reversed(seq.block_table):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if not block.hash:  # nothing to find in it: reuse it before the cached ones
+                    self._free.move_to_end(block_id, last=False)
+        seq.forget_kv()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the books agree with the tables of all live sequences."""
+        held: Counter[int] = Counter()
+        for seq in sequences:
+            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq}: a block twice"
+            assert len(seq.block_table) >= self._blocks_for(seq.num_computed), f"{seq}: too few"
+            assert seq.kv_spans.length == seq.num_computed, f"{seq}: spans do not cover its KV"
+            held.update(seq.block_table)
+        for block_id, block in enumerate(self._blocks):
+            assert block.ref_count == held[block_id], f"block {block_id}: wrong reference count"
+            assert (block_id in self._free) == (block.ref_count == 0), f"block {block_id}: free?"
+            assert not block.hash or block.hash == _chain(block.parent, block.tokens)
+        for digest, block_id in self._by_hash.items():
+            assert self._blocks[block_id].hash == digest, f"block {block_id}: stale address"
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """The cached blocks of the longest known prefix; tokens are compared after each hit."""
+        hits: list[int] = []
+        if not self.prefix_caching or seq.needs_prompt_logprobs:
+            return hits
+        parent = self._roots[self.version]
+        size = self.block_size
+        for start in range(0, seq.num_tokens - size, size):
+            tokens = tuple(seq.token_ids[start : start + size])
+            digest = _chain(parent, tokens)
+            block_id = self._by_hash.get(digest)
+            if block_id is None:
+                break
+            block = self._blocks[block_id]
+            if block.tokens != tokens or block.parent != parent:
+                break
+            hits.append(block_id)
+            parent = digest
+        return hits
+
+    def _allocate(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        block = self._blocks[block_id]
+        if block.hash:
+            if self._by_hash.get(block.hash) == block_id:
+                del self._by_hash[block.hash]
+            block.forget()
+        block.ref_count = 1
+        return block_id
+
+    def _take(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.ref_count == 0:
+            del self._free[block_id]
+        block.ref_count += 1
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    data = array("q", tokens).tobytes()
+    return blake2b(data, key=parent, digest_size=_DIGEST_BYTES).digest()

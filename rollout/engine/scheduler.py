@@ -1,0 +1,219 @@
+"""Which tokens of which sequences are computed in the next step.
+
+One token budget per step: decodes first, then chunks of prefill, first come first served. A
+sequence is admitted only when blocks for all its known tokens are free, so a prefill never stalls;
+when a decode finds no block, the newest running sequence is preempted and computed again later.
+The same calls on the same state give the same schedule.
+
+    add -> [fresh] --admit--> running --finish--> gone
+                                |  ^
+                        preempt v  | admit
+                              [started]  <-- samples 2..n, forked when the prompt is computed
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from rollout.engine.block_manager import BlockManager
+from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
+
+_BY_ID = attrgetter("seq_id")
+
+
+class Scheduler:
+    """Orders sequences by ``seq_id``; owns their blocks through ``blocks``.
+
+    ``frozen``: nothing is scheduled at all. ``admitting`` False: sequences that never ran stay in
+    the queue, what has begun goes on to its end.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.blocks = blocks
+        self.frozen = False
+        self.admitting = True
+        self.running: list[Sequence] = []  # ascending seq_id
+        self.preemptions = 0
+        self._max_seqs = max_num_seqs
+        self._budget = max_num_batched_tokens
+        # Heaps by seq_id; a finished sequence is dropped when it surfaces.
+        self._fresh: list[tuple[int, Sequence]] = []
+        self._started: list[tuple[int, Sequence]] = []
+        self._unforked: dict[int, list[Sequence]] = {}  # first sample's seq_id -> the others
+        self._waiting: dict[int, Sequence] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing that has begun is left."""
+        return not self.running and not _top(self._started)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All live sequences, the running ones first."""
+        yield from self.running
+        yield from self._waiting.values()
+
+    def add(self, samples: list[Sequence]) -> None:
+        """Queue all samples of one request; the others wait until the first has the prompt."""
+        first, *others = samples
+        heapq.heappush(self._fresh, (first.seq_id, first))
+        for seq in samples:
+            self._waiting[seq.seq_id] = seq
+        if others:
+            self._unforked[first.seq_id] = others
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step's work, with blocks reserved for it; no entries when nothing can run."""
+        batch = ScheduledBatch(version=self.blocks.version)
+        if self.frozen:
+            return batch
+        before = self.preemptions
+        budget = self._schedule_running(batch.entries)
+        if self.preemptions == before:
+            self._admit(batch.entries, budget)
+        return batch
+
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Book a computed step, before its sampled tokens are appended."""
+        for entry in batch.entries:
+            seq = entry.sequence
+            seq.advance(entry.num_new, batch.version)
+            self.blocks.publish(seq)
+            if seq.seq_id in self._unforked and seq.num_computed >= seq.prompt_len:
+                self._fork(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if seq.status is Status.RUNNING:
+            del self.running[bisect_left(self.running, seq.seq_id, key=_BY_ID)]
+        self._waiting.pop(seq.seq_id, None)
+        seq.status = Status.FINISHED
+        kv_spans = seq.kv_spans.prefix(seq.num_computed)
+        self.blocks.release(seq)
+        seq.kv_spans = kv_spans  # the output still tells which weights computed what
+        heirs = [s for s in self._unforked.pop(seq.seq_id, ()) if s.status is Status.WAITING]
+        if heirs:
+            self._wait_again(heirs[0])
+            if heirs[1:]:
+                self._unforked[heirs[0].seq_id] = heirs[1:]
+
+    def recompute(self, newer_than: int | None = None) -> None:
+        """Drop the KV of all sequences, or only of those that a later version has touched."""
+        for seq in list(self.sequences()):
+            if newer_than is None or any(s.version > newer_than for s in seq.kv_spans.spans()):
+                if seq.status is Status.RUNNING:
+                    self._requeue(seq)
+                else:
+                    self.blocks.release(seq)
+
+    def begun(self) -> list[Sequence]:
+        """Live sequences of requests of which any sample was ever admitted."""
+        requests = {seq.request_id for seq in self.sequences() if seq.num_cached_tokens >= 0}
+        return [seq for seq in self.sequences() if seq.request_id in requests]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when books and sequences disagree."""
+        self.blocks.check_integrity(self.sequences())
+        ids = [seq.seq_id for seq in self.running]
+        assert ids == sorted(set(ids)), "running is out of order"
+        assert all(seq.status is Status.RUNNING for seq in self.running)
+        assert all(seq.status is Status.WAITING for seq in self._waiting.values())
+
+    def _schedule_running(self, entries: list[ScheduledEntry]) -> int:
+        """Decodes, then chunks of what is still in prefill; returns the budget left."""
+        budget, index = self._budget, 0
+        prefills: list[Sequence] = []
+        while index < len(self.running) and budget:
+            seq = self.running[index]
+            index += 1
+            if seq.num_tokens - seq.num_computed > 1:
+                prefills.append(seq)
+            elif self._make_room(seq):
+                entries.append(ScheduledEntry(seq, 1))
+                budget -= 1
+        for seq in prefills:
+            if seq.status is Status.RUNNING and budget:  # it may just have been preempted
+                budget -= _schedule_chunk(entries, seq, budget)
+        return budget
+
+    def _admit(self, entries: list[ScheduledEntry], budget: int) -> None:
+        while budget and len(self.running) < self._max_seqs:
+            heap = self._next_heap()
+            if heap is None:
+                return
+            seq = heap[0][1]
+            # Leave room for the running ones to grow, or the newcomer is preempted at once.
+            margin = min(len(self.running), self.blocks.num_blocks // 32)
+            while not self.blocks.admit(seq, margin):
+                if self.running or not self._drop_holder(keep=seq):
+                    return
+            heapq.heappop(heap)
+            del self._waiting[seq.seq_id]
+            seq.status = Status.RUNNING
+            insort(self.running, seq, key=_BY_ID)
+            budget -= _schedule_chunk(entries, seq, budget)
+
+    def _next_heap(self) -> list[tuple[int, Sequence]] | None:
+        """The heap whose top is the oldest sequence that may be admitted."""
+        started = _top(self._started)
+        fresh = _top(self._fresh) if self.admitting else None
+        if started and (fresh is None or started.seq_id < fresh.seq_id):
+            return self._started
+        return self._fresh if fresh else None
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """A block for the next token of ``seq``, at the cost of the newest; False: of itself."""
+        while not self.blocks.grow(seq):
+            newest = self.running[-1]
+            if newest is seq and self._drop_holder():
+                continue
+            self.preemptions += 1
+            self._requeue(newest)
+            if newest is seq:
+                return False
+        return True
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Back to waiting, without KV but with its output."""
+        del self.running[bisect_left(self.running, seq.seq_id, key=_BY_ID)]
+        self.blocks.release(seq)
+        self._wait_again(seq)
+
+    def _wait_again(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        self._waiting[seq.seq_id] = seq
+        heapq.heappush(self._started, (seq.seq_id, seq))
+
+    def _drop_holder(self, keep: Sequence | None = None) -> bool:
+        """Take the shared blocks from the newest waiting sample; False when none holds any."""
+        holders = [s for s in self._waiting.values() if s.block_table and s is not keep]
+        if not holders:
+            return False
+        self.blocks.release(max(holders, key=_BY_ID))
+        return True
+
+    def _fork(self, first: Sequence) -> None:
+        for seq in self._unforked.pop(first.seq_id):
+            if seq.status is Status.WAITING:
+                self.blocks.fork(first, seq)
+                self._wait_again(seq)
+
+
+def _top(heap: list[tuple[int, Sequence]]) -> Sequence | None:
+    while heap and heap[0][1].status is not Status.WAITING:
+        heapq.heappop(heap)
+    return heap[0][1] if heap else None
+
+
+def _schedule_chunk(entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
+    count = min(seq.num_tokens - seq.num_computed, budget)
+    entries.append(ScheduledEntry(seq, count))
+    return count
