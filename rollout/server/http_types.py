@@ -1,0 +1,185 @@
+"""Bodies of the OpenAI-compatible requests, and their sampling parameters.
+
+Fields and defaults are OpenAI's, with vLLM's extensions. A field that is neither is refused with
+the nearest known one, so that a misspelt parameter is never silently dropped.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout.errors import InvalidRequest
+from rollout.generation import SamplingParams
+
+TokenId = Annotated[int, Field(ge=0)]
+Prompt = str | list[TokenId]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+class StreamOptions(BaseModel):
+    """``include_usage``: a last chunk without choices carries the usage."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(BaseModel):
+    """What completions and chat completions share.
+
+    ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own
+    (vLLM's default) or those of the distribution that was sampled; both always come as
+    ``raw_logprobs`` and ``processed_logprobs`` beside it.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    request_id: str | None = None
+    user: str | None = None  # accepted and not used, as are the two below
+    metadata: dict[str, str] | None = None
+    priority: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_and_set(cls, values: Any) -> Any:
+        """Refuse unknown fields by name; an explicit null means the default."""
+        if not isinstance(values, dict):
+            return values
+        known = list(cls.model_fields)
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown field {key!r}{hint}")
+        return {key: value for key, value in values.items() if value is not None}
+
+    def params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """The sampling parameters of this body; raises ``InvalidRequest``."""
+        return SamplingParams(
+            n=self.n,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self._bias(),
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+    def _bias(self) -> dict[int, float] | None:
+        try:
+            return {int(key): value for key, value in (self.logit_bias or {}).items()} or None
+        except ValueError:
+            raise InvalidRequest("logit_bias keys must be token ids") from None
+
+
+class CompletionBody(SamplingBody):
+    """``/v1/completions``. ``echo`` and ``suffix`` are refused; ``best_of`` must equal ``n``."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: int = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """Every prompt of the call; raises ``InvalidRequest`` when there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequest("prompt must not be empty")
+        if isinstance(self.prompt[0], int):
+            return [[t for t in self.prompt if isinstance(t, int)]]
+        return [p for p in self.prompt if not isinstance(p, int)]
+
+    def sampling(self) -> SamplingParams:
+        self._check_supported()
+        return self.params(
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _check_supported(self) -> None:
+        if self.echo:
+            raise InvalidRequest("echo is not supported; use prompt_logprobs and return_token_ids")
+        if self.suffix:
+            raise InvalidRequest("suffix is not supported")
+        if self.best_of not in (None, self.n):
+            raise InvalidRequest(f"best_of must equal n ({self.n}), got {self.best_of}")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not available when stream=True")
+
+
+class ChatBody(SamplingBody):
+    """``/v1/chat/completions``: text messages, rendered by the checkpoint's chat template."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    def sampling(self) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true")
+        limit = self.max_completion_tokens or self.max_tokens
+        return self.params(max_tokens=limit, logprobs=self.top_logprobs if self.logprobs else None)
+
+
+class TokenizeBody(BaseModel):
+    """``/tokenize``: the ids of ``prompt``, or of ``messages`` through the chat template."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of 'prompt' and 'messages' must be given")
+        return self

@@ -1,0 +1,75 @@
+"""Group-relative policy optimisation, in the few functions the demo needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled answer; ``logprobs`` are the rollout's processed ones, one per answer token."""
+
+    prompt: list[int]
+    answer: list[int]
+    logprobs: list[float]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Right-padded samples. ``mask`` is True where ``ids`` holds a sampled token."""
+
+    ids: Tensor  # [samples, tokens] int64
+    mask: Tensor  # [samples, tokens] bool
+    logprobs: Tensor  # [samples, tokens] float32, 0 outside the mask
+    advantages: Tensor  # [samples, 1] float32
+
+
+def advantages(rewards: Sequence[float], group: int) -> Tensor:
+    """Reward minus its group's mean, over its group's deviation; ``group`` neighbours at a time."""
+    grouped = torch.tensor(rewards).view(-1, group)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    return (centred / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def make_batch(samples: Sequence[Sample], group: int, pad: int) -> Batch:
+    """``samples`` of one prompt are neighbours, ``group`` of them each."""
+    width = max(len(s.prompt) + len(s.answer) for s in samples)
+    ids = torch.full((len(samples), width), pad)
+    mask = torch.zeros(len(samples), width, dtype=torch.bool)
+    logprobs = torch.zeros(len(samples), width)
+    for row, s in enumerate(samples):
+        start, stop = len(s.prompt), len(s.prompt) + len(s.answer)
+        ids[row, :stop] = torch.tensor(s.prompt + s.answer)
+        mask[row, start:stop] = True
+        logprobs[row, start:stop] = torch.tensor(s.logprobs)
+    return Batch(ids, mask, logprobs, advantages([s.reward for s in samples], group)[:, None])
+
+
+def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
+    """Log-probability of each token given those before it, [samples, tokens]; 0 for the first."""
+    logits = model(ids).logits.float()
+    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
+
+
+def clipped_loss(batch: Batch, logprobs: Tensor, clip: float) -> Tensor:
+    """PPO's clipped objective against the probabilities the tokens were sampled with.
+
+    Summed over all sampled tokens and divided by their number, so that long and short answers'
+    tokens weigh the same.
+    """
+    ratio = (logprobs - batch.logprobs).masked_fill(~batch.mask, 0.0).exp()
+    gain = torch.minimum(
+        ratio * batch.advantages, ratio.clamp(1 - clip, 1 + clip) * batch.advantages
+    )
+    return -(gain * batch.mask).sum() / batch.mask.sum()
+
+
+def largest_difference(batch: Batch, logprobs: Tensor) -> float:
+    """Largest |trainer logprob - rollout logprob| over the sampled tokens."""
+    return float((logprobs.detach() - batch.logprobs).abs()[batch.mask].max())
