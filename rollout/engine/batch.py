@@ -1,0 +1,152 @@
+"""One step's work as arrays: built from sequences in the core, read back on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engine.sampling_batch import Ints, SamplingBatch
+from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
+from rollout.models.forward import ForwardBatch
+
+_FORWARD = tuple(f.name for f in fields(ForwardBatch))
+_MASK = (1 << 64) - 1
+
+
+def encode_batch(
+    batch: ScheduledBatch, block_size: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and tensors of ``step``; a pure function of the sequences.
+
+    Rows of logits: first one per entry that samples, then the prompt positions that are scored,
+    both in the order of the entries.
+    """
+    entries = batch.entries
+    count = len(entries)
+    sequences = [entry.sequence for entry in entries]
+    new = np.fromiter((entry.num_new for entry in entries), np.int64, count)
+    starts = np.fromiter((s.num_computed for s in sequences), np.int64, count)
+    known = np.fromiter((len(s.token_ids) for s in sequences), np.int64, count)
+    query_starts = np.zeros(count + 1, np.int64)
+    np.cumsum(new, out=query_starts[1:])
+    owner = np.repeat(np.arange(count), new)
+    positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owner]
+    tables = _block_tables(sequences)
+    slots = tables[owner, positions // block_size].astype(np.int64) * block_size
+    slots += positions % block_size
+    samples = starts + new == known
+    scored, targets, scored_top = _prompt_rows(entries, query_starts)
+    arrays = {
+        "input_ids": _input_ids(entries, int(query_starts[-1])),
+        "positions": positions,
+        "slots": slots,
+        "query_starts": query_starts.astype(np.int32),
+        "context_lens": (starts + new).astype(np.int32),
+        "block_tables": tables,
+        "logit_rows": np.concatenate([query_starts[1:][samples] - 1, scored]),
+    }
+    drawing = [sequences[i] for i in np.flatnonzero(samples)]
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors.update(_sampling(drawing, targets, scored_top).tensors())
+    return {"version": batch.version}, tensors
+
+
+def decode_batch(
+    args: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[ForwardBatch, SamplingBatch]:
+    """What ``encode_batch`` described, on the CPU."""
+    return (
+        ForwardBatch(**{name: tensors[name] for name in _FORWARD}),
+        SamplingBatch.from_tensors(tensors),
+    )
+
+
+def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:
+    """[sequences, longest table] int32, padded with 0."""
+    lengths = np.fromiter((len(s.block_table) for s in sequences), np.int64, len(sequences))
+    tables = np.zeros((len(sequences), int(lengths.max(initial=0))), np.int32)
+    flat = chain.from_iterable(s.block_table for s in sequences)
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.fromiter(
+        flat, np.int32, int(lengths.sum())
+    )
+    return tables
+
+
+def _input_ids(entries: list[ScheduledEntry], total: int) -> Ints:
+    ids: list[int] = []
+    for entry in entries:
+        sequence, start = entry.sequence, entry.sequence.num_computed
+        if entry.num_new == 1:
+            ids.append(sequence.token_ids[start])
+        else:
+            ids += sequence.token_ids[start : start + entry.num_new]
+    return np.fromiter(ids, np.int64, total)
+
+
+def _prompt_rows(entries: list[ScheduledEntry], query_starts: Ints) -> tuple[Ints, Ints, list[int]]:
+    """Rows of the step's tokens that score a prompt token, those tokens, and their num_top."""
+    rows: list[NDArray[Any]] = [np.empty(0, np.int64)]
+    targets: list[int] = []
+    top: list[int] = []
+    for i, entry in enumerate(entries):
+        if entry.sequence.params.prompt_logprobs is None:
+            continue
+        wanted = entry.prompt_rows
+        rows.append(np.arange(wanted.start, wanted.stop) - entry.start + query_starts[i])
+        targets += entry.sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
+        top += [entry.sequence.params.prompt_logprobs] * len(wanted)
+    return np.concatenate(rows), np.array(targets, np.int64), top
+
+
+def _sampling(drawing: list[Sequence], targets: Ints, scored_top: list[int]) -> SamplingBatch:
+    params = [s.params for s in drawing]
+    numbers = [
+        (
+            p.temperature,
+            p.top_p,
+            p.min_p,
+            p.repetition_penalty,
+            p.presence_penalty,
+            p.frequency_penalty,
+        )
+        for p in params
+    ]
+    top = [-1 if p.logprobs is None else p.logprobs for p in params]
+    edits = _edits(drawing)
+    penalised = [i for i, row in enumerate(numbers) if row[3:] != (1.0, 0.0, 0.0)]
+    history = [drawing[i].token_ids for i in penalised]
+    lengths = np.array([0, *map(len, history)], np.int64)
+    return SamplingBatch(
+        numbers=np.array(numbers, np.float32).reshape(-1, 6),
+        top_k=np.array([p.top_k for p in params], np.int64),
+        seeds=np.array([s.seed & _MASK for s in drawing], np.uint64).view(np.int64),
+        counters=np.array([len(s.token_ids) for s in drawing], np.int64),
+        targets=targets,
+        num_top=np.array(top + scored_top, np.int64),
+        edit_rows=np.array([e[0] for e in edits], np.int64),
+        edit_ids=np.array([e[1] for e in edits], np.int64),
+        edit_values=np.array([e[2] for e in edits], np.float32),
+        history=np.array(list(chain.from_iterable(history)), np.int64),
+        history_rows=np.array(penalised, np.int64),
+        history_starts=np.cumsum(lengths),
+        history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
+    )
+
+
+def _edits(drawing: list[Sequence]) -> list[tuple[int, int, float]]:
+    """(row, token, added to its logit): stops that come too early, and logit_bias."""
+    edits: list[tuple[int, int, float]] = []
+    for row, sequence in enumerate(drawing):
+        params = sequence.params
+        if params.min_tokens > sequence.output_len:
+            edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
+        if params.logit_bias:
+            edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
+    return edits

@@ -1,0 +1,85 @@
+"""What the sampler needs to know about each row of logits, as plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+# Columns of ``numbers``.
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """Settings of the rows of one step's logits: ``S`` rows that draw, then ``P`` that score.
+
+    A scoring row asks for the raw logprob of a known token (prompt logprobs). ``edits`` are added
+    to the logits first: logit_bias, and minus infinity where min_tokens forbids stopping.
+    ``history`` holds the tokens of rows with a penalty, one row after the other:
+    row ``history_rows[i]`` owns ``history[history_starts[i]:history_starts[i + 1]]``, of which the
+    first ``history_prompts[i]`` are its prompt. All rows lists ascend.
+    """
+
+    numbers: Floats  # [S, 6] float32, columns as above
+    top_k: Ints  # [S], 0: off
+    seeds: Ints  # [S]
+    counters: Ints  # [S]: position of the token that is drawn
+    targets: Ints  # [P]: the known tokens
+    num_top: Ints  # [S + P]: alternatives by raw logprob; 0: the token alone, -1: no report
+    edit_rows: Ints  # [edits]
+    edit_ids: Ints  # [edits]
+    edit_values: Floats  # [edits]
+    history: Ints  # [tokens]
+    history_rows: Ints  # [penalised]
+    history_starts: Ints  # [penalised + 1]
+    history_prompts: Ints  # [penalised]
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.top_k)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.num_top)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays as tensors that share their memory."""
+        return {f.name: torch.from_numpy(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> SamplingBatch:
+        return cls(**{f.name: tensors[f.name].numpy() for f in fields(cls)})
+
+    def rows(self, start: int, stop: int) -> SamplingBatch:
+        """The settings of rows ``start <= row < stop`` alone, renumbered from 0."""
+        if start == 0 and stop >= self.num_rows:
+            return self
+        count = self.num_sampled
+        drawn = slice(min(start, count), min(stop, count))
+        scored = slice(max(start - count, 0), max(stop - count, 0))
+        edits = slice(*np.searchsorted(self.edit_rows, (start, stop)))
+        first, last = np.searchsorted(self.history_rows, (start, stop))
+        starts = self.history_starts[first : last + 1]
+        return SamplingBatch(
+            numbers=self.numbers[drawn],
+            top_k=self.top_k[drawn],
+            seeds=self.seeds[drawn],
+            counters=self.counters[drawn],
+            targets=self.targets[scored],
+            num_top=self.num_top[start:stop],
+            edit_rows=self.edit_rows[edits] - start,
+            edit_ids=self.edit_ids[edits],
+            edit_values=self.edit_values[edits],
+            history=self.history[starts[0] : starts[-1]],
+            history_rows=self.history_rows[first:last] - start,
+            history_starts=starts - starts[0],
+            history_prompts=self.history_prompts[first:last],
+        )
