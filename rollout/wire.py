@@ -69,7 +69,9 @@ def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = Non
     return [_PREFIX.pack(len(head), offset), head, *parts]
 
 
-def decode(head: bytes | memoryview, payload: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def decode(
+    head: bytes | memoryview, payload: bytearray
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors (views of ``payload``) of one frame; raises TransferFailed."""
     try:
         header = json.loads(bytes(head))
@@ -102,7 +104,7 @@ def send_frame(
         sock.sendall(part)
 
 
-def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+def recv_frame(sock: socket.socket) -> Frame | None:
     """Read one frame; None when the peer closed before its first byte."""
     prefix = bytearray(_PREFIX.size)
     if not _fill(sock, prefix, may_end=True):

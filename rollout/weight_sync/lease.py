@@ -44,9 +44,7 @@ class Lease:
         try:
             request = replace(request, version=of.check(request))
             if request.metadata is not None:
-                check_metadata(
-                    request.metadata, of.metadata, of.aliases, partial=request.partial
-                )
+                check_metadata(request.metadata, of.metadata, of.aliases, partial=request.partial)
             self._request = request
             of.staging_begins()
             if request.staging == "none":

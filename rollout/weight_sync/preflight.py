@@ -19,7 +19,7 @@ def differences(
     *,
     partial: bool = False,
 ) -> list[str]:
-    """One line per unknown, repeated, misshapen, mistyped or (unless ``partial``) missing tensor."""
+    """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor."""
     problems: list[str] = []
     counts = Counter(meta.name for meta in sent)
     problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]

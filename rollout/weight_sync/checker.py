@@ -1,0 +1,127 @@
+"""Questions about weights that move none: would this source fit, and does the engine hold it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout.errors import RolloutError, from_wire, to_wire
+from rollout.kernels import digest
+from rollout.update_wire import weight_info_from_wire, weight_info_to_wire
+from rollout.updates import WeightInfo
+from rollout.weight_sync.agreement import Agreement, agreement_for
+from rollout.weight_sync.preflight import differences
+from rollout.weight_sync.source import source_for
+from rollout.weights import Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReport:
+    """How a source compares with an engine's live weights at ``version``.
+
+    ``differing``: sent and held, with other values. ``problems``: names, shapes and dtypes that do
+    not fit (see ``preflight``). ``num_bytes`` is what an update would send.
+    """
+
+    version: int
+    epoch: int
+    differing: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+    @property
+    def equal(self) -> bool:
+        return not self.differing and not self.problems
+
+
+class CheckLink(Protocol):
+    def info(self) -> WeightInfo: ...
+
+    def digests(self, timeout: float) -> dict[str, int]: ...
+
+
+def preflight(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:
+    """Compare names, shapes and dtypes with what the engine wants; no weights are read or moved.
+
+    Collective over the source's ranks. A source that does not know its metadata (an iterable)
+    reports no problems and zero tensors.
+    """
+    agreement = agreement_for(obj, timeout=timeout)
+    with closing(agreement):
+        info = _shared_info(agreement, connect, timeout)
+        source = source_for(obj, aliases=info.aliases, dtype=info.dtype, agreement=agreement)
+        metadata = source.metadata() or ()
+        wanted = {meta.name: meta for meta in info.tensors}
+        problems = differences(metadata, wanted, info.aliases) if metadata else []
+        return WeightReport(
+            version=info.version,
+            epoch=info.epoch,
+            problems=tuple(problems),
+            num_tensors=len(metadata),
+            num_bytes=sum(meta.nbytes for meta in metadata),
+        )
+
+
+def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:
+    """Name the tensors of ``obj`` that differ from the live weights, by digest, beside generation.
+
+    Collective over the source's ranks, like an update, but only digests cross the wire. Raises
+    ``ChecksumMismatch`` when copies of one box differ between the engine's own ranks.
+    """
+    agreement = agreement_for(obj, timeout=timeout)
+    with closing(agreement):
+        info = _shared_info(agreement, connect, timeout)
+        source = source_for(obj, aliases=info.aliases, dtype=info.dtype, agreement=agreement)
+        mine: dict[str, int] = {}
+        num_bytes = 0
+        for name, tensor in source:
+            if agreement.is_sender:
+                wire = tensor.detach()
+                if wire.is_floating_point():
+                    wire = wire.to(info.dtype)
+                shape = tuple(wire.shape)
+                mine[name] = digest(wire, shape, Box.full(shape))
+                num_bytes += wire.nbytes
+        said = _said(agreement, timeout, lambda: _verdict(mine, info, connect().digests(timeout)))
+        return WeightReport(
+            version=info.version,
+            epoch=info.epoch,
+            differing=tuple(said["differing"]),
+            problems=tuple(said["problems"]),
+            num_tensors=len(mine),
+            num_bytes=num_bytes,
+        )
+
+
+def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> dict[str, Any]:
+    owners = {name: info.aliases.get(name, name) for name in mine}
+    unknown = [f"{name} is unknown" for name, owner in owners.items() if owner not in held]
+    missing = [f"{name} is missing" for name in held if name not in set(owners.values())]
+    differing = [n for n, owner in owners.items() if owner in held and held[owner] != mine[n]]
+    return {"differing": differing, "problems": unknown + missing}
+
+
+def _shared_info(
+    agreement: Agreement, connect: Callable[[], CheckLink], timeout: float
+) -> WeightInfo:
+    said = _said(agreement, timeout, lambda: {"info": weight_info_to_wire(connect().info())})
+    return weight_info_from_wire(said["info"])
+
+
+def _said(
+    agreement: Agreement, timeout: float, act: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What ``act`` returned on the sender, on every rank; its error is raised on every rank."""
+    said: dict[str, Any] | None = None
+    if agreement.is_sender:
+        try:
+            said = act()
+        except RolloutError as error:
+            said = {"error": to_wire(error)}
+    said = agreement.broadcast(said, 2 * timeout, "check")
+    if "error" in said:
+        raise from_wire(said["error"])
+    return said
