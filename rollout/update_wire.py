@@ -1,0 +1,356 @@
+"""Plain, JSON-able forms of the nouns of an update, for gRPC and for the workers' pipes.
+
+``X_from_wire`` checks types and bounds before it builds anything and raises ``TransferFailed``
+naming the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rollout.distributed import Rendezvous
+from rollout.errors import TransferFailed
+from rollout.updates import (
+    Begun,
+    BucketEntry,
+    BucketHeader,
+    Seal,
+    UpdateRequest,
+    WeightInfo,
+)
+from rollout.weights import Box, RankReceipt, Shape, TensorMeta, UpdateReceipt
+from rollout.wire import dtype_from_name, dtype_name
+
+Wire = dict[str, Any]
+T = TypeVar("T")
+
+MAX_INT = (1 << 63) - 1
+MAX_DIGEST = (1 << 64) - 1
+MAX_LIST = 1 << 20
+MAX_STRING = 1 << 16
+MAX_DIMS = 16
+
+
+def meta_to_wire(meta: TensorMeta) -> list[Any]:
+    return [meta.name, dtype_name(meta.dtype), list(meta.shape)]
+
+
+def meta_from_wire(wire: Any) -> TensorMeta:
+    name, dtype, shape = _row(wire, 3, "tensor")
+    return TensorMeta(_string(name, "name"), dtype_from_name(_string(dtype, "dtype")), _ints(shape))
+
+
+def rendezvous_to_wire(where: Rendezvous) -> Wire:
+    return {
+        "host": where.host,
+        "port": where.port,
+        "secret": where.secret,
+        "size": where.size,
+        "backend": where.backend,
+    }
+
+
+def rendezvous_from_wire(wire: Any) -> Rendezvous:
+    get = _Fields(wire, "rendezvous")
+    return Rendezvous(
+        host=get.string("host"),
+        port=get.int("port", 1, 65535),
+        secret=get.string("secret"),
+        size=get.int("size", 1, 1 << 20),
+        backend=get.string("backend"),
+    )
+
+
+def header_to_wire(header: BucketHeader) -> Wire:
+    rows = [
+        [
+            e.name,
+            dtype_name(e.dtype),
+            list(e.shape),
+            list(e.box.starts),
+            list(e.box.stops),
+            e.offset,
+            e.nbytes,
+        ]
+        for e in header.entries
+    ]
+    return {"index": header.index, "nbytes": header.nbytes, "entries": rows}
+
+
+def header_from_wire(wire: Any) -> BucketHeader:
+    """Types and signs are checked here; ``bucket.unpack`` checks that entries fit the payload."""
+    get = _Fields(wire, "bucket header")
+    entries = get.list("entries", _entry)
+    return BucketHeader(get.int("index"), entries, get.int("nbytes"))
+
+
+def _entry(row: Any) -> BucketEntry:
+    name, dtype, shape, starts, stops, offset, nbytes = _row(row, 7, "bucket entry")
+    name = _string(name, "name")
+    try:
+        box = Box(_ints(starts), _ints(stops))
+    except ValueError as error:
+        raise TransferFailed(f"bucket entry {name!r:.200}: {error}") from error
+    return BucketEntry(
+        name,
+        dtype_from_name(_string(dtype, "dtype")),
+        _ints(shape),
+        box,
+        _int(offset, "offset"),
+        _int(nbytes, "nbytes"),
+    )
+
+
+def request_to_wire(request: UpdateRequest) -> Wire:
+    return {
+        "update_id": request.update_id,
+        "version": request.version,
+        "base": None if request.base is None else list(request.base),
+        "encoding": request.encoding,
+        "metadata": _optional(request.metadata, lambda m: [meta_to_wire(x) for x in m]),
+        "partial": request.partial,
+        "transport": request.transport,
+        "rendezvous": _optional(request.rendezvous, rendezvous_to_wire),
+        "bucket_bytes": request.bucket_bytes,
+        "staging": request.staging,
+        "in_flight": request.in_flight,
+        "label": request.label,
+        "timeout": request.timeout,
+    }
+
+
+def request_from_wire(wire: Any) -> UpdateRequest:
+    get = _Fields(wire, "update request")
+    base = get.optional("base", lambda v: _ints(v))
+    if base is not None and len(base) != 2:
+        raise TransferFailed("update request: 'base' must be [epoch, version]")
+    return UpdateRequest(
+        update_id=get.string("update_id"),
+        version=get.optional("version", lambda v: _int(v, "version")),
+        base=None if base is None else (base[0], base[1]),
+        encoding=get.string("encoding"),
+        metadata=get.optional("metadata", lambda v: _list(v, meta_from_wire, "metadata")),
+        partial=get.flag("partial"),
+        transport=get.string("transport"),
+        rendezvous=get.optional("rendezvous", rendezvous_from_wire),
+        bucket_bytes=get.int("bucket_bytes", 1),
+        staging=get.string("staging"),
+        in_flight=get.string("in_flight"),
+        label=get.optional("label", lambda v: _string(v, "label")),
+        timeout=get.seconds("timeout"),
+    )
+
+
+def begun_to_wire(begun: Begun) -> Wire:
+    return {
+        "update_id": begun.update_id,
+        "epoch": begun.epoch,
+        "base_version": begun.base_version,
+        "version": begun.version,
+    }
+
+
+def begun_from_wire(wire: Any) -> Begun:
+    get = _Fields(wire, "begun")
+    return Begun(
+        update_id=get.string("update_id"),
+        epoch=get.int("epoch", 0, MAX_DIGEST),
+        base_version=get.int("base_version"),
+        version=get.int("version"),
+    )
+
+
+def info_to_wire(info: WeightInfo) -> Wire:
+    return {
+        "epoch": info.epoch,
+        "version": info.version,
+        "label": info.label,
+        "state": info.state,
+        "dtype": dtype_name(info.dtype),
+        "tensors": [meta_to_wire(meta) for meta in info.tensors],
+        "aliases": dict(info.aliases),
+        "tensor_parallel_size": info.tensor_parallel_size,
+        "device": info.device,
+        "transports": list(info.transports),
+        "last_update_id": info.last_update_id,
+    }
+
+
+def info_from_wire(wire: Any) -> WeightInfo:
+    get = _Fields(wire, "weight info")
+    return WeightInfo(
+        epoch=get.int("epoch", 0, MAX_DIGEST),
+        version=get.int("version"),
+        label=get.optional("label", lambda v: _string(v, "label")),
+        state=get.string("state"),
+        dtype=dtype_from_name(get.string("dtype")),
+        tensors=get.list("tensors", meta_from_wire),
+        aliases=get.strings("aliases"),
+        tensor_parallel_size=get.int("tensor_parallel_size", 1),
+        device=get.string("device"),
+        transports=get.list("transports", lambda v: _string(v, "transport")),
+        last_update_id=get.string("last_update_id"),
+    )
+
+
+def seal_to_wire(seal: Seal) -> Wire:
+    return {
+        "num_buckets": seal.num_buckets,
+        "digests": dict(seal.digests),
+        "gather_seconds": seal.gather_seconds,
+        "transfer_seconds": seal.transfer_seconds,
+        "wire_bytes": seal.wire_bytes,
+        "details": dict(seal.details),
+    }
+
+
+def seal_from_wire(wire: Any) -> Seal:
+    get = _Fields(wire, "seal")
+    digests = get.mapping("digests")
+    return Seal(
+        num_buckets=get.int("num_buckets"),
+        digests={
+            _string(name, "name"): _int(value, f"digest of {name!r:.80}", 0, MAX_DIGEST)
+            for name, value in digests.items()
+        },
+        gather_seconds=get.seconds("gather_seconds"),
+        transfer_seconds=get.seconds("transfer_seconds"),
+        wire_bytes=get.int("wire_bytes"),
+        details=get.strings("details"),
+    )
+
+
+def receipt_to_wire(receipt: UpdateReceipt) -> Wire:
+    return {
+        "version": receipt.version,
+        "epoch": receipt.epoch,
+        "digest": receipt.digest,
+        "num_tensors": receipt.num_tensors,
+        "num_bytes": receipt.num_bytes,
+        "wire_bytes": receipt.wire_bytes,
+        "timings": dict(receipt.timings),
+        "ranks": [[r.rank, r.version, r.digest, r.num_bytes] for r in receipt.ranks],
+        "update_id": receipt.update_id,
+        "transport": receipt.transport,
+        "label": receipt.label,
+        "details": dict(receipt.details),
+    }
+
+
+def receipt_from_wire(wire: Any) -> UpdateReceipt:
+    get = _Fields(wire, "update receipt")
+    timings = get.mapping("timings")
+    return UpdateReceipt(
+        version=get.int("version"),
+        epoch=get.int("epoch", 0, MAX_DIGEST),
+        digest=get.int("digest", 0, MAX_DIGEST),
+        num_tensors=get.int("num_tensors"),
+        num_bytes=get.int("num_bytes"),
+        wire_bytes=get.int("wire_bytes"),
+        timings={
+            _string(k, "timing"): _seconds(v, f"timing {k!r:.80}") for k, v in timings.items()
+        },
+        ranks=get.list("ranks", _rank_receipt),
+        update_id=get.string("update_id"),
+        transport=get.string("transport"),
+        label=get.optional("label", lambda v: _string(v, "label")),
+        details=get.mapping("details"),
+    )
+
+
+def _rank_receipt(row: Any) -> RankReceipt:
+    rank, version, digest, num_bytes = _row(row, 4, "rank receipt")
+    return RankReceipt(
+        _int(rank, "rank"),
+        _int(version, "version"),
+        _int(digest, "digest", 0, MAX_DIGEST),
+        _int(num_bytes, "num_bytes"),
+    )
+
+
+class _Fields:
+    """Typed, bounded access to one plain mapping; every failure names the field."""
+
+    def __init__(self, wire: Any, what: str) -> None:
+        if not isinstance(wire, Mapping):
+            raise TransferFailed(f"{what}: expected an object, got {type(wire).__name__}")
+        self._wire, self._what = wire, what
+
+    def raw(self, key: str) -> Any:
+        try:
+            return self._wire[key]
+        except KeyError:
+            raise TransferFailed(f"{self._what}: {key!r} is missing") from None
+
+    def int(self, key: str, low: int = 0, high: int = MAX_INT) -> int:
+        return _int(self.raw(key), f"{self._what}: {key}", low, high)
+
+    def string(self, key: str) -> str:
+        return _string(self.raw(key), f"{self._what}: {key}")
+
+    def seconds(self, key: str) -> float:
+        return _seconds(self.raw(key), f"{self._what}: {key}")
+
+    def flag(self, key: str) -> bool:
+        value = self.raw(key)
+        if not isinstance(value, bool):
+            raise TransferFailed(f"{self._what}: {key!r} must be true or false")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.raw(key)
+        if not isinstance(value, Mapping) or len(value) > MAX_LIST:
+            raise TransferFailed(f"{self._what}: {key!r} must be an object of bounded size")
+        return dict(value)
+
+    def strings(self, key: str) -> dict[str, str]:
+        pairs = self.mapping(key).items()
+        return {_string(k, key): _string(v, f"{key} {k!r:.80}") for k, v in pairs}
+
+    def list(self, key: str, item: Callable[[Any], T]) -> tuple[T, ...]:
+        return _list(self.raw(key), item, f"{self._what}: {key}")
+
+    def optional(self, key: str, item: Callable[[Any], T]) -> T | None:
+        value = self.raw(key)
+        return None if value is None else item(value)
+
+
+def _optional(value: T | None, form: Callable[[T], Any]) -> Any:
+    return None if value is None else form(value)
+
+
+def _int(value: Any, what: str, low: int = 0, high: int = MAX_INT) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise TransferFailed(f"{what}: {value!r:.40} is not an integer in {low}..{high}")
+    return value
+
+
+def _string(value: Any, what: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_STRING:
+        raise TransferFailed(f"{what}: expected a string of bounded length, got {value!r:.40}")
+    return value
+
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise TransferFailed(f"{what}: {value!r:.40} is not a number of seconds")
+    return float(value)
+
+
+def _list(value: Any, item: Callable[[Any], T], what: str) -> tuple[T, ...]:
+    if not isinstance(value, list | tuple) or len(value) > MAX_LIST:
+        raise TransferFailed(f"{what}: expected a list of bounded length")
+    return tuple(item(x) for x in value)
+
+
+def _ints(value: Any) -> Shape:
+    if not isinstance(value, list | tuple) or len(value) > MAX_DIMS:
+        raise TransferFailed(f"expected at most {MAX_DIMS} integers, got {value!r:.80}")
+    return tuple(_int(n, "coordinate") for n in value)
+
+
+def _row(value: Any, length: int, what: str) -> list[Any]:
+    if not isinstance(value, list | tuple) or len(value) != length:
+        raise TransferFailed(f"{what}: expected {length} fields, got {value!r:.80}")
+    return list(value)

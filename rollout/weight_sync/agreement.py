@@ -1,0 +1,370 @@
+"""Agreement of the ranks of one distributed trainer: they go on together or fail together."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rollout import errors, wire
+from rollout.distributed import LOOPBACK
+from rollout.errors import DeadlineExceeded, SourceFailed, TransferFailed
+
+MAX_FRAME = 64 << 20  # a status or an announcement; bounds what a peer can make us allocate
+
+
+class Agreement:
+    """A star of sockets over the ranks of one source, for the length of one update.
+
+    Member 0 (``is_sender``) decides and sends; every method is collective: all members call the
+    same ones in the same order, with the same ``phase``. A star rather than a gloo group because
+    the centre sees at once *which* peer closed, and tells the others at once, where gloo frees
+    only a dead rank's neighbours before the timeout. Members meet through the job's own store
+    (``Agreement.over``); no listening socket outlives that meeting.
+
+    Errors: ``TransferFailed`` (a peer died or is out of step), ``DeadlineExceeded`` (a peer is
+    late); both name the ranks of the trainer's job and the phase. After an error the agreement is
+    closed: the next update forms a fresh one.
+    """
+
+    def __init__(
+        self, rank: int = 0, ranks: Sequence[int] = (0,), links: Mapping[int, Any] | None = None
+    ) -> None:
+        self.rank = rank  # index among the members
+        self.ranks = tuple(ranks)  # of the members, in the trainer's job
+        self._links: dict[int, socket.socket] = dict(links or {})  # by member index
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def over(cls, ranks: Sequence[int], timeout: float) -> Agreement:
+        """Meet the other ``ranks`` of this ``torch.distributed`` job within ``timeout`` seconds."""
+        me = list(ranks).index(dist.get_rank())
+        if len(ranks) == 1:
+            return cls(0, ranks)
+        return cls(me, ranks, _meet(me, tuple(ranks), time.monotonic() + timeout))
+
+    def exchange(
+        self, status: Mapping[str, Any], timeout: float, phase: str = "exchange"
+    ) -> list[dict[str, Any]]:
+        """Every member's ``status`` (JSON-able), in member order, on every member."""
+        if self.size == 1:
+            return [dict(status)]
+        try:
+            if self.is_sender:
+                return self._collect(dict(status), time.monotonic() + timeout, phase)
+            self._send(0, {"phase": phase, "status": dict(status)}, timeout, phase)
+            # The centre waits ``timeout`` for the slowest member, and then says who it was.
+            reply = self._receive_one(0, timeout + min(1.0, timeout / 4), phase)
+            if reply.get("error"):
+                raise errors.from_wire(reply["error"])
+            return list(reply["all"])
+        except BaseException:
+            self.close()
+            raise
+
+    def broadcast(
+        self, obj: Mapping[str, Any] | None, timeout: float, phase: str = "announce"
+    ) -> dict[str, Any]:
+        """The sender's ``obj`` (JSON-able) on every member; what the others pass is ignored."""
+        mine = dict(obj or {}) if self.is_sender else {}
+        return self.exchange({"obj": mine}, timeout, phase)[0]["obj"]  # type: ignore[no-any-return]
+
+    def vote(self, error: BaseException | None, timeout: float, phase: str = "vote") -> None:
+        """Go on only if no member has an ``error``; otherwise all raise the first one.
+
+        The same class and message everywhere; ``__cause__`` is the original exception on the rank
+        that raised it. One from outside the package's tree is the trainer's own: ``SourceFailed``.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise _typed(error, "") from _origin(error)
+            return
+        who = f"trainer rank {self.ranks[self.rank]}"
+        mine = None if error is None else errors.to_wire(_typed(error, f"{who}, {phase}: "))
+        try:
+            replies = self.exchange({"error": mine}, timeout, phase)
+        except errors.RolloutError as lost:
+            # The others are gone or late; what went wrong here says more than that.
+            if error is None:
+                raise
+            raise _typed(error, f"{who}, {phase}: ") from (_origin(error) or lost)
+        failed = [i for i, reply in enumerate(replies) if reply["error"] is not None]
+        if not failed:
+            return
+        self.close()
+        first = errors.from_wire(replies[failed[0]]["error"])
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt of this process stays one here
+        raise first from (_origin(error) if failed[0] == self.rank and error else None)
+
+    def dead_peers(self) -> tuple[int, ...]:
+        """Ranks (of the trainer's job) whose link has closed; for a watchdog, never blocks.
+
+        The sender sees every peer, the others see the sender.
+        """
+        dead = []
+        for index, link in list(self._links.items()):
+            try:
+                if link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                    dead.append(self.ranks[index])
+            except BlockingIOError:
+                continue
+            except OSError:
+                dead.append(self.ranks[index])
+        return tuple(dead)
+
+    def close(self) -> None:
+        """Close every link, which frees peers that wait for this rank. Idempotent."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _collect(self, mine: dict[str, Any], deadline: float, phase: str) -> list[dict[str, Any]]:
+        """The centre: take one status of every peer, answer all of them alike."""
+        replies: dict[int, dict[str, Any]] = {0: mine}
+        error: errors.RolloutError | None = None
+        with selectors.DefaultSelector() as ready:
+            for index, link in self._links.items():
+                ready.register(link, selectors.EVENT_READ, index)
+            while error is None and len(replies) < self.size:
+                events = ready.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    error = self._late(set(range(self.size)) - set(replies), phase)
+                for key, _ in events:
+                    try:
+                        frame = self._receive_one(key.data, deadline - time.monotonic(), phase)
+                        self._check_phase(key.data, frame, phase)
+                        replies[key.data] = frame["status"]
+                        ready.unregister(key.fileobj)
+                    except errors.RolloutError as failure:
+                        error = failure
+                        break
+        answer: dict[str, Any] = {"phase": phase, "all": [replies.get(i) for i in range(self.size)]}
+        if error is not None:
+            answer = {"phase": phase, "error": errors.to_wire(error)}
+        for index in list(self._links):
+            try:
+                self._send(index, answer, 1.0, phase)
+            except errors.RolloutError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+        return answer["all"]  # type: ignore[no-any-return]
+
+    def _check_phase(self, index: int, frame: dict[str, Any], phase: str) -> None:
+        if frame.get("phase") != phase or not isinstance(frame.get("status"), dict):
+            raise TransferFailed(
+                f"trainer rank {self.ranks[index]} is at {frame.get('phase')!r} while rank "
+                f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
+            )
+
+    def _late(self, members: set[int], phase: str) -> DeadlineExceeded:
+        names = ", ".join(str(self.ranks[i]) for i in sorted(members))
+        return DeadlineExceeded(
+            f"trainer rank {names} did not reach {phase!r} within the timeout; "
+            "is every rank of the source calling update_weights?"
+        )
+
+    def _link(self, index: int, phase: str) -> socket.socket:
+        try:
+            return self._links[index]
+        except KeyError:
+            raise TransferFailed(
+                f"the agreement of trainer ranks was closed by an earlier error, at {phase!r}"
+            ) from None
+
+    def _send(self, index: int, header: dict[str, Any], timeout: float, phase: str) -> None:
+        link = self._link(index, phase)
+        try:
+            link.settimeout(max(0.01, timeout))
+            wire.send_frame(link, header)
+        except TimeoutError:
+            raise self._late({index}, phase) from None
+        except OSError as error:
+            raise TransferFailed(
+                f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
+            ) from error
+
+    def _receive_one(self, index: int, timeout: float, phase: str) -> dict[str, Any]:
+        link = self._link(index, phase)
+        try:
+            link.settimeout(max(0.01, timeout))
+            frame = wire.recv_frame(link)
+        except TimeoutError:
+            raise self._late({index}, phase) from None
+        except OSError as error:
+            raise TransferFailed(
+                f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
+            ) from error
+        if frame is None:
+            raise TransferFailed(f"trainer rank {self.ranks[index]} is gone, at {phase!r}")
+        return frame[0]
+
+
+def _typed(error: BaseException, where: str) -> errors.RolloutError:
+    if not isinstance(error, errors.RolloutError):
+        return SourceFailed(f"{where}{type(error).__name__}: {error}")
+    if not where:
+        return error
+    return errors.from_wire({"type": type(error).__name__, "message": f"{where}{error}"})
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """The exception to chain from: beneath our own wrapper, if that is what ``error`` is."""
+    if isinstance(error, errors.RolloutError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
+
+
+def _meet(me: int, ranks: tuple[int, ...], deadline: float) -> dict[int, socket.socket]:
+    """Form the star through the job's store; the links by member index.
+
+    Each peer leaves a fresh nonce under its own key, the centre takes it away and answers that
+    nonce with an address and a secret. So neither a rank that skipped or gave up an update nor
+    one left over from a failed one can make later meetings miss each other.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    host = _job_address(store)
+    prefix = "rollout/agree/" + ",".join(map(str, ranks))
+    mine = dist.PrefixStore(prefix, store.clone())
+    try:
+        if me:
+            return {0: _join(mine, me, ranks, deadline)}
+        return _gather_peers(mine, host, ranks, deadline)
+    except (dist.DistError, OSError) as error:
+        raise TransferFailed(
+            f"trainer rank {ranks[me]} could not meet ranks {list(ranks)}: {error}"
+        ) from error
+    except RuntimeError as error:  # stores raise plain ones, too
+        raise TransferFailed(
+            f"trainer rank {ranks[me]} could not meet ranks {list(ranks)}: {error}"
+        ) from error
+
+
+def _gather_peers(
+    store: Any, host: str, ranks: tuple[int, ...], deadline: float
+) -> dict[int, socket.socket]:
+    links: dict[int, socket.socket] = {}
+    secret = secrets.token_hex(16)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+            listener.listen(len(ranks) + 8)
+            address = {"host": host, "port": listener.getsockname()[1], "secret": secret}
+            for index in range(1, len(ranks)):
+                nonce = _take(store, f"hello/{index}", deadline)
+                if nonce is None:
+                    raise _absent(store, index, ranks)
+                store.set(f"answer/{nonce}", json.dumps(address))
+            while len(links) < len(ranks) - 1:
+                _accept(listener, secret, links, ranks, deadline)
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    return links
+
+
+def _absent(store: Any, first: int, ranks: tuple[int, ...]) -> DeadlineExceeded:
+    missing = [i for i in range(first, len(ranks)) if not store.check([f"hello/{i}"])]
+    names = ", ".join(str(ranks[i]) for i in missing or [first])
+    return DeadlineExceeded(
+        f"trainer rank {names} did not come to the update within the timeout (phase 'meet'); "
+        "every rank of a distributed source must call update_weights"
+    )
+
+
+def _accept(
+    listener: socket.socket,
+    secret: str,
+    links: dict[int, socket.socket],
+    ranks: tuple[int, ...],
+    deadline: float,
+) -> None:
+    """Admit one connection that knows the secret; others are dropped."""
+    listener.settimeout(max(0.01, deadline - time.monotonic()))
+    try:
+        link, _ = listener.accept()
+    except TimeoutError:
+        missing = sorted(set(range(1, len(ranks))) - set(links))
+        raise DeadlineExceeded(
+            f"trainer rank {', '.join(str(ranks[i]) for i in missing)} did not connect within "
+            "the timeout (phase 'meet')"
+        ) from None
+    try:
+        link.settimeout(max(0.01, min(2.0, deadline - time.monotonic())))
+        frame = wire.recv_frame(link)
+    except (OSError, TransferFailed):
+        frame = None
+    index = frame[0].get("member") if frame else None
+    known = frame is not None and secrets.compare_digest(str(frame[0].get("secret")), secret)
+    if not known or not isinstance(index, int) or not 0 < index < len(ranks) or index in links:
+        link.close()
+        return
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    links[index] = link
+
+
+def _join(store: Any, me: int, ranks: tuple[int, ...], deadline: float) -> socket.socket:
+    nonce = secrets.token_hex(8)
+    store.set(f"hello/{me}", nonce)
+    answer = _take(store, f"answer/{nonce}", deadline)
+    if answer is None:
+        with suppress(RuntimeError):
+            store.delete_key(f"hello/{me}")
+        raise DeadlineExceeded(
+            f"trainer rank {ranks[0]} did not come to the update within the timeout "
+            "(phase 'meet'); every rank of a distributed source must call update_weights"
+        )
+    where = json.loads(answer)
+    link = socket.create_connection(
+        (where["host"], where["port"]), timeout=max(0.01, deadline - time.monotonic())
+    )
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.send_frame(link, {"member": me, "secret": where["secret"]})
+    return link
+
+
+def _take(store: Any, key: str, deadline: float) -> str | None:
+    """The value of ``key``, removed from the store; None when it does not come in time."""
+    left = max(0.01, deadline - time.monotonic())
+    try:
+        store.wait([key], timedelta(seconds=left))
+    except RuntimeError:
+        if time.monotonic() < deadline - 0.05:
+            raise
+        return None
+    value = store.get(key).decode()
+    store.delete_key(key)
+    return str(value)
+
+
+def _job_address(store: Any) -> str:
+    """The address of this machine that the job's other members reach.
+
+    It is the interface that leads to the host of the job's TCPStore; a job on one machine, or one
+    that met through a file, stays on loopback.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", LOOPBACK)
+    info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(info[4])
+        return str(probe.getsockname()[0])

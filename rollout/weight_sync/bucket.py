@@ -1,0 +1,217 @@
+"""Buckets: a stream of tensors cut into bounded, aligned, reusable runs of bytes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.updates import BucketEntry, BucketHeader
+from rollout.weights import Box, TensorPiece
+from rollout.wire import DTYPES
+
+ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+MAX_ENTRIES = 1 << 16  # per bucket
+MAX_NAME = 1024
+MAX_DIMS = 16
+_DTYPES = frozenset(DTYPES.values())
+
+
+class BucketPacker:
+    """Copies tensors, one after the other, into ``num_buffers`` reused uint8 buffers.
+
+    ``add`` and ``flush`` yield ``(header, payload)`` for every bucket that got full; iterate them
+    to the end. ``payload`` (uint8 [header.nbytes], a view on ``device``) may be overwritten once
+    ``wait_free(header.index)`` has been called for it, which happens before bucket
+    ``index + num_buffers`` is begun. Peak memory: ``num_buffers * bucket_bytes``.
+
+    A tensor that fits is never cut; a larger one is cut into boxes of rows, then of parts of rows.
+    Where every rank adds tensors of the same names, shapes and dtypes, all see the same buckets: a
+    rank that only follows uses ``device="meta"`` and meta tensors, and holds no memory.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int,
+        device: torch.device | str = "cpu",
+        num_buffers: int = 2,
+        wait_free: Callable[[int], None] | None = None,
+    ) -> None:
+        if bucket_bytes < ALIGNMENT:
+            raise ConfigError(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+        if num_buffers < 1:
+            raise ConfigError(f"num_buffers must be positive, got {num_buffers}")
+        self.bucket_bytes = bucket_bytes
+        self.device = torch.device(device)
+        self.wait_free = wait_free
+        self.num_buckets = 0  # finished ones
+        self.num_tensors = 0
+        self.num_bytes = 0  # of tensors, without the gaps of alignment
+        self._buffers: list[Tensor | None] = [None] * num_buffers
+        self._entries: list[BucketEntry] = []
+        self._end = 0  # bytes used in the current bucket
+        self._open = False  # whether the current bucket's buffer is ours to write
+
+    def add(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Copy ``tensor`` in (any device, any strides); yields the buckets that this filled."""
+        if tensor.dtype not in _DTYPES:
+            raise WeightMismatch(f"{name}: dtype {tensor.dtype} has no wire form; cast it first")
+        if not name or len(name) > MAX_NAME or tensor.dim() > MAX_DIMS:
+            raise WeightMismatch(f"{name!r:.80}: name or number of dimensions is out of bounds")
+        tensor = tensor.detach()
+        size = tensor.dtype.itemsize
+        self.num_tensors += 1
+        self.num_bytes += tensor.numel() * size
+        pending = [Box.full(tuple(tensor.shape))]
+        while pending:
+            box = pending.pop()
+            room = self.bucket_bytes - _aligned(self._end)
+            if len(self._entries) >= MAX_ENTRIES:
+                room = -1
+            if box.numel * size <= room:
+                self._put(name, tensor, box)
+                continue
+            whole = box.numel * size <= self.bucket_bytes
+            head = None if whole else _leading(box, room // size)
+            if head is not None:
+                pending.append(_without(box, head))
+                self._put(name, tensor, head)
+            elif self._entries:
+                yield self._finish()
+                pending.append(box)
+            else:  # not even one row of an empty bucket's size: cut the row itself
+                row = _leading(box, box.numel // _extent(box))
+                assert row is not None
+                rest = _without(box, row)
+                pending += [rest, row] if rest.numel else [row]
+
+    def flush(self) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Yield the last, partly filled bucket, if there is one."""
+        if self._entries:
+            yield self._finish()
+
+    def _put(self, name: str, tensor: Tensor, box: Box) -> None:
+        offset = _aligned(self._end)
+        nbytes = box.numel * tensor.dtype.itemsize
+        if nbytes:
+            part = self._buffer()[offset : offset + nbytes]
+            part.view(tensor.dtype).view(box.shape).copy_(tensor[box.slices])
+        entry = BucketEntry(name, tensor.dtype, tuple(tensor.shape), box, offset, nbytes)
+        self._entries.append(entry)
+        self._end = offset + nbytes
+
+    def _buffer(self) -> Tensor:
+        """The current bucket's buffer; waits until its previous content is no longer needed."""
+        turn = self.num_buckets % len(self._buffers)
+        buffer = self._buffers[turn]
+        if buffer is None:
+            buffer = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.device)
+            self._buffers[turn] = buffer
+        if not self._open:
+            self._open = True
+            earlier = self.num_buckets - len(self._buffers)
+            if earlier >= 0 and self.wait_free is not None:
+                self.wait_free(earlier)
+        return buffer
+
+    def _finish(self) -> tuple[BucketHeader, Tensor]:
+        header = BucketHeader(self.num_buckets, tuple(self._entries), self._end)
+        payload = self._buffer()[: self._end]
+        self._entries, self._end, self._open = [], 0, False
+        self.num_buckets += 1
+        return header, payload
+
+
+def unpack(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Tensor | TensorPiece]]:
+    """The tensors of one bucket, as views of ``payload`` (uint8 [header.nbytes]); no copies.
+
+    A whole tensor comes as a ``Tensor``, a part as a ``TensorPiece``. Everything is checked before
+    the first view is made; raises ``TransferFailed``.
+    """
+    check_header(header)
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.nbytes:
+        raise TransferFailed(
+            f"bucket {header.index}: payload is {payload.dtype} {list(payload.shape)}, "
+            f"expected uint8 [{header.nbytes}]"
+        )
+    if not payload.is_contiguous() or payload.storage_offset() % 8:
+        payload = payload.clone()  # views of other dtypes need an aligned start
+    return _views(header, payload)
+
+
+def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Tensor | TensorPiece]]:
+    for entry in header.entries:
+        raw = payload[entry.offset : entry.offset + entry.nbytes]
+        values = raw.view(entry.dtype).view(entry.box.shape)
+        if entry.box == Box.full(entry.shape):
+            yield entry.name, values
+        else:
+            yield entry.name, TensorPiece(entry.shape, entry.dtype, entry.box, values)
+
+
+def check_header(header: BucketHeader, max_bytes: int | None = None) -> None:
+    """Raise ``TransferFailed`` unless every entry lies, aligned and apart, inside the payload.
+
+    ``max_bytes``: the bucket size that was agreed on at begin.
+    """
+    where = f"bucket {header.index}"
+    if header.index < 0 or header.nbytes < 0 or len(header.entries) > MAX_ENTRIES:
+        raise TransferFailed(f"{where}: index, length or number of entries is out of bounds")
+    if max_bytes is not None and header.nbytes > max_bytes:
+        raise TransferFailed(f"{where}: {header.nbytes} bytes are over the agreed {max_bytes}")
+    end = 0
+    for entry in header.entries:
+        problem = _problem(entry, end, header.nbytes)
+        if problem:
+            raise TransferFailed(f"{where}, {entry.name!r:.200}: {problem}")
+        end = entry.offset + entry.nbytes
+
+
+def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
+    if not entry.name or len(entry.name) > MAX_NAME:
+        return "empty or overlong name"
+    if entry.dtype not in _DTYPES:
+        return f"dtype {entry.dtype} has no wire form"
+    if len(entry.shape) > MAX_DIMS or any(n < 0 or n >= 1 << 48 for n in entry.shape):
+        return f"shape {entry.shape} is out of bounds"
+    if not entry.box.fits(entry.shape):
+        return f"box {entry.box.starts}:{entry.box.stops} lies outside shape {entry.shape}"
+    if entry.nbytes != entry.box.numel * entry.dtype.itemsize:
+        return f"{entry.nbytes} bytes are not {entry.box.shape} of {entry.dtype}"
+    if entry.offset % ALIGNMENT:
+        return f"offset {entry.offset} is not a multiple of {ALIGNMENT}"
+    if entry.offset < end or entry.offset + entry.nbytes > length:
+        return f"bytes {entry.offset}+{entry.nbytes} overlap or lie outside {length}"
+    return None
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _axis(box: Box) -> int:
+    """The first dimension along which ``box`` can be cut."""
+    return next(i for i, n in enumerate(box.shape) if n > 1)
+
+
+def _extent(box: Box) -> int:
+    return box.shape[_axis(box)]
+
+
+def _leading(box: Box, numel: int) -> Box | None:
+    """As many leading rows of ``box`` as hold at most ``numel`` elements; None for no row."""
+    axis = _axis(box)
+    rows = max(0, numel) // (box.numel // box.shape[axis])
+    if rows < 1:
+        return None
+    stop = min(box.stops[axis], box.starts[axis] + rows)
+    return Box(box.starts, (*box.stops[:axis], stop, *box.stops[axis + 1 :]))
+
+
+def _without(box: Box, head: Box) -> Box:
+    """What is left of ``box`` behind its leading part ``head`` (possibly nothing)."""
+    axis = _axis(box)
+    starts = (*box.starts[:axis], head.stops[axis], *box.starts[axis + 1 :])
+    return Box(starts, box.stops)

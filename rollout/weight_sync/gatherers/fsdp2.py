@@ -1,0 +1,104 @@
+"""FSDP2 (``fully_shard``), tensor-parallel and hybrid meshes: parameters are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rollout.errors import SourceFailed
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.names import bind, named_weights, wire_dtype
+from rollout.weights import Box, TensorMeta
+
+
+class FSDP2Source:
+    """Each rank casts its shard of one tensor and the mesh gathers it; then the next tensor.
+
+    Peak extra memory: one tensor in the wire dtype and this rank's cast shard. Where a mesh
+    dimension replicates (HSDP), only the sender's replica gathers. Reading a model between its
+    forward and its backward is not supported: unsharded parameters are resharded first.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype,
+        agreement: Agreement,
+    ) -> None:
+        self.agreement = agreement
+        self._dtype = dtype
+        reshard(module)
+        self._bound = bind(named_weights(module), aliases)
+        if not self._bound:
+            raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        return tuple(
+            TensorMeta(name, wire_dtype(t.dtype, self._dtype), tuple(t.shape))
+            for name, t in self._bound.items()
+        )
+
+    @torch.no_grad()
+    def _full(self, tensor: Tensor) -> Tensor:
+        """``tensor`` whole in the wire dtype on the sender, a meta tensor elsewhere."""
+        dtype = wire_dtype(tensor.dtype, self._dtype)
+        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().to(dtype) if self.agreement.is_sender else empty
+        mesh, placements = tensor.device_mesh, tensor.placements
+        here = mesh.get_coordinate()
+        if here is None or any(
+            at and place.is_replicate() for at, place in zip(here, placements, strict=True)
+        ):
+            return empty  # another replica's whole subgroup skips with us
+        # Cast before the gather: half the bytes, and values equal to a cast afterwards. A shard
+        # offloaded to the CPU goes to the device its mesh communicates on.
+        local = tensor.to_local().to(mesh.device_type, dtype)
+        cast = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+        full = cast.full_tensor()
+        return full if self.agreement.is_sender else empty
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._bound.items():
+            yield name, self._full(tensor)
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        return [(name, local_box(tensor)) for name, tensor in self._bound.items()]
+
+
+def ranks(module: nn.Module) -> tuple[int, ...]:
+    """Every rank of the meshes that ``module``'s parameters lie on; mesh order, sender first."""
+    reshard(module)
+    meshes = {t.device_mesh for _, t in named_weights(module) if isinstance(t, DTensor)}
+    found: dict[int, None] = {}
+    for mesh in sorted(meshes, key=lambda m: (-m.size(), m.mesh.flatten().tolist())):
+        found.update(dict.fromkeys(mesh.mesh.flatten().tolist()))
+    return tuple(found)
+
+
+def reshard(module: nn.Module) -> None:
+    """Make every parameter its sharded self; local. After a forward, roots may be unsharded."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def local_box(tensor: Tensor) -> list[Box]:
+    """The box of ``tensor`` that lies on this rank; none when its shard is empty."""
+    if not isinstance(tensor, DTensor):
+        return [Box.full(tuple(tensor.shape))]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    box = Box.full(tuple(shape)).shifted(tuple(offset))
+    return [box] if box.numel else []

@@ -1,0 +1,130 @@
+"""Names: from how a trainer holds its parameters to how a checkpoint file spells them.
+
+Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fsdp_wrapped_module``,
+``_checkpoint_wrapped_module``, a leading ``module`` of DDP); only whole components are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import WeightMismatch
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Derived from the configuration, never trained; some old checkpoints and models still carry it.
+DERIVED = frozenset({"inv_freq"})
+
+
+def file_form(name: str) -> str:
+    """``name`` without the components that wrappers added."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts.pop(0)
+    return ".".join(parts)
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor of this name belongs to the weights (rope tables do not)."""
+    return name.rsplit(".", 1)[-1] not in DERIVED
+
+
+def bind(items: Iterable[tuple[str, Tensor]], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+    """File name -> tensor, each weight once, in the order of ``items``.
+
+    An alias whose owner is absent goes under the owner's name; one that shares its owner's storage
+    is left out; one that does not is kept, and the engine compares the two. Raises
+    ``WeightMismatch`` when two different tensors reduce to one name.
+    """
+    named: dict[str, Tensor] = {}
+    for raw, tensor in items:
+        name = file_form(raw)
+        if not is_weight(name):
+            continue
+        if name in named and not same_storage(named[name], tensor):
+            raise WeightMismatch(
+                f"two different tensors are both named {name!r} (the second one was {raw!r}); "
+                "send one of them"
+            )
+        named.setdefault(name, tensor)
+    bound: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        owner = aliases.get(name)
+        if owner is not None and owner in named and same_storage(named[owner], tensor):
+            continue
+        if owner is not None and owner not in named:
+            if owner in bound and same_storage(bound[owner], tensor):
+                continue
+            name = name if owner in bound else owner
+        bound[name] = tensor
+    return bound
+
+
+def bind_stream(
+    items: Iterable[tuple[str, Tensor]], aliases: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """``bind`` for a stream whose end is not known: yields as items come.
+
+    An alias that comes before its owner is held (one copy) until the owner comes, or goes under
+    the owner's name at the end.
+    """
+    seen: set[str] = set()
+    held: dict[str, Tensor] = {}
+    for raw, tensor in items:
+        name = file_form(raw)
+        if not is_weight(name):
+            continue
+        owner = aliases.get(name)
+        if owner is not None and owner not in seen:
+            held[name] = tensor.detach().clone()
+            continue
+        seen.add(name)
+        yield name, tensor
+        for alias in [a for a in held if aliases[a] == name]:
+            yield alias, held.pop(alias)
+    for alias, tensor in held.items():
+        owner = aliases[alias]
+        yield (alias if owner in seen else owner), tensor
+        seen.add(owner)
+
+
+def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers in model order, a shared tensor once; local, no copies."""
+    found: list[tuple[str, Tensor]] = []
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        transient = owner._non_persistent_buffers_set
+        own = [*owner.named_parameters(prefix, recurse=False)]
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rsplit(".", 1)[-1] not in transient:
+                own.append((name, buffer))  # type: ignore[arg-type]
+        for name, tensor in own:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.append((name, tensor))
+    return found
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one: the same object, or the same view of the same memory."""
+    if a is b:
+        return True
+    plain = (torch.Tensor, nn.Parameter)
+    return (
+        type(a) in plain
+        and type(b) in plain
+        and a.numel() > 0
+        and (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
+        and a.device.type != "meta"
+        and a.data_ptr() == b.data_ptr()
+    )
+
+
+_CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+def wire_dtype(dtype: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """What a tensor of ``dtype`` travels as: ``target`` for plain floats, else itself."""
+    return target if dtype in _CAST else dtype

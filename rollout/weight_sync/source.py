@@ -1,0 +1,188 @@
+"""Where an update's tensors come from: anything a trainer holds, seen as one lockstep stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import ConfigError
+from rollout.weight_sync.agreement import Agreement
+from rollout.weights import Box, TensorMeta
+
+ACCEPTED = (
+    "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, a dict "
+    "or an iterable of (name, tensor), a checkpoint directory, or a WeightSource"
+)
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """A complete set of weights that can be streamed, possibly by several ranks together."""
+
+    agreement: Agreement
+
+    def metadata(self) -> tuple[TensorMeta, ...] | None:
+        """What ``__iter__`` will yield (file-form names, wire dtypes, full shapes), or None.
+
+        Local: no rank waits for another. None where the source does not know before it runs.
+        """
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """``(file name, full tensor in the wire dtype)``, in model order.
+
+        Collective: every rank of the source iterates in lockstep, and closes its iterator when the
+        update ends early. A tensor is valid until the next one is asked for. On ranks other than
+        the sender it may be a meta tensor: right shape and dtype, no values, no memory. Peak extra
+        memory is bounded by the largest tensor (FSDP1: by its largest unit), not by the model.
+        """
+        ...
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        """Which boxes of each tensor this rank holds without any gather; local, for resharding."""
+        ...
+
+
+def source_for(
+    obj: Any,
+    *,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+    agreement: Agreement | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> WeightSource:
+    """``obj`` as a ``WeightSource`` whose float tensors travel as ``dtype``.
+
+    ``aliases``: the engine's map from names that may be sent to the tensor that owns them.
+    ``agreement``: what ``agreement_for(obj)`` returned; formed here (collectively, within
+    ``timeout`` seconds) when absent. A ``WeightSource`` is returned as it is. Raises
+    ``ConfigError`` naming the accepted kinds, ``SourceFailed`` when there is no tensor at all.
+    """
+    kind = kind_of(obj)
+    if kind == "source":
+        return obj  # type: ignore[no-any-return]
+    if agreement is None:
+        agreement = agreement_for(obj, timeout=timeout)
+    if kind == "fsdp2":
+        from rollout.weight_sync.gatherers.fsdp2 import FSDP2Source
+
+        return FSDP2Source(obj, aliases, dtype, agreement)
+    if kind == "fsdp1":
+        from rollout.weight_sync.gatherers.fsdp1 import FSDP1Source
+
+        return FSDP1Source(obj, aliases, dtype, agreement)
+    if kind == "zero3":
+        from rollout.weight_sync.gatherers.zero import ZeroSource
+
+        return ZeroSource(_unwrapped(obj), aliases, dtype, agreement)
+    if kind == "directory":
+        from rollout.weight_sync.gatherers.directory import DirectorySource
+
+        return DirectorySource(Path(obj), aliases, dtype, agreement)
+    if kind == "iterable":
+        from rollout.weight_sync.gatherers.iterable import IterableSource
+
+        return IterableSource(obj, aliases, dtype, agreement)
+    from rollout.weight_sync.gatherers.plain import PlainSource
+
+    return PlainSource(
+        obj if isinstance(obj, Mapping) else _unwrapped(obj), aliases, dtype, agreement
+    )
+
+
+def agreement_for(obj: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Agreement:
+    """The agreement over the ranks that hold ``obj``; of this rank alone where it is not shared.
+
+    Collective over those ranks, which must all come within ``timeout`` seconds. Call it first
+    where aliases and dtype are only known to the sender, and ``broadcast`` them.
+    """
+    kind = kind_of(obj)
+    if kind == "source":
+        return obj.agreement  # type: ignore[no-any-return]
+    ranks = _ranks(obj, kind)
+    return Agreement() if ranks is None else Agreement.over(ranks, timeout)
+
+
+def kind_of(obj: Any) -> str:
+    """Which gatherer takes ``obj``; by whole class ancestry, without importing any trainer."""
+    if isinstance(obj, nn.Module):
+        return _kind_of_module(obj)
+    if isinstance(obj, WeightSource):
+        return "source"
+    if isinstance(obj, str | Path):
+        if Path(obj).is_dir():
+            return "directory"
+        raise ConfigError(f"{str(obj)!r} is not a directory; a weight source is {ACCEPTED}")
+    if isinstance(obj, Mapping):
+        return "plain"
+    if isinstance(obj, Iterable) and not isinstance(obj, Tensor | bytes | bytearray):
+        return "iterable"
+    raise ConfigError(f"{type(obj).__name__} is not a weight source; pass {ACCEPTED}")
+
+
+def _kind_of_module(module: nn.Module) -> str:
+    if _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        return "fsdp1"
+    parameters = list(module.parameters())
+    if any(hasattr(p, "ds_id") for p in parameters):
+        return "zero3"
+    if any(_is_a(p, "torch.distributed.tensor", "DTensor") for p in parameters):
+        return "fsdp2"
+    if any(_is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in module.modules()):
+        return "fsdp2"  # gathered right now; resharded before it is read
+    if any(
+        _is_a(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in module.modules()
+    ):
+        return "fsdp1"
+    return "plain"
+
+
+def _ranks(obj: Any, kind: str) -> tuple[int, ...] | None:
+    """Ranks (of the default group) that hold ``obj`` together, the sender first."""
+    if kind == "fsdp2":
+        from rollout.weight_sync.gatherers.fsdp2 import ranks
+
+        return ranks(obj)
+    if kind == "fsdp1":
+        from rollout.weight_sync.gatherers.fsdp1 import ranks
+
+        return ranks(obj)
+    if kind == "zero3":
+        from rollout.weight_sync.gatherers.zero import ranks
+
+        return ranks(obj)
+    group = None
+    if isinstance(obj, nn.Module):
+        if _is_a(obj, "torch.nn.parallel.distributed", "DistributedDataParallel"):
+            group = obj.process_group
+        elif _is_a(obj, "deepspeed", "DeepSpeedEngine"):
+            group = obj.data_parallel_group  # ZeRO-1 and 2: every rank has the whole weights
+    if group is None:
+        return None
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The trainer's own module beneath DDP or a DeepSpeed engine."""
+    for package, name in (
+        ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+        ("deepspeed", "DeepSpeedEngine"),
+    ):
+        if _is_a(module, package, name):
+            return module.module  # type: ignore[return-value]
+    return module
+
+
+def _is_a(obj: object, package: str, name: str) -> bool:
+    """Whether a class of that name from that package is among ``obj``'s; imports nothing."""
+    return any(
+        cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
+        for cls in type(obj).__mro__
+    )
