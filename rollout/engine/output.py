@@ -1,0 +1,161 @@
+"""From a step's tokens to what callers see."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from rollout.engine.request_state import Call, RequestState, Sample
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequence import ScheduledBatch, Sequence
+from rollout.engine.step_output import StepOutput
+from rollout.generation import RequestOutput
+from rollout.metrics import EngineCounters
+
+log = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Owns the requests in flight; used by the engine's thread alone.
+
+    Outputs are collected by ``step`` and ``abort`` and handed to the sinks by ``publish``, all of
+    a step in one go.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        counters: EngineCounters,
+        *,
+        epoch: int,
+        eos_ids: frozenset[int],
+        max_model_len: int,
+    ) -> None:
+        self.requests: dict[str, RequestState] = {}
+        self._scheduler = scheduler
+        self._counters = counters
+        self._epoch = epoch
+        self._eos_ids = eos_ids
+        self._max_model_len = max_model_len
+        self._samples: dict[int, tuple[RequestState, Sample]] = {}
+        self._changed: dict[str, RequestState] = {}
+
+    def add(self, states: list[RequestState]) -> None:
+        """Take over all requests of one call and queue their samples, in order."""
+        for state in states:
+            self.requests[state.request.request_id] = state
+            self._counters.prompt_tokens += len(state.request.prompt_token_ids)
+            for sample in state.samples:
+                self._samples[sample.sequence.seq_id] = (state, sample)
+            self._scheduler.add(state.sequences)
+
+    def step(self, batch: ScheduledBatch, output: StepOutput) -> None:
+        """Book one computed step: KV first, then each new token and whether it is the last."""
+        drawing = [entry.sequence for entry in batch.entries if entry.samples]
+        self._book_prompt_logprobs(batch, output)
+        self._scheduler.advance(batch)
+        now = time.monotonic()
+        rows = zip(
+            drawing,
+            output.tokens,
+            output.raw,
+            output.processed,
+            output.log_kept_mass,
+            output.top,
+            strict=True,
+        )
+        for seq, token, raw, processed, mass, top in rows:
+            seq.append(token, batch.version, raw, processed, mass)
+            if seq.top is not None:
+                seq.top.append(top or {token: raw})
+            state, sample = self._samples[seq.seq_id]
+            self._observe(state, sample, now)
+            if sample.judge(self._eos_ids, self._max_model_len):
+                self._close(state, sample)
+            elif state.call.stream:
+                self._changed[state.request.request_id] = state
+        self._counters.steps += 1
+        self._counters.generation_tokens += len(drawing)
+
+    def abort(self, request_ids: Iterable[str]) -> int:
+        """End requests with what they have; returns how many were still running."""
+        count = 0
+        for request_id in list(request_ids):
+            state = self.requests.get(request_id)
+            if state is None:
+                continue
+            count += 1
+            for sample in state.samples:
+                if sample.sequence.finish_reason is None:
+                    sample.abort()
+                    self._close(state, sample)
+        return count
+
+    def fail(self, error: BaseException, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests' calls (or all calls) with ``error``; their other requests too."""
+        ids = self.requests if request_ids is None else request_ids
+        calls = {id(c): c for c in (self.requests[i].call for i in ids if i in self.requests)}
+        for call in calls.values():
+            self._drop(call)
+            _deliver(call, error)
+
+    def publish(self) -> None:
+        """Hand every changed request to its sink; a sink that raises loses its call."""
+        changed, self._changed = self._changed, {}
+        for state in changed.values():
+            output: RequestOutput = state.output(self._epoch)
+            if output.finished:
+                state.call.open.discard(output.request_id)
+            if not _deliver(state.call, output):
+                self._drop(state.call)
+
+    def _book_prompt_logprobs(self, batch: ScheduledBatch, output: StepOutput) -> None:
+        if not output.prompt_logprobs:
+            return
+        at = 0
+        for entry in batch.entries:
+            count, got = len(entry.prompt_rows), entry.sequence.prompt_logprobs
+            if count and got is not None:
+                got.extend(output.prompt_logprobs[at : at + count])
+                at += count
+
+    def _observe(self, state: RequestState, sample: Sample, now: float) -> None:
+        if sample.last_time:
+            self._counters.inter_token.observe(now - sample.last_time)
+        elif not state.first_token:
+            state.first_token = now
+            self._counters.time_to_first_token.observe(now - state.arrived)
+        sample.last_time = now
+
+    def _close(self, state: RequestState, sample: Sample) -> None:
+        """One sample has ended; the request with its last one."""
+        seq: Sequence = sample.sequence
+        self._scheduler.finish(seq)
+        del self._samples[seq.seq_id]
+        assert seq.finish_reason is not None
+        self._counters.finished[seq.finish_reason] += 1
+        state.num_open -= 1
+        if state.num_open == 0:
+            del self.requests[state.request.request_id]
+        if state.num_open == 0 or state.call.stream:
+            self._changed[state.request.request_id] = state
+
+    def _drop(self, call: Call) -> None:
+        for request_id in call.open:
+            self._changed.pop(request_id, None)
+            state = self.requests.pop(request_id, None)
+            for sample in state.samples if state else ():
+                if self._samples.pop(sample.sequence.seq_id, None):
+                    self._scheduler.finish(sample.sequence)
+                    self._counters.finished["error"] += 1
+        call.open.clear()
+
+
+def _deliver(call: Call, item: RequestOutput | BaseException) -> bool:
+    try:
+        call.sink(item)
+    except Exception:
+        log.exception("the sink of a generate call raised; the call is dropped")
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""Text to token ids and back, with the tokenizer files of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError, InvalidRequest
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer behind the few verbs an engine needs. Thread-safe for reading."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        # The Rust object decodes in a tenth of the wrapper's time; the wrapper's own clean-up
+        # of spaces, where a tokenizer asks for it, is only in the wrapper.
+        plain = bool(hf.is_fast) and not getattr(hf, "clean_up_tokenization_spaces", False)
+        self._fast = hf.backend_tokenizer if plain else None
+
+    @classmethod
+    def load(cls, path: str | None, revision: str | None = None) -> Tokenizer | None:
+        """Load from a directory or hub id; None when it holds none, or an empty one.
+
+        Raises ``ConfigError`` naming ``path`` when files are there but cannot be used.
+        """
+        if path is None:
+            return None
+        directory = Path(path)
+        if directory.is_dir() and not any((directory / f).is_file() for f in TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer  # slow to import: only where there is one
+
+        try:
+            hf = AutoTokenizer.from_pretrained(path, revision=revision or "main")
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ConfigError(
+                f"the tokenizer of {path} cannot be loaded: {error}; mend its files or pass "
+                "skip_tokenizer_init=True to serve token ids only"
+            ) from error
+        return cls(hf) if hf is not None and len(hf) > 0 else None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        value: int | None = self._hf.eos_token_id
+        return value
+
+    @property
+    def chat_template(self) -> str | None:
+        value: str | None = self._hf.chat_template
+        return value
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt; the tokenizer's own rule decides about BOS."""
+        ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return list(ids)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation by the chat template; raises ``InvalidRequest``."""
+        if not self.chat_template:
+            raise InvalidRequest("the tokenizer has no chat template; send a plain prompt instead")
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        return text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation; the template alone places special tokens, BOS included."""
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str
+        if self._fast is not None:
+            text = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def __len__(self) -> int:
+        return len(self._hf)

@@ -1,0 +1,102 @@
+"""Figures of a running engine: counters kept by its thread, snapshots for everybody else."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LATENCY_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """``counts[i]`` observations fell in ``(bounds[i-1], bounds[i]]``; the last is above all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float  # sum of all observed values
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts of values, in seconds, by fixed upper bounds. One thread writes."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """One moment of an engine. Totals count since its start; times are seconds.
+
+    ``kv_usage`` in [0, 1]; prefix figures are tokens; ``time_to_first_token`` is per request,
+    ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
+    broken | dead | closed.
+    """
+
+    state: str
+    running: int
+    waiting: int
+    kv_usage: float
+    num_kv_blocks: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    steps_total: int
+    preemptions_total: int
+    prefix_cache_queries_total: int
+    prefix_cache_hits_total: int
+    requests_finished: Mapping[str, int]
+    epoch: int
+    weight_version: int
+    weight_updates_total: int
+    weight_updates_failed_total: int
+    last_stall_seconds: float
+    time_to_first_token: HistogramSnapshot
+    inter_token: HistogramSnapshot
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What the engine's own thread (and, for the update figures, the coordinator) counts."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    finished: dict[str, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    updates: int = 0
+    updates_failed: int = 0
+    last_stall: float = 0.0
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
