@@ -241,7 +241,8 @@ def _meet(me: int, ranks: tuple[int, ...], deadline: float) -> dict[int, socket.
     store = dist.distributed_c10d._get_default_store()
     host = _job_address(store)
     prefix = "rollout/agree/" + ",".join(map(str, ranks))
-    mine = dist.PrefixStore(prefix, store.clone())
+    # A clone, so that a wait here does not hold the connection the job itself uses.
+    mine = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
     try:
         if me:
             return {0: _join(mine, me, ranks, deadline)}

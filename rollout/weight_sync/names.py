@@ -96,10 +96,10 @@ def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         transient = owner._non_persistent_buffers_set
-        own = [*owner.named_parameters(prefix, recurse=False)]
+        own: list[tuple[str, Tensor]] = [*owner.named_parameters(prefix, recurse=False)]
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rsplit(".", 1)[-1] not in transient:
-                own.append((name, buffer))  # type: ignore[arg-type]
+                own.append((name, buffer))
         for name, tensor in own:
             if id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -145,17 +145,17 @@ def _kind_of_module(module: nn.Module) -> str:
 def _ranks(obj: Any, kind: str) -> tuple[int, ...] | None:
     """Ranks (of the default group) that hold ``obj`` together, the sender first."""
     if kind == "fsdp2":
-        from rollout.weight_sync.gatherers.fsdp2 import ranks
+        from rollout.weight_sync.gatherers import fsdp2
 
-        return ranks(obj)
+        return fsdp2.ranks(obj)
     if kind == "fsdp1":
-        from rollout.weight_sync.gatherers.fsdp1 import ranks
+        from rollout.weight_sync.gatherers import fsdp1
 
-        return ranks(obj)
+        return fsdp1.ranks(obj)
     if kind == "zero3":
-        from rollout.weight_sync.gatherers.zero import ranks
+        from rollout.weight_sync.gatherers import zero
 
-        return ranks(obj)
+        return zero.ranks(obj)
     group = None
     if isinstance(obj, nn.Module):
         if _is_a(obj, "torch.nn.parallel.distributed", "DistributedDataParallel"):
