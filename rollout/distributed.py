@@ -77,7 +77,7 @@ class RendezvousServer:
             raise ConfigError(f"cannot listen on {host} for the weight group: {error}") from error
         port = listener.getsockname()[1]
         self.info = Rendezvous(host, port, secrets.token_hex(16), size, backend)
-        self._store = dist.TCPStore(
+        self._store: Any = dist.TCPStore(
             host,
             port,
             is_master=True,
@@ -108,7 +108,7 @@ def join_group(
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = limit
             return dist.ProcessGroupNCCL(store, rank, where.size, nccl)
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_gloo_host(where.host))]
         gloo._timeout = limit
         return dist.ProcessGroupGloo(store, rank, where.size, gloo)

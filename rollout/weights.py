@@ -206,7 +206,7 @@ class TileLayout:
         first, last = n0 // self.rows, -(-n1 // self.rows)
         pairs = slice(k0 // 2, -(-k1 // 2))
         part = self._logical(storage)[first:last, :, pairs]
-        flat = part.reshape((last - first) * self.rows, -1)
+        flat = part.reshape((last - first) * self.rows, 2 * part.shape[2])
         row, col = n0 - first * self.rows, k0 - pairs.start * 2
         return flat[row : row + n1 - n0, col : col + k1 - k0]
 

@@ -51,7 +51,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy()).cast("B")
+    return memoryview(flat.numpy().data).cast("B")
 
 
 def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[Any]:
@@ -69,9 +69,10 @@ def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = Non
     return [_PREFIX.pack(len(head), offset), head, *parts]
 
 
-def decode(
-    head: bytes | memoryview, payload: bytearray
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+Frame = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def decode(head: bytes | bytearray | memoryview, payload: bytearray) -> Frame:
     """The header and the tensors (views of ``payload``) of one frame; raises TransferFailed."""
     try:
         header = json.loads(bytes(head))

@@ -1,0 +1,69 @@
+"""Groups form between strangers on loopback, and say so when a member does not come."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.errors import DeadlineExceeded
+
+
+def run_ranks(size: int, work) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(r,)) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_three_members_reduce_and_gather() -> None:
+    server = RendezvousServer(3, "gloo")
+
+    def work(rank: int) -> None:
+        tp = TensorParallel(rank, 3, join_group(server.info, rank, 10.0))
+        assert tp.all_reduce(torch.full((4,), float(rank))).tolist() == [3.0] * 4
+        assert tp.all_gather(torch.tensor([[float(rank)]])).tolist() == [[0.0, 1.0, 2.0]]
+        assert tp.all_reduces == 1
+
+    run_ranks(3, work)
+    server.close()
+
+
+def test_a_missing_member_is_a_named_error_at_the_deadline() -> None:
+    server = RendezvousServer(2, "gloo")
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="rank 0 of 2"):
+        join_group(server.info, 0, 1.0)
+    assert time.monotonic() - started < 5
+    server.close()
+
+
+def test_the_rendezvous_listens_on_loopback_only() -> None:
+    server = RendezvousServer(2, "gloo")
+    with socket.create_connection(("127.0.0.1", server.info.port), 2):
+        pass
+    own = socket.gethostbyname(socket.gethostname())
+    if not own.startswith("127."):
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((own, server.info.port), 2)
+    server.close()
+
+
+def test_one_rank_needs_no_group() -> None:
+    tensor = torch.ones(2)
+    assert TensorParallel().all_reduce(tensor) is tensor
+    assert TensorParallel().all_gather(tensor) is tensor
