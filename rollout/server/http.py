@@ -1,0 +1,232 @@
+"""The HTTP face of an engine: OpenAI's completions and chat, health, metrics and control."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from rollout.api.backend import Backend, Outputs
+from rollout.errors import EngineError, InvalidRequest, RolloutError
+from rollout.generation import RequestOutput, SamplingParams
+from rollout.server.auth import Tokens
+from rollout.server.http_answers import AnswerStyle, Stream, TokenText, answer
+from rollout.server.http_control import control_routes
+from rollout.server.http_errors import (
+    error_body,
+    install_error_handlers,
+    require_tokens,
+)
+from rollout.server.http_types import ChatBody, CompletionBody, SamplingBody, TokenizeBody
+from rollout.server.metrics import render
+
+T = TypeVar("T")
+HEALTHY = ("running", "paused", "asleep", "broken")  # of EngineStats.state
+
+
+def build_app(
+    backend: Backend, *, tokens: Tokens | None = None, token_text: TokenText | None = None
+) -> FastAPI:
+    """An ASGI application over a started ``backend``; it owns nothing and ends nothing.
+
+    ``token_text`` names one token id in OpenAI's logprobs; without it they read ``token_id:N``.
+    """
+    app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    require_tokens(app, tokens or Tokens())
+    app.include_router(_status_routes(backend))
+    app.include_router(_generation_routes(backend, token_text or token_id_text))
+    app.include_router(control_routes(backend))
+    return app
+
+
+def token_id_text(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _status_routes(backend: Backend) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    @router.get("/ping")
+    async def health() -> Response:
+        """200 while the engine can answer or will again; 503 when it is dead or closed."""
+        try:
+            state = str((await backend.stats())["state"])
+        except EngineError as error:
+            return JSONResponse({"status": "dead", "error": str(error)}, 503)
+        return JSONResponse({"status": state}, 200 if state in HEALTHY else 503)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        info = await backend.server_info()
+        text = render(await backend.stats(), info.model)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        info = await backend.server_info()
+        card = {
+            "id": info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rollout",
+            "root": info.model,
+            "max_model_len": info.max_model_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": (await backend.server_info()).package_version}
+
+    return router
+
+
+def _generation_routes(backend: Backend, token_text: TokenText) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        prompts, params = body.prompts(), body.sampling()
+        model = await _served_model(backend, body.model)
+        style = _style(body, params, model, token_text, chat=False)
+        outputs = backend.generate(
+            prompts, [params] * len(prompts), _ids(style, len(prompts)), stream=body.stream
+        )
+        return await _respond(request, body, style, outputs, len(prompts))
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        params = body.sampling()
+        model = await _served_model(backend, body.model)
+        style = _style(body, params, model, token_text, chat=True)
+        outputs = backend.chat([body.messages], [params], _ids(style, 1), stream=body.stream)
+        return await _respond(request, body, style, outputs, 1)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        await _served_model(backend, body.model)
+        prompt = body.prompt if body.prompt is not None else body.messages or []
+        ids = await backend.tokenize(prompt, body.add_special_tokens)
+        limit = (await backend.server_info()).max_model_len
+        return {"tokens": ids, "count": len(ids), "max_model_len": limit}
+
+    return router
+
+
+async def _served_model(backend: Backend, asked: str | None) -> str:
+    served = (await backend.server_info()).model
+    if asked not in (None, served):
+        message = f"the model {asked!r} does not exist; this server serves {served!r}"
+        raise HTTPException(404, message)
+    return served
+
+
+def _style(
+    body: SamplingBody, params: SamplingParams, model: str, token_text: TokenText, *, chat: bool
+) -> AnswerStyle:
+    prefix = "chatcmpl" if chat else "cmpl"
+    return AnswerStyle(
+        model=model,
+        chat=chat,
+        samples=params.n,
+        logprobs=params.logprobs is not None,
+        top=params.logprobs or 0,
+        processed=body.logprobs_mode == "processed_logprobs",
+        token_ids=body.return_token_ids,
+        token_text=token_id_text if body.return_tokens_as_token_ids else token_text,
+        request_id=body.request_id or f"{prefix}-{uuid.uuid4().hex}",
+    )
+
+
+def _ids(style: AnswerStyle, prompts: int) -> list[str]:
+    """One request id per prompt of a call."""
+    if prompts == 1:
+        return [style.request_id]
+    return [f"{style.request_id}-{index}" for index in range(prompts)]
+
+
+async def _respond(
+    request: Request, body: SamplingBody, style: AnswerStyle, outputs: Outputs, prompts: int
+) -> Response:
+    if not body.stream:
+        done = await _unless_disconnected(request, _collect(outputs, prompts))
+        if done is None:
+            return Response(status_code=499)  # nobody reads it: the client has gone
+        return JSONResponse(answer(done, style))
+    # The first output is awaited here, so that a refused request is an HTTP error, not a stream.
+    first = await _unless_disconnected(request, _first(outputs))
+    if first is None:
+        return Response(status_code=499)
+    wants_usage = body.stream_options is not None and body.stream_options.include_usage
+    events = _events(first, outputs, Stream(style), wants_usage)
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _collect(outputs: Outputs, prompts: int) -> list[RequestOutput]:
+    """Finished outputs in the order of the prompts; closing early aborts what still runs."""
+    found: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(_generator(outputs)) as items:
+        async for index, output in items:
+            found[index] = output
+    return [found[index] for index in range(prompts)]
+
+
+async def _first(outputs: Outputs) -> tuple[int, RequestOutput]:
+    try:
+        return await anext(outputs)
+    except StopAsyncIteration:
+        raise InvalidRequest("the call has no prompts") from None
+
+
+async def _events(
+    first: tuple[int, RequestOutput], outputs: Outputs, stream: Stream, wants_usage: bool
+) -> AsyncIterator[str]:
+    """Server-sent events; an error after the first output becomes an event and ends the stream."""
+    async with contextlib.aclosing(_generator(outputs)) as items:
+        try:
+            for chunk in stream.chunks(*first):
+                yield _event(chunk)
+            async for index, output in items:
+                for chunk in stream.chunks(index, output):
+                    yield _event(chunk)
+        except RolloutError as error:
+            yield _event(error_body(error)[0])
+        else:
+            if wants_usage:
+                yield _event(stream.usage_chunk())
+        yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _generator(outputs: Outputs) -> Any:
+    """Backends yield from async generators, whose ``aclose`` aborts what still runs."""
+    return outputs
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``, or None when the client goes away first, which cancels it."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

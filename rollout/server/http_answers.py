@@ -1,0 +1,217 @@
+"""OpenAI-shaped answers made from ``RequestOutput``; plain functions over plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.generation import Completion, RequestOutput
+
+TokenText = Callable[[int], str]  # how one token reads in "logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStyle:
+    """What the request asked of the answer's form.
+
+    ``logprobs``: whether to report them, and ``top``: how many alternatives. ``token_text`` names
+    one token; ``samples`` is ``n``, by which choices of several prompts are numbered.
+    """
+
+    model: str
+    chat: bool
+    samples: int
+    logprobs: bool
+    top: int
+    processed: bool
+    token_ids: bool
+    token_text: TokenText
+    request_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def object_name(self) -> str:
+        return "chat.completion" if self.chat else "text_completion"
+
+
+def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, Any]:
+    """The whole answer; choices are prompt-major."""
+    choices = [
+        _choice(output, completion, index * style.samples + completion.index, style)
+        for index, output in enumerate(outputs)
+        for completion in output.outputs
+    ]
+    return _envelope(style, style.object_name, choices) | {"usage": usage(outputs)}
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
+    }
+
+
+class Stream:
+    """Turns cumulative outputs of several prompts into chunks that carry only what is new."""
+
+    def __init__(self, style: AnswerStyle) -> None:
+        self.style = style
+        self._last: dict[int, RequestOutput] = {}
+        self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) sent
+
+    def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """What ``output`` of prompt number ``prompt`` adds, one chunk for each grown choice."""
+        self._last[prompt] = output
+        made = []
+        for completion in output.outputs:
+            choice = prompt * self.style.samples + completion.index
+            first = choice not in self._sent
+            chars, tokens = self._sent.get(choice, (0, 0))
+            ended = completion.finish_reason is not None
+            if len(completion.token_ids) > tokens or len(completion.text) > chars or ended:
+                self._sent[choice] = (len(completion.text), len(completion.token_ids))
+                delta = _delta(output, completion, choice, chars, tokens, first, self.style)
+                made.append(self._chunk([delta]))
+        return made
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage(list(self._last.values()))}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self.style.chat else "text_completion"
+        return _envelope(self.style, name, choices)
+
+
+def _envelope(style: AnswerStyle, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": style.request_id,
+        "object": name,
+        "created": style.created,
+        "model": style.model,
+        "choices": choices,
+    }
+
+
+def _choice(
+    output: RequestOutput, completion: Completion, index: int, style: AnswerStyle
+) -> dict[str, Any]:
+    choice = _common(completion, index, 0, style)
+    if style.chat:
+        choice["message"] = {"role": "assistant", "content": completion.text}
+    else:
+        choice["text"] = completion.text
+        choice["prompt_logprobs"] = _prompt_logprobs(output)
+    if style.token_ids:
+        choice["prompt_token_ids"] = output.prompt_token_ids
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def _delta(
+    output: RequestOutput,
+    completion: Completion,
+    index: int,
+    chars: int,
+    tokens: int,
+    first: bool,
+    style: AnswerStyle,
+) -> dict[str, Any]:
+    choice = _common(completion, index, tokens, style)
+    text = completion.text[chars:]
+    if style.chat:
+        choice["delta"] = {"role": "assistant"} if first else {}
+        choice["delta"]["content"] = text
+    else:
+        choice["text"] = text
+    if style.token_ids:
+        choice["token_ids"] = completion.token_ids[tokens:]
+        if first:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+    return choice
+
+
+def _common(completion: Completion, index: int, start: int, style: AnswerStyle) -> dict[str, Any]:
+    """What a choice and a chunk share; logprobs from token ``start`` on."""
+    make = _chat_logprobs if style.chat else _completion_logprobs
+    return {
+        "index": index,
+        "logprobs": make(completion, start, style) if style.logprobs else None,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "weight_versions": [
+            {"version": s.version, "start": s.start, "stop": s.stop}
+            for s in completion.weight_versions
+        ],
+    }
+
+
+def _reported(completion: Completion, style: AnswerStyle) -> list[float]:
+    return completion.logprobs.processed if style.processed else completion.logprobs.raw
+
+
+def _three(completion: Completion, start: int) -> dict[str, list[float]]:
+    """The three figures RL needs, beside whichever of them OpenAI's own field shows."""
+    return {
+        "raw_logprobs": completion.logprobs.raw[start:],
+        "processed_logprobs": completion.logprobs.processed[start:],
+        "log_kept_mass": completion.logprobs.log_kept_mass[start:],
+    }
+
+
+def _top(completion: Completion, position: int, style: AnswerStyle) -> list[tuple[int, float]]:
+    """The most likely alternatives, best first (raw logprobs), at most ``style.top`` of them."""
+    if not completion.logprobs.top:
+        return []
+    ranked = sorted(completion.logprobs.top[position].items(), key=lambda item: -item[1])
+    return ranked[: style.top]
+
+
+def _completion_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:
+    ids = completion.token_ids[start:]
+    texts = [style.token_text(t) for t in ids]
+    offsets, at = [], sum(len(style.token_text(t)) for t in completion.token_ids[:start])
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    values = _reported(completion, style)[start:]
+    tops = []
+    for position, (token, value) in enumerate(zip(ids, values, strict=True), start):
+        row = {style.token_text(t): p for t, p in _top(completion, position, style)}
+        row.setdefault(style.token_text(token), value)
+        tops.append(row)
+    return {
+        "tokens": texts,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+        **_three(completion, start),
+    }
+
+
+def _chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = style.token_text(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    content = []
+    values = _reported(completion, style)
+    for position in range(start, len(completion.token_ids)):
+        row = entry(completion.token_ids[position], values[position])
+        row["top_logprobs"] = [entry(t, p) for t, p in _top(completion, position, style)]
+        content.append(row)
+    return {"content": content, **_three(completion, start)}
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, float] | None] | None:
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None if row is None else {str(token): value for token, value in row.items()}
+        for row in output.prompt_logprobs
+    ]

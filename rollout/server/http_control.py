@@ -1,0 +1,118 @@
+"""Control routes for trainers, with vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict
+
+from rollout.api.backend import Backend
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import InvalidRequest
+
+Timeout = Annotated[float, Query(gt=0)]
+PAUSE_MODES = ("keep", "wait", "abort")
+
+
+class AbortBody(BaseModel):
+    """``request_ids`` absent or null: every request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    request_ids: list[str] | None = None
+
+
+def control_routes(backend: Backend) -> APIRouter:
+    """Pause, sleep, caches, aborts and what the weights are; errors arrive as JSON."""
+    router = APIRouter()
+    _add_pausing(router, backend)
+    _add_sleeping(router, backend)
+    _add_looking(router, backend)
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        await backend.reset_prefix_cache()
+        return {"success": True}
+
+    @router.post("/abort_requests")
+    async def abort_requests(body: AbortBody | None = None) -> dict[str, Any]:
+        ids = body.request_ids if body else None
+        return {"aborted": await backend.abort(ids)}
+
+    return router
+
+
+def _add_pausing(router: APIRouter, backend: Backend) -> None:
+    @router.post("/pause")
+    async def pause(
+        mode: str = "abort", clear_cache: bool = False, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> dict[str, Any]:
+        """vLLM's default: running requests end with what they have."""
+        _check(mode in PAUSE_MODES, f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        await backend.pause(mode, _bounded(timeout))
+        if clear_cache:
+            await backend.reset_prefix_cache()
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, Any]:
+        await backend.resume()
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, Any]:
+        return {"is_paused": (await backend.stats())["state"] == "paused"}
+
+
+def _add_sleeping(router: APIRouter, backend: Backend) -> None:
+    @router.post("/sleep")
+    async def sleep(level: int = 1, timeout: Timeout = DEFAULT_TIMEOUT) -> dict[str, Any]:
+        _check(level in (1, 2), f"level must be 1 or 2, got {level}")
+        await backend.sleep(level, _bounded(timeout))
+        return {"status": "asleep", "level": level}
+
+    @router.post("/wake_up")
+    async def wake_up(
+        tags: Annotated[list[str] | None, Query()] = None, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> dict[str, Any]:
+        await backend.wake_up(tags, _bounded(timeout))
+        return {"status": "awake"}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": (await backend.stats())["state"] == "asleep"}
+
+
+def _add_looking(router: APIRouter, backend: Backend) -> None:
+    @router.get("/weight_info")
+    async def weight_info() -> dict[str, Any]:
+        info = await asyncio.to_thread(backend.info)
+        return {
+            "epoch": info.epoch,
+            "version": info.version,
+            "weight_version": info.label or str(info.version),
+            "state": info.state,
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "num_tensors": len(info.tensors),
+            "num_bytes": sum(meta.nbytes for meta in info.tensors),
+            "transports": list(info.transports),
+            "last_update_id": info.last_update_id,
+        }
+
+    @router.get("/get_world_size")
+    async def get_world_size() -> dict[str, Any]:
+        info = await asyncio.to_thread(backend.info)
+        return {"world_size": info.tensor_parallel_size}
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise InvalidRequest(message)
+
+
+def _bounded(timeout: float) -> float:
+    _check(math.isfinite(timeout), f"timeout must be finite, got {timeout}")
+    return timeout

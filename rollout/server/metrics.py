@@ -1,0 +1,121 @@
+"""``/metrics``: an engine's figures in Prometheus' text format.
+
+Each figure has our own name (``rollout_...``); those that vLLM also has come a second time under
+its exact name, so that dashboards and routers made for it work. One registry per server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+# field of EngineStats, our name after "rollout_", vLLM's name after "vllm:" or None, help
+GAUGES = (
+    ("running", "running_requests", "num_requests_running", "Requests being generated"),
+    ("waiting", "waiting_requests", "num_requests_waiting", "Requests waiting to be admitted"),
+    ("kv_usage", "kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
+    ("num_kv_blocks", "kv_blocks", None, "KV blocks of each rank"),
+    ("weight_version", "weight_version", None, "Version of the live weights"),
+    ("last_stall_seconds", "last_stall_seconds", None, "Generation pause of the last commit"),
+)
+COUNTERS = (
+    ("prompt_tokens_total", "prompt_tokens", "prompt_tokens", "Prompt tokens taken in"),
+    ("generation_tokens_total", "generation_tokens", "generation_tokens", "Tokens generated"),
+    ("steps_total", "steps", None, "Engine steps"),
+    ("preemptions_total", "preemptions", "num_preemptions", "Requests put back to wait"),
+    (
+        "prefix_cache_queries_total",
+        "prefix_cache_queries",
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache",
+    ),
+    (
+        "prefix_cache_hits_total",
+        "prefix_cache_hits",
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache",
+    ),
+    ("weight_updates_total", "weight_updates", None, "Committed weight updates"),
+    ("weight_updates_failed_total", "weight_updates_failed", None, "Aborted weight updates"),
+)
+HISTOGRAMS = (
+    ("time_to_first_token", "time_to_first_token_seconds", "Time to a request's first token"),
+    ("inter_token", "inter_token_latency_seconds", "Time between a sample's tokens"),
+)
+STATES = ("running", "paused", "asleep", "broken", "dead", "closed")
+
+Stats = Mapping[str, Any]  # the fields of rollout.metrics.EngineStats
+Simple = CounterMetricFamily | GaugeMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class StatsCollector(Collector):
+    """Reads ``stats()`` at each scrape; nothing is kept between scrapes."""
+
+    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
+        self._stats = stats
+        self._model = model
+
+    def collect(self) -> Iterator[Family]:
+        stats = self._stats()
+        for name, ours, theirs, text in GAUGES:
+            for full in _names(ours, theirs):
+                yield self._add(GaugeMetricFamily(full, text, labels=["model_name"]), stats, name)
+        for name, ours, theirs, text in COUNTERS:
+            for full in _names(ours, theirs):
+                family = CounterMetricFamily(full, text, labels=["model_name"])
+                yield self._add(family, stats, name)
+        for name, ours, text in HISTOGRAMS:
+            for full in _names(ours, ours):
+                yield self._histogram(full, text, stats[name])
+        yield from self._by_reason(stats)
+        yield self._state(stats)
+
+    def _add(self, family: Simple, stats: Stats, name: str) -> Simple:
+        family.add_metric([self._model], stats[name])
+        return family
+
+    def _histogram(self, name: str, text: str, value: Any) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        buckets, below = [], 0
+        bounds = (*map(str, plain["bounds"]), "+Inf")
+        for bound, count in zip(bounds, plain["counts"], strict=True):
+            below += count
+            buckets.append((bound, float(below)))
+        family.add_metric([self._model], buckets, sum_value=plain["total"])
+        return family
+
+    def _by_reason(self, stats: Stats) -> Iterator[CounterMetricFamily]:
+        for full in _names("requests_finished", "request_success"):
+            label = "finished_reason"
+            family = CounterMetricFamily(
+                full, "Requests ended, by reason", labels=["model_name", label]
+            )
+            for reason, count in stats["requests_finished"].items():
+                family.add_metric([self._model, reason], count)
+            yield family
+
+    def _state(self, stats: Stats) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "rollout_state", "1 for the engine's state", labels=["model_name", "state"]
+        )
+        for state in STATES:
+            family.add_metric([self._model, state], float(state == stats["state"]))
+        return family
+
+
+def render(stats: Stats, model: str) -> bytes:
+    """The exposition text of one moment."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatsCollector(lambda: stats, model))
+    return generate_latest(registry)
+
+
+def _names(ours: str, theirs: str | None) -> list[str]:
+    return [f"rollout_{ours}"] + ([f"vllm:{theirs}"] if theirs else [])
