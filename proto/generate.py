@@ -53,7 +53,8 @@ def generate(into: Path) -> None:
                 text, count = re.subn(pattern, "", text, flags=re.MULTILINE)
                 if count != 1:
                     raise SystemExit(f"{name}: expected one {pattern!r}, found {count}")
-            (into / name).write_text(text)
+            head = "# mypy: ignore-errors\n" if name.endswith(".pyi") else ""
+            (into / name).write_text(head + text)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -210,10 +211,12 @@ class TokenizeResponse(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_ids",)
+    __slots__ = ("request_ids", "all")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    all: bool
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("count",)
@@ -224,14 +227,6 @@ class AbortResponse(_message.Message):
 class WeightInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class WeightInfoResponse(_message.Message):
-    __slots__ = ("info_json", "last_receipt_json")
-    INFO_JSON_FIELD_NUMBER: _ClassVar[int]
-    LAST_RECEIPT_JSON_FIELD_NUMBER: _ClassVar[int]
-    info_json: bytes
-    last_receipt_json: bytes
-    def __init__(self, info_json: _Optional[bytes] = ..., last_receipt_json: _Optional[bytes] = ...) -> None: ...
 
 class WeightDocument(_message.Message):
     __slots__ = ("json",)
@@ -309,18 +304,16 @@ class AbortUpdate(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class UpdateEvent(_message.Message):
-    __slots__ = ("begun", "taken", "sealed", "receipt", "aborted")
+    __slots__ = ("begun", "taken", "sealed", "receipt")
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    ABORTED_FIELD_NUMBER: _ClassVar[int]
     begun: WeightDocument
     taken: Taken
     sealed: Sealed
     receipt: WeightDocument
-    aborted: Aborted
-    def __init__(self, begun: _Optional[_Union[WeightDocument, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., receipt: _Optional[_Union[WeightDocument, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ...) -> None: ...
+    def __init__(self, begun: _Optional[_Union[WeightDocument, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., receipt: _Optional[_Union[WeightDocument, _Mapping]] = ...) -> None: ...
 
 class Taken(_message.Message):
     __slots__ = ("index",)
@@ -329,10 +322,6 @@ class Taken(_message.Message):
     def __init__(self, index: _Optional[int] = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class Aborted(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

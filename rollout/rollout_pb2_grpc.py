@@ -221,7 +221,7 @@ class WeightSyncStub:
         self.Info = channel.unary_unary(
                 '/rollout.v1.WeightSync/Info',
                 request_serializer=rollout_dot_rollout__pb2.WeightInfoRequest.SerializeToString,
-                response_deserializer=rollout_dot_rollout__pb2.WeightInfoResponse.FromString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
                 _registered_method=True)
         self.Update = channel.stream_stream(
                 '/rollout.v1.WeightSync/Update',
@@ -275,7 +275,7 @@ def add_WeightSyncServicer_to_server(servicer, server):
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
                     request_deserializer=rollout_dot_rollout__pb2.WeightInfoRequest.FromString,
-                    response_serializer=rollout_dot_rollout__pb2.WeightInfoResponse.SerializeToString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
             ),
             'Update': grpc.stream_stream_rpc_method_handler(
                     servicer.Update,
@@ -319,7 +319,7 @@ class WeightSync:
             target,
             '/rollout.v1.WeightSync/Info',
             rollout_dot_rollout__pb2.WeightInfoRequest.SerializeToString,
-            rollout_dot_rollout__pb2.WeightInfoResponse.FromString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
             options,
             channel_credentials,
             insecure,

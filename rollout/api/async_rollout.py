@@ -1,0 +1,312 @@
+"""``AsyncRollout``: an engine in this process, or one elsewhere, behind the same awaitable verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from rollout.api.backend import Backend, Outputs
+from rollout.api.weight_verbs import WeightVerbs
+from rollout.config import DEFAULT_TIMEOUT, EngineConfig
+from rollout.errors import ConfigError, InvalidRequest
+from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.grpc_client import RolloutClient
+from rollout.metrics import EngineStats
+from rollout.proto_convert import Messages
+from rollout.server_info import ServerInfo
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GRPC_SERVER = "rollout.server.grpc:serve"  # looked up when first served: api imports no server
+
+Prompts = PromptInput | Sequence[PromptInput]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+def _in_thread(
+    method: Callable[Concatenate[WeightVerbs, P], R],
+) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
+    """The awaitable form of a weight verb: it runs in a thread, to its end even when cancelled."""
+
+    @wraps(method)
+    async def verb(self: AsyncRollout, *args: P.args, **kwargs: P.kwargs) -> R:
+        await self.start()
+        return await asyncio.to_thread(method, self.weights, *args, **kwargs)
+
+    return verb
+
+
+class AsyncRollout:
+    """A rollout service, embedded (``AsyncRollout(model, **EngineConfig fields)``) or connected.
+
+    The engine starts with ``start``, ``async with`` or the first verb. Use it from one event loop.
+    """
+
+    def __init__(self, model: str, **engine_config: Any) -> None:
+        from rollout.api.embedded import EmbeddedBackend
+
+        config = EngineConfig.from_dict({"model": model, **engine_config})
+        self._set_up(EmbeddedBackend(config), None)
+
+    @classmethod
+    def connect(
+        cls, address: str, token: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> Self:
+        """A service at "host:port" of its gRPC server; ``timeout`` bounds calls but generation."""
+        host, colon, port = address.rpartition(":")
+        if not (host and colon and port.isdigit()):
+            raise ConfigError(f"address {address!r} is not host:port, e.g. 127.0.0.1:50051")
+        self = cls.__new__(cls)
+        self._set_up(RolloutClient(address, token, timeout), address)
+        return self
+
+    def _set_up(self, backend: Backend, address: str | None) -> None:
+        self.backend = backend
+        self.weights = WeightVerbs(backend)
+        self._address = address
+        self._server: Any = None
+        self._serving = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the model (or check that the service answers). Idempotent."""
+        await self.backend.start()
+
+    # ---- generation ----
+
+    async def generate(
+        self, prompts: Prompts, params: Params = None, *, request_ids: Sequence[str] | None = None
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs in the order of ``prompts``.
+
+        ``prompts``: a text, a list of token ids, or a list of either. ``params``: one for all, or
+        one each. One call is admitted as a whole. Raises a ``RequestError`` or ``EngineError``.
+        """
+        outputs = self.stream_many(prompts, params, request_ids=request_ids, stream=False)
+        return await _in_order(outputs)
+
+    async def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one conversation or several, rendered by the model's chat template."""
+        outputs = self.stream_chat(messages, params, request_ids=request_ids, stream=False)
+        return await _in_order(outputs)
+
+    async def stream(
+        self, prompt: PromptInput, params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
+        outputs = self.stream_many([prompt], params)
+        try:
+            async for _, output in outputs:
+                yield output
+        finally:
+            await _close(outputs)
+
+    async def stream_many(
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        stream: bool = True,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, output) as they come; with ``stream`` cumulative ones."""
+        await self.start()
+        each = _as_prompts(prompts)
+        ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
+        outputs = self.backend.generate(each, many, ids, stream=stream)
+        try:
+            async for item in outputs:
+                yield item
+        finally:
+            await _close(outputs)
+
+    async def stream_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        stream: bool = True,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """As ``stream_many``, for conversations."""
+        await self.start()
+        each = _as_conversations(messages)
+        ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
+        outputs = self.backend.chat(each, many, ids, stream=stream)
+        try:
+            async for item in outputs:
+                yield item
+        finally:
+            await _close(outputs)
+
+    async def tokenize(
+        self, prompt: str | Messages, *, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        """Token ids of a text, or of a conversation up to the assistant's turn."""
+        await self.start()
+        return await self.backend.tokenize(prompt, add_special_tokens)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests, or all, at the next step; returns how many there were."""
+        await self.start()
+        return await self.backend.abort(request_ids)
+
+    # ---- control ----
+
+    async def server_info(self) -> ServerInfo:
+        await self.start()
+        return await self.backend.server_info()
+
+    async def pause_generation(self, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Stop stepping. ``mode``: keep running requests as they are, wait for them, or abort."""
+        await self.start()
+        await self.backend.pause(mode, timeout)
+
+    async def resume_generation(self) -> None:
+        await self.start()
+        await self.backend.resume()
+
+    async def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Give memory back: level 1 the KV cache, level 2 the weights too."""
+        await self.start()
+        await self.backend.sleep(level, timeout)
+
+    async def wake_up(
+        self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        await self.start()
+        await self.backend.wake_up(tags, timeout)
+
+    async def reset_prefix_cache(self) -> None:
+        await self.start()
+        await self.backend.reset_prefix_cache()
+
+    async def metrics(self) -> EngineStats:
+        """One moment of the engine's figures."""
+        await self.start()
+        return await self.backend.stats()
+
+    # ---- weights ----
+
+    update_weights = _in_thread(WeightVerbs.update_weights)
+    weight_info = _in_thread(WeightVerbs.weight_info)
+    rollback = _in_thread(WeightVerbs.rollback)
+    check_weights = _in_thread(WeightVerbs.check_weights)
+    preflight = _in_thread(WeightVerbs.preflight)
+
+    @property
+    def weight_version(self) -> Coroutine[Any, Any, int]:
+        """The live version: ``await r.weight_version``."""
+        return self._version()
+
+    async def _version(self) -> int:
+        return (await self.server_info()).version
+
+    # ---- serving and the end ----
+
+    @property
+    def address(self) -> Coroutine[Any, Any, str]:
+        """ "host:port" where others may connect: ``await r.address``; starts serving on loopback."""
+        return self.serve()
+
+    async def serve(self, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
+        """Offer this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
+
+        ``options`` are those of ``rollout.server.grpc.serve``. Raises ``ConfigError`` naming a busy
+        port.
+        """
+        async with self._serving:
+            if self._address is None:
+                await self.start()
+                module, _, name = GRPC_SERVER.partition(":")
+                serve = getattr(importlib.import_module(module), name)
+                self._server = await serve(self, host, port, **options)
+                self._address = str(self._server.address)
+            return self._address
+
+    async def shutdown(self) -> None:
+        """End the server, the engine and its processes; a connected one only disconnects."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+        await self.backend.aclose()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+
+async def _in_order(outputs: Outputs) -> list[RequestOutput]:
+    finished: dict[int, RequestOutput] = {}
+    try:
+        async for index, output in outputs:
+            finished[index] = output
+    finally:
+        await _close(outputs)
+    return [finished[index] for index in sorted(finished)]
+
+
+async def _close(outputs: Outputs) -> None:
+    """Close an iterator now, not when it is collected: closing is what aborts its requests."""
+    close = getattr(outputs, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _as_prompts(prompts: Any) -> list[PromptInput]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts must be a text, a list of token ids, or a list of either, not "
+            f"{type(prompts).__name__}"
+        )
+    each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
+    for number, prompt in enumerate(each):
+        text = isinstance(prompt, str)
+        if not text and not (
+            isinstance(prompt, Sequence)
+            and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+        ):
+            raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
+    return each
+
+
+def _as_conversations(messages: Any) -> list[Messages]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest('messages must be a list of {"role", "content"}, or a list of those')
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def _as_params(params: Params, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    many = list(params)
+    if len(many) != count:
+        raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
+    return many
+
+
+def _ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
+    if request_ids is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if len(request_ids) != count:
+        raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
+    return list(request_ids)

@@ -1,0 +1,79 @@
+"""What stands behind a ``Rollout``: an engine in this process, or a client of one elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.metrics import EngineStats
+from rollout.proto_convert import Messages
+from rollout.server_info import ServerInfo
+from rollout.updates import WeightChannel, WeightInfo
+from rollout.weights import UpdateReceipt
+
+Outputs = AsyncIterator[tuple[int, RequestOutput]]  # (index of the prompt in the call, output)
+
+
+class Backend(Protocol):
+    """Generation and control are async, in one loop; the weight verbs block, in any thread.
+
+    ``generate`` and ``chat`` yield cumulative outputs with ``stream``, else one finished output per
+    prompt. ``params`` and ``request_ids`` have one entry per prompt. Closing the iterator aborts
+    what is still running. It is a ``WeightLink`` too: ``info``, ``open``, ``host``.
+    """
+
+    @property
+    def host(self) -> str | None: ...
+
+    async def start(self) -> None: ...
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> Outputs: ...
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> Outputs: ...
+
+    async def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool | None = None
+    ) -> list[int]: ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int: ...
+
+    async def server_info(self) -> ServerInfo: ...
+
+    async def pause(self, mode: str, timeout: float) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, level: int, timeout: float) -> None: ...
+
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    def info(self) -> WeightInfo: ...
+
+    def open(self) -> WeightChannel: ...
+
+    def rollback(self, timeout: float) -> UpdateReceipt: ...
+
+    def digests(self, timeout: float) -> dict[str, int]: ...
+
+    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None: ...
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,201 @@
+"""An engine in this process, as an asynchronous backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import rollout
+from rollout.config import EngineConfig
+from rollout.engine.core import EngineCore
+from rollout.engine.tokenizer import Tokenizer
+from rollout.errors import InvalidRequest
+from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
+from rollout.metrics import EngineStats
+from rollout.proto_convert import Messages
+from rollout.server_info import ServerInfo
+from rollout.updates import WeightChannel, WeightInfo
+from rollout.weights import UpdateReceipt
+
+
+class EmbeddedBackend:
+    """Owns an ``EngineCore``. Its blocking calls run in threads; outputs hop to the caller's loop.
+
+    ``start`` loads the model once, whoever comes first; the other verbs need it done.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.core = EngineCore(config)
+        self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def host(self) -> None:
+        """None: the engine is in this process."""
+        return
+
+    async def start(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.create_task(asyncio.to_thread(self.core.start))
+        await asyncio.shield(self._starting)
+
+    # ---- generation ----
+
+    async def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        ids = await self._token_ids(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        async for item in self._run(ids, texts, params, request_ids, stream):
+            yield item
+
+    async def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        tokenizer = self._tokenizer("chat")
+        texts = [tokenizer.render_chat(conversation) for conversation in conversations]
+        ids = await asyncio.to_thread(
+            lambda: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        )
+        async for item in self._run(ids, texts, params, request_ids, stream):
+            yield item
+
+    async def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        tokenizer = self._tokenizer("tokenize")
+        if not isinstance(prompt, str):
+            return tokenizer.encode_chat(prompt)
+        special = True if add_special_tokens is None else add_special_tokens
+        return tokenizer.encode(prompt, add_special_tokens=special)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return await asyncio.to_thread(self.core.abort, request_ids)
+
+    # ---- control ----
+
+    async def server_info(self) -> ServerInfo:
+        core = self.core
+        return ServerInfo(
+            model=self.config.served_model_name or self.config.model,
+            epoch=core.epoch,
+            version=core.version,
+            state=str(core.state),
+            max_model_len=core.max_model_len,
+            has_tokenizer=core.tokenizer is not None,
+            package_version=rollout.__version__,
+        )
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        await asyncio.to_thread(self.core.pause, mode, timeout)
+
+    async def resume(self) -> None:
+        await asyncio.to_thread(self.core.resume)
+
+    async def sleep(self, level: int, timeout: float) -> None:
+        await asyncio.to_thread(self.core.sleep, level, timeout)
+
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        await asyncio.to_thread(self.core.wake_up, tags, timeout)
+
+    async def reset_prefix_cache(self) -> None:
+        await asyncio.to_thread(self.core.reset_prefix_cache)
+
+    async def stats(self) -> EngineStats:
+        return await asyncio.to_thread(self.core.stats)
+
+    # ---- weights (blocking) ----
+
+    def info(self) -> WeightInfo:
+        info = self.core.coordinator.info()
+        # No group has to form within one process: the bytes go with the calls.
+        near = sorted(info.transports, key=lambda name: name != "inline")
+        return replace(info, transports=tuple(near))
+
+    def open(self) -> WeightChannel:
+        return self.core.coordinator.open()
+
+    def rollback(self, timeout: float) -> UpdateReceipt:
+        return self.core.coordinator.rollback(timeout)
+
+    def digests(self, timeout: float) -> dict[str, int]:
+        return self.core.coordinator.digests(timeout)
+
+    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
+        """Nothing to remember: an embedded engine has one life."""
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self.core.close)
+
+    # ---- helpers ----
+
+    async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [prompt for prompt in prompts if not isinstance(prompt, str)]
+        encode = self._tokenizer("a text prompt").encode
+        encoded = iter(await asyncio.to_thread(lambda: [encode(text) for text in texts]))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _tokenizer(self, what: str) -> Tokenizer:
+        if self.core.tokenizer is None:
+            raise InvalidRequest(
+                f"{what} needs a tokenizer, but {self.config.model} has none: send token ids, or "
+                "start the engine with tokenizer=DIRECTORY"
+            )
+        return self.core.tokenizer
+
+    async def _run(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        texts: Sequence[str | None],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        requests = [
+            Request(request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text)
+            for i, ids, p, text in zip(request_ids, prompt_ids, params, texts, strict=True)
+        ]
+        index = {request.request_id: n for n, request in enumerate(requests)}
+        if len(index) < len(requests):
+            raise InvalidRequest("request ids must differ within one call")
+        arrived: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.core.submit(requests, _into(arrived), stream=stream)
+        pending = set(index)
+        try:
+            while pending:
+                item = await arrived.get()
+                if isinstance(item, BaseException):
+                    pending.clear()
+                    raise item
+                if item.finished:
+                    pending.discard(item.request_id)
+                yield index[item.request_id], item
+        finally:
+            if pending:
+                self.core.abort(list(pending))
+
+
+def _into(
+    arrived: asyncio.Queue[RequestOutput | BaseException],
+) -> Callable[[RequestOutput | BaseException], None]:
+    """A sink for the core's thread that fills a queue of the running loop."""
+    loop = asyncio.get_running_loop()
+
+    def sink(item: RequestOutput | BaseException) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+    return sink

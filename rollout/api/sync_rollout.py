@@ -1,0 +1,176 @@
+"""``Rollout``: the verbs of ``AsyncRollout``, blocking, over one thread with its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+
+from rollout.api.async_rollout import AsyncRollout
+from rollout.api.weight_verbs import WeightVerbs
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import EngineClosed
+from rollout.generation import PromptInput, RequestOutput, SamplingParams
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Rollout, P], R]:
+    @wraps(method)
+    def verb(self: Rollout, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._loop.run(method(self._async, *args, **kwargs))
+
+    return verb
+
+
+def _here(
+    method: Callable[Concatenate[WeightVerbs, P], R],
+) -> Callable[Concatenate[Rollout, P], R]:
+    """A weight verb in the calling thread, where the trainer's collectives belong."""
+
+    @wraps(method)
+    def verb(self: Rollout, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self._async.weights, *args, **kwargs)
+
+    return verb
+
+
+class Rollout:
+    """A rollout service, embedded (``Rollout(model, **EngineConfig fields)``) or connected.
+
+    Thread-safe. Ctrl-C in a verb aborts its requests. ``shutdown``, or leaving ``with``, ends the
+    engine and everything it started.
+    """
+
+    def __init__(self, model: str, **engine_config: Any) -> None:
+        self._begin(lambda: AsyncRollout(model, **engine_config))
+
+    @classmethod
+    def connect(
+        cls, address: str, token: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> Self:
+        """A service at "host:port" of its gRPC server; every rank of a trainer may hold one.
+
+        Raises ``EngineClosed`` when nothing answers there.
+        """
+        self = cls.__new__(cls)
+        self._begin(lambda: AsyncRollout.connect(address, token, timeout))
+        return self
+
+    def _begin(self, make: Callable[[], AsyncRollout]) -> None:
+        self._async = make()
+        self._loop = _LoopThread()
+        self._end = weakref.finalize(self, _shut_down, self._async, self._loop)
+        try:
+            self._loop.run(self._async.start())
+        except BaseException:
+            self._end()
+            raise
+
+    generate = _blocking(AsyncRollout.generate)
+    chat = _blocking(AsyncRollout.chat)
+    tokenize = _blocking(AsyncRollout.tokenize)
+    abort = _blocking(AsyncRollout.abort)
+    server_info = _blocking(AsyncRollout.server_info)
+    pause_generation = _blocking(AsyncRollout.pause_generation)
+    resume_generation = _blocking(AsyncRollout.resume_generation)
+    sleep = _blocking(AsyncRollout.sleep)
+    wake_up = _blocking(AsyncRollout.wake_up)
+    reset_prefix_cache = _blocking(AsyncRollout.reset_prefix_cache)
+    metrics = _blocking(AsyncRollout.metrics)
+    serve = _blocking(AsyncRollout.serve)
+
+    update_weights = _here(WeightVerbs.update_weights)
+    weight_info = _here(WeightVerbs.weight_info)
+    rollback = _here(WeightVerbs.rollback)
+    check_weights = _here(WeightVerbs.check_weights)
+    preflight = _here(WeightVerbs.preflight)
+
+    def stream(
+        self, prompt: PromptInput, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
+        outputs = cast(AsyncGenerator[RequestOutput], self._async.stream(prompt, params))
+        try:
+            while True:
+                try:
+                    yield self._loop.run(anext(outputs))
+                except StopAsyncIteration:
+                    return
+        finally:
+            with contextlib.suppress(EngineClosed):  # shut down meanwhile: nothing left to abort
+                self._loop.run(outputs.aclose())
+
+    @property
+    def weight_version(self) -> int:
+        """The live version."""
+        return self._loop.run(self._async.weight_version)
+
+    @property
+    def address(self) -> str:
+        """ "host:port" where others may ``connect``; an embedded engine starts serving there."""
+        return self._loop.run(self._async.address)
+
+    def shutdown(self) -> None:
+        """End the server, the engine and its processes; a connected one only disconnects."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+
+class _LoopThread:
+    """A daemon thread that runs one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="rollout-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, R] | Any) -> R:
+        """Its result; interrupting the wait (Ctrl-C) cancels it."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            coroutine.close()
+            raise EngineClosed("this Rollout was shut down; make a new one")
+        future = asyncio.run_coroutine_threadsafe(_await(coroutine), self._loop)
+        try:
+            return cast(R, future.result())
+        finally:
+            future.cancel()  # no effect when it is done
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _shut_down(rollout: AsyncRollout, loop: _LoopThread) -> None:
+    try:
+        loop.run(rollout.shutdown())
+    finally:
+        loop.close()

@@ -1,0 +1,78 @@
+"""The verbs of weights: blocking, in the thread of the trainer's collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.api.backend import Backend
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.updates import WeightInfo
+from rollout.weight_sync.checker import WeightReport
+from rollout.weight_sync.checker import check_weights as check
+from rollout.weight_sync.checker import preflight as preflight_source
+from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weights import UpdateReceipt
+
+
+class WeightVerbs:
+    """One engine's weights, as a trainer sees them. Every wait is bounded by ``timeout`` seconds."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def update_weights(
+        self,
+        source: Any,
+        *,
+        version: int | None = None,
+        transport: Any = "auto",
+        encoding: str = "auto",
+        staging: str = "auto",
+        in_flight: str = "keep",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float = DEFAULT_TIMEOUT,
+        label: str | None = None,
+        partial: bool = False,
+    ) -> UpdateReceipt:
+        """Make ``source`` live as one new version, or change nothing and say why.
+
+        ``source``: a module (plain, DDP, FSDP, ZeRO), an iterable of ``(name, tensor)``, a
+        checkpoint directory or a ``WeightSource``. Collective over a distributed source: every
+        rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
+        ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
+        not sent keeps its live value. Raises a ``WeightError`` (the old version serves on) or an
+        ``EngineError``.
+        """
+        options = UpdateOptions(
+            version=version,
+            transport=transport,
+            encoding=encoding,
+            staging=staging,
+            in_flight=in_flight,
+            bucket_bytes=bucket_bytes,
+            timeout=timeout,
+            label=label,
+            partial=partial,
+        )
+        receipt = publish(source, connect=lambda: self._backend, options=options)
+        self._backend.committed(receipt, partial=partial)  # ranks that did not send learn it too
+        return receipt
+
+    def weight_info(self) -> WeightInfo:
+        """Which version is live, and what a full update must send."""
+        return self._backend.info()
+
+    def rollback(self, timeout: float = DEFAULT_TIMEOUT) -> UpdateReceipt:
+        """The version before the last commit serves again, under a new number.
+
+        Possible once, until the next update begins; else ``VersionConflict``.
+        """
+        return self._backend.rollback(timeout)
+
+    def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
+        """Name the tensors of ``source`` that differ from the live ones; only digests travel."""
+        return check(source, connect=lambda: self._backend, timeout=timeout)
+
+    def preflight(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
+        """Whether ``source`` would fit, from names, shapes and dtypes alone."""
+        return preflight_source(source, connect=lambda: self._backend, timeout=timeout)

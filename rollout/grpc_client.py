@@ -1,0 +1,245 @@
+"""Client of a rollout service: the verbs of the embedded engine over gRPC.
+
+Generation and control are ``grpc.aio`` in the caller's loop; weights are plain blocking gRPC in the
+calling thread, where a trainer's collectives are. An error of the server arrives as its own class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from rollout import rollout_pb2 as pb
+from rollout import update_wire
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import EngineRestarted
+from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.grpc_channel import GrpcWeightChannel
+from rollout.grpc_status import CHANNEL_OPTIONS, error_from_rpc
+from rollout.metrics import EngineStats
+from rollout.proto_convert import (
+    Messages,
+    conversation_to_proto,
+    info_from_proto,
+    messages_to_json,
+    output_from_proto,
+    params_to_proto,
+    prompt_to_proto,
+    stats_from_json,
+)
+from rollout.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
+from rollout.server_info import ServerInfo
+from rollout.updates import WeightInfo
+from rollout.weights import UpdateReceipt
+
+
+class RolloutClient:
+    """One service at ``address`` ("host:port"); ``timeout`` bounds each call but generation.
+
+    Remembers the epoch of the last commit it has seen: answers of another epoch raise
+    ``EngineRestarted`` until a full update has committed there. Connecting is lazy.
+    """
+
+    def __init__(
+        self, address: str, token: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        self.address, self.timeout = address, timeout
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
+        self._sync: grpc.Channel | None = None
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+
+    # ---- generation (async) ----
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt."""
+        request = pb.GenerateRequest(
+            prompts=map(prompt_to_proto, prompts, request_ids),
+            params=map(params_to_proto, params),
+            stream=stream,
+        )
+        return self._outputs(lambda: GenerationStub(self._aio_channel()).Generate, request)
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        request = pb.ChatRequest(
+            conversations=map(conversation_to_proto, conversations, request_ids),
+            params=map(params_to_proto, params),
+            stream=stream,
+        )
+        return self._outputs(lambda: GenerationStub(self._aio_channel()).Chat, request)
+
+    async def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+        else:
+            request = pb.TokenizeRequest(messages_json=messages_to_json(prompt))
+        reply = await self._call(GenerationStub, "Tokenize", request)
+        return list(reply.token_ids)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Abort these requests, or all; returns how many were running or waiting."""
+        request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
+        return int((await self._call(GenerationStub, "Abort", request)).count)
+
+    # ---- control (async) ----
+
+    async def start(self) -> None:
+        """Check that a service answers."""
+        await self.server_info()
+
+    async def server_info(self) -> ServerInfo:
+        return info_from_proto(await self._call(ControlStub, "ServerInfo", pb.ServerInfoRequest()))
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        request = pb.PauseRequest(mode=mode, timeout=timeout)
+        await self._call(ControlStub, "Pause", request, timeout)
+
+    async def resume(self) -> None:
+        await self._call(ControlStub, "Resume", pb.ResumeRequest())
+
+    async def sleep(self, level: int, timeout: float) -> None:
+        request = pb.SleepRequest(level=level, timeout=timeout)
+        await self._call(ControlStub, "Sleep", request, timeout)
+
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        request = pb.WakeUpRequest(tags=tags or (), timeout=timeout)
+        await self._call(ControlStub, "WakeUp", request, timeout)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call(ControlStub, "ResetPrefixCache", pb.ResetPrefixCacheRequest())
+
+    async def stats(self) -> EngineStats:
+        return stats_from_json((await self._call(ControlStub, "Stats", pb.StatsRequest())).json)
+
+    # ---- weights (blocking) ----
+
+    @property
+    def host(self) -> str:
+        """The host of ``address``: how this process reaches the engine."""
+        return self.address.rsplit(":", 1)[0].strip("[]")
+
+    def info(self) -> WeightInfo:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Info(
+                pb.WeightInfoRequest(), timeout=self.timeout, metadata=self._metadata
+            )
+        return update_wire.info_from_wire(json.loads(reply.json))
+
+    def open(self) -> GrpcWeightChannel:
+        """A channel for one update; its lease is one stream, opened by ``begin``."""
+        return GrpcWeightChannel(
+            WeightSyncStub(self._sync_channel()),
+            self.address,
+            self._metadata,
+            seen=lambda: self._seen,
+            committed=self.committed,
+        )
+
+    def rollback(self, timeout: float) -> UpdateReceipt:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Rollback(
+                pb.RollbackRequest(timeout=timeout),
+                timeout=3 * timeout + 1,  # it takes the lease, then a step boundary
+                metadata=self._metadata,
+            )
+        receipt = update_wire.receipt_from_wire(json.loads(reply.json))
+        self.committed(receipt, partial=True)
+        return receipt
+
+    def digests(self, timeout: float) -> dict[str, int]:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Digests(
+                pb.DigestsRequest(timeout=timeout), timeout=timeout + 1, metadata=self._metadata
+            )
+        return dict(reply.digests)
+
+    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
+        """Take note of a commit this client has seen; a full one makes a new epoch acceptable."""
+        if not partial or self._seen is None or self._seen[0] == receipt.epoch:
+            self._seen = (receipt.epoch, receipt.version)
+
+    async def aclose(self) -> None:
+        if self._aio is not None and self._aio[0] is asyncio.get_running_loop():
+            await self._aio[1].close()
+        self._aio = None
+        self.close()
+
+    def close(self) -> None:
+        """Drop the blocking connection; a later call opens a new one."""
+        with self._lock:
+            channel, self._sync = self._sync, None
+        if channel is not None:
+            channel.close()
+
+    # ---- helpers ----
+
+    async def _outputs(
+        self, method: Callable[[], Any], request: Any
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        call = method()(request, metadata=self._metadata)
+        try:
+            with self._errors():
+                async for reply in call:
+                    output = output_from_proto(reply.output)
+                    self._check_epoch(output.epoch)
+                    yield reply.index, output
+        finally:
+            call.cancel()  # the server aborts what is still running; no effect on an ended call
+
+    def _check_epoch(self, epoch: int) -> None:
+        if self._seen is not None and epoch != self._seen[0]:
+            raise EngineRestarted(
+                f"the engine at {self.address} has restarted: epoch {epoch}, but version "
+                f"{self._seen[1]} was committed in epoch {self._seen[0]}; its weights are not "
+                "yours until you send a full update"
+            )
+
+    async def _call(
+        self, stub: Any, method: str, request: Any, timeout: float | None = None
+    ) -> Any:
+        limit = self.timeout if timeout is None else timeout + 1  # the server's own limit first
+        with self._errors():
+            call = getattr(stub(self._aio_channel()), method)
+            return await call(request, timeout=limit, metadata=self._metadata)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from error
+
+    def _aio_channel(self) -> grpc.aio.Channel:
+        loop = asyncio.get_running_loop()
+        if self._aio is None or self._aio[0] is not loop:
+            self._aio = loop, grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return self._aio[1]
+
+    def _sync_channel(self) -> grpc.Channel:
+        with self._lock:
+            if self._sync is None:
+                self._sync = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            return self._sync

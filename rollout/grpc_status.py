@@ -1,0 +1,81 @@
+"""How errors and limits look on gRPC: the status, its metadata and the channel options."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+
+from rollout.errors import (
+    STATUS,
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+    RequestAborted,
+    RolloutError,
+    from_wire,
+    to_wire,
+)
+
+ERROR_KEY = "rollout-error-bin"
+MAX_MESSAGE = 256 << 20  # bytes of one message either way; weights travel in chunks far below it
+CHUNK = 2 << 20  # bytes of weights per message: the fastest size on loopback
+MAX_ERROR_TEXT = 4 << 10  # bytes of message in the trailing metadata, whose default limit is 8 KiB
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # one client's back-off is not another's
+    ("grpc.keepalive_time_ms", 20_000),  # a host that is gone is noticed without traffic
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.so_reuseport", 0),  # a busy port is an error, not a share of its traffic
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Code, details and trailing metadata that carry ``error`` to a client."""
+    wire = to_wire(error)
+    text = wire["message"].encode()
+    if len(text) > MAX_ERROR_TEXT:
+        wire["message"] = text[:MAX_ERROR_TEXT].decode(errors="ignore") + " ... (cut)"
+    known = next((cls for cls in type(error).__mro__ if cls in STATUS), EngineError)
+    code = getattr(grpc.StatusCode, STATUS[known][0])
+    # Details travel beside the metadata and under the same limit: a first line is enough there.
+    return code, wire["message"][:256], ((ERROR_KEY, json.dumps(wire).encode()),)
+
+
+def is_typed(error: Any) -> bool:
+    """Whether a server of ours wrote this error."""
+    return any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
+
+
+def error_from_rpc(error: Any, address: str) -> RolloutError:
+    """The error a failed call stands for; one that no server of ours wrote is judged by its code."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            return from_wire(json.loads(value))
+    code, details = error.code(), error.details()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return EngineClosed(
+            f"no rollout service answers at {address} ({details}); start it with `rollout serve "
+            "MODEL --grpc-port PORT`, or check the address it printed as grpc="
+        )
+    kinds: dict[Any, type[RolloutError]] = {
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+        grpc.StatusCode.UNIMPLEMENTED: ConfigError,
+        grpc.StatusCode.CANCELLED: RequestAborted,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    }
+    return kinds.get(code, EngineError)(f"{address}: {code.name}: {details}")
