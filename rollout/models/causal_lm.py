@@ -1,0 +1,151 @@
+"""A decoder with a vocabulary head: one forward pass, and the one way its weights get in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rollout.distributed import TensorParallel
+from rollout.models.blocks import Decoder, DecoderBlock
+from rollout.models.config import ModelConfig
+from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.layers.base import Build, Layer, storage_of
+from rollout.models.layers.embedding import Embedding, Head, VocabParallel
+from rollout.models.layers.rotary import Rotary
+from rollout.models.registry import Registry
+from rollout.models.weight_load import LoadReport, WeightLoad
+from rollout.models.weight_table import WeightTable, build_table
+from rollout.weights import TensorMeta, WeightSlot, WeightValue
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class CausalLM(nn.Module):
+    """One rank's instance of a model; an architecture is a subclass that makes its blocks.
+
+    Parameters are allocated uninitialised (their padding zeroed) and keep their addresses for
+    life. Nothing here takes gradients. ``table`` says what this rank takes from a checkpoint.
+    """
+
+    def __init__(self, build: Build, max_len: int, rotary: Rotary | None = None) -> None:
+        super().__init__()
+        config = build.config
+        config.check_tensor_parallel(build.tp.size)
+        self.build, self.config, self.tp, self.max_len = build, config, build.tp, max_len
+        self.rotary = rotary or Rotary(
+            config.rope,
+            config.head_dim,
+            config.max_position_embeddings,
+            max_len,
+            build.dtype,
+            build.device,
+        )
+        blocks = [self.make_block(build, index) for index in range(config.num_layers)]
+        self.model = Decoder(build, blocks)
+        self.lm_head = None if config.tied else Head(build)
+        self.table: WeightTable = build_table(self, {HEAD: EMBEDDING} if config.tied else {})
+        self.eval()
+
+    def make_block(self, build: Build, index: int) -> DecoderBlock:
+        """The decoder block number ``index``."""
+        raise NotImplementedError(f"{type(self).__name__} must make its blocks")
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """Logits [rows, vocab_size] of ``batch.logit_rows``, in the model's dtype, on every rank.
+
+        Writes this step's keys and values into ``kv``, one entry per layer. Collective: all ranks
+        call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces, and one
+        all-gather of the logits.
+        """
+        cos, sin = self.rotary(batch.positions)
+        x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
+        residual: Tensor | None = None
+        for block, pages in zip(self.model.layers, kv, strict=True):
+            x, residual = block(x, residual, cos, sin, batch, pages)
+        assert residual is not None
+        rows = batch.logit_rows
+        x, _ = self.model.norm.add(x[rows], residual[rows])
+        return self.head.logits(x)
+
+    @property
+    def head(self) -> VocabParallel:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+
+    def begin_load(self) -> WeightLoad:
+        """A streaming load into this instance, in place; ``after_load`` runs when it finishes."""
+        storages = {name: parameter.data for name, parameter in self.named_parameters()}
+        return WeightLoad(self.table, storages, self.build.dtype, self.after_load)
+
+    def load_weights(self, items: Iterable[tuple[str, WeightValue]]) -> LoadReport:
+        """Load a complete set; ``WeightMismatch`` names everything unknown, wrong or missing."""
+        return self.begin_load().load_all(items)
+
+    def after_load(self) -> None:
+        """Re-derive everything derived from parameters, in place; called after every load."""
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.after_load()
+
+    def weight_metadata(self) -> tuple[TensorMeta, ...]:
+        """The complete set in file form, without aliases, in the engine's dtype."""
+        return tuple(
+            TensorMeta(name, self.build.dtype, slots[0].shape)
+            for name, slots in self.table.slots.items()
+        )
+
+    def read_slot(self, slot: WeightSlot) -> Tensor:
+        """The live values of a slot, shaped like its take."""
+        module, _, name = slot.param.rpartition(".")
+        storage = storage_of(self.get_submodule(module), name)
+        spec = self.table.params[slot.param]
+        return spec.layout.read(storage, spec.shape, slot.put).reshape(slot.take.shape)
+
+    def empty_like(self) -> CausalLM:
+        """Another instance with its own uninitialised parameters; shares only the rope table."""
+        return type(self)(self.build, self.max_len, self.rotary)
+
+
+def build_model(
+    config: ModelConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    layout: str = "plain",
+    *,
+    max_model_len: int | None = None,
+    registry: Registry | None = None,
+) -> CausalLM:
+    """One rank's model with uninitialised parameters on ``device`` (``meta`` takes no memory).
+
+    ``layout`` plain | tiles. ``max_model_len`` (default: the config's) sizes the rope table and
+    settles length-dependent rope kinds; see ``Rotary``. Raises ``ConfigError``.
+    """
+    build = Build(config=config, tp=tp, dtype=dtype, device=torch.device(device), layout=layout)
+    model = (registry or Registry()).load(config.architecture)(
+        build, max_model_len or config.max_position_embeddings
+    )
+    assert isinstance(model, CausalLM)
+    return model
+
+
+def build_tables(
+    config: ModelConfig,
+    tp_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "plain",
+    *,
+    registry: Registry | None = None,
+) -> list[WeightTable]:
+    """Every rank's weight table, from models on ``meta``: no memory, no process group."""
+    return [
+        build_model(
+            config, TensorParallel(rank, tp_size), dtype, "meta", layout, registry=registry
+        ).table
+        for rank in range(tp_size)
+    ]
+
+
+__all__ = ["CausalLM", "Embedding", "build_model", "build_tables"]

@@ -1,0 +1,294 @@
+"""What a checkpoint's ``config.json`` says about a model; the only reader of its attributes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from rollout.errors import ConfigError
+from rollout.models.registry import Registry
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ROPE_NUMBERS = (
+    *("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("low_freq_factor", "high_freq_factor"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary parameters, from either form of ``config.json``; lengths in tokens.
+
+    ``partial`` is the rotated share of a head. None means: not given, derived where it is needed.
+    """
+
+    kind: str
+    theta: float
+    partial: float = 1.0
+    factor: float | None = None
+    original_max: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @classmethod
+    def from_hf(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        file: str = "config.json",
+        registry: Registry | None = None,
+    ) -> Self:
+        """Read the plain dict of a ``config.json``; ``file`` only names it in errors.
+
+        Raises ``ConfigError`` for an unsupported architecture, a missing or malformed field, and
+        for what these models cannot do: sliding windows in use, activations other than silu.
+        """
+        read = _Reader(values, file)
+        architecture = (registry or Registry()).choose(read.names("architectures"))
+        is_qwen2, is_qwen3 = (architecture == f"Qwen{n}ForCausalLM" for n in (2, 3))
+        _refuse_unsupported(read, architecture)
+        hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+        if is_qwen3:
+            head_dim = read.count("head_dim")
+        else:
+            if not values.get("head_dim") and hidden % heads:
+                raise ConfigError(
+                    f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
+                    "set head_dim"
+                )
+            head_dim = read.count("head_dim", hidden // heads)
+        attention_bias = read.flag("attention_bias")
+        config = cls(
+            architecture=architecture,
+            vocab_size=read.count("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=read.count("intermediate_size"),
+            num_layers=read.count("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=read.count("num_key_value_heads", heads),
+            head_dim=head_dim,
+            rms_norm_eps=read.number("rms_norm_eps"),
+            max_position_embeddings=read.count("max_position_embeddings"),
+            rope=_read_rope(read),
+            tied=read.flag("tie_word_embeddings"),
+            qkv_bias=True if is_qwen2 else attention_bias,
+            o_bias=False if is_qwen2 else attention_bias,
+            mlp_bias=False if is_qwen2 or is_qwen3 else read.flag("mlp_bias"),
+            qk_norm=is_qwen3,
+            dtype=read.dtype(),
+            eos_token_ids=token_ids(values.get("eos_token_id"), file),
+            bos_token_id=values.get("bos_token_id"),
+        )
+        if head_dim % 2:
+            raise ConfigError(f"{file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+        if heads % config.num_kv_heads:
+            raise ConfigError(
+                f"{file}: num_attention_heads {heads} must be a multiple of "
+                f"num_key_value_heads {config.num_kv_heads}"
+            )
+        return config
+
+    @classmethod
+    def from_directory(cls, path: str | Path, registry: Registry | None = None) -> Self:
+        """Read ``config.json`` of a checkpoint directory, without touching the network.
+
+        End-of-sequence ids of a ``generation_config.json`` join those of the config; nothing else
+        of that file is used.
+        """
+        file = Path(path) / "config.json"
+        config = cls.from_hf(_read_json(file), file=str(file), registry=registry)
+        extra_file = Path(path) / "generation_config.json"
+        if extra_file.is_file():
+            extra = token_ids(_read_json(extra_file).get("eos_token_id"), str(extra_file))
+            merged = tuple(dict.fromkeys((*config.eos_token_ids, *extra)))
+            object.__setattr__(config, "eos_token_ids", merged)
+        return config
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raise ``ConfigError`` unless this model divides over ``size`` ranks.
+
+        KV heads divide, or are replicated when ``size`` is a multiple of them; the vocabulary is
+        padded and always divides.
+        """
+        if self.num_heads % size:
+            raise ConfigError(
+                f"Total number of attention heads ({self.num_heads}) must be divisible by "
+                f"tensor parallel size ({size})."
+            )
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise ConfigError(
+                f"Number of key/value heads ({self.num_kv_heads}) must be divisible by tensor "
+                f"parallel size ({size}), or divide it (they are then replicated)."
+            )
+        if self.intermediate_size % size:
+            raise ConfigError(
+                f"Intermediate size ({self.intermediate_size}) must be divisible by tensor "
+                f"parallel size ({size})."
+            )
+
+
+def token_ids(value: Any, file: str) -> tuple[int, ...]:
+    """``eos_token_id`` as a tuple: None, one id, or a list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"{file}: eos_token_id must be an integer or a list, got {value!r}")
+    return tuple(ids)
+
+
+class _Reader:
+    """Typed reads of one config dict whose errors name the field and the file."""
+
+    def __init__(self, values: Mapping[str, Any], file: str) -> None:
+        self.values, self.file = values, file
+
+    def required(self, name: str) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            raise ConfigError(f"{self.file}: field {name!r} is missing; the model needs it")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        value = default if value is None and default is not None else self.required(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{self.file}: {name} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.required(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"{self.file}: {name} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{self.file}: {name} must be true or false, got {value!r}")
+        return bool(value)
+
+    def names(self, name: str) -> list[str]:
+        value = self.required(name)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"{self.file}: {name} must be a list of names, got {value!r}")
+        return value
+
+    def dtype(self) -> torch.dtype:
+        value = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
+        name = str(value).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ConfigError(f"{self.file}: dtype {value!r} is not one of {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+
+def _refuse_unsupported(read: _Reader, architecture: str) -> None:
+    values = read.values
+    if (act := values.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ConfigError(f"{read.file}: hidden_act {act!r} is not supported, only 'silu'")
+    if values.get("use_sliding_window") and values.get("sliding_window"):
+        layers, first = values.get("num_hidden_layers", 0), values.get("max_window_layers", 0)
+        types = values.get("layer_types")
+        used = "sliding_attention" in types if types else first < layers
+        if used:
+            raise ConfigError(
+                f"{read.file}: use_sliding_window is true, but {architecture} runs full attention "
+                "only here; set use_sliding_window to false or choose another checkpoint"
+            )
+    if values.get("quantization_config"):
+        raise ConfigError(
+            f"{read.file}: quantization_config is not supported; use an unquantised checkpoint"
+        )
+
+
+def _read_rope(read: _Reader) -> RopeConfig:
+    """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``."""
+    values, file = read.values, read.file
+    given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    if any(isinstance(v, Mapping) for v in given.values()):
+        raise ConfigError(f"{file}: rope parameters per layer type are not supported")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
+    longest = read.count("max_position_embeddings")
+    needed = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+    }.get(kind, ())
+    for name in needed:
+        if given.get(name) is None:
+            raise ConfigError(f"{file}: field {name!r} is missing; rope_type {kind!r} needs it")
+    # A top-level value wins over the one inside, as in transformers.
+    original = values.get("original_max_position_embeddings")
+    original = original or given.get("original_max_position_embeddings") or longest
+    partial = given.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    optional = {name: float(given[name]) for name in _ROPE_NUMBERS if given.get(name) is not None}
+    return RopeConfig(
+        kind=kind,
+        theta=float(given.get("rope_theta") or values.get("rope_theta") or 10000.0),
+        # transformers ignores the factor for these architectures' unscaled rotary; so do we.
+        partial=1.0 if partial is None or kind == "default" else float(partial),
+        original_max=int(original),
+        truncate=bool(given.get("truncate", True)),
+        short_factor=tuple(map(float, given.get("short_factor") or ())),
+        long_factor=tuple(map(float, given.get("long_factor") or ())),
+        **optional,
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{file} does not exist; point `model` at a checkpoint directory"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} does not hold a JSON object")
+    return values

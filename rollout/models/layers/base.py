@@ -1,0 +1,108 @@
+"""What every layer that owns weights shares: declared parameters and the slots that fill them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollout.distributed import TensorParallel
+from rollout.errors import ConfigError
+from rollout.kernels import linear
+from rollout.models.config import ModelConfig
+from rollout.models.weight_table import ParamSpec
+from rollout.weights import PLAIN, Box, Layout, Shape, TileLayout, WeightSlot
+
+LAYOUTS = ("plain", "tiles")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """How a model is built on one rank; ``layout`` is how linear weights lie in memory."""
+
+    config: ModelConfig
+    tp: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+    layout: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"weight layout must be one of {LAYOUTS}, got {self.layout!r}")
+
+    def linear_layout(self, shape: Shape) -> Layout:
+        """The layout of a linear weight ``[outputs, inputs]``: tiles where they divide it."""
+        tiles = TileLayout()
+        if self.layout == "tiles" and shape[0] % tiles.rows == 0 and shape[1] % 2 == 0:
+            return tiles
+        return PLAIN
+
+
+class Layer(nn.Module):
+    """A module that declares its logical parameters; parameters never take gradients."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.build = build
+        self.specs: dict[str, ParamSpec] = {}
+
+    def declare(
+        self, name: str, shape: Shape, layout: Layout = PLAIN, padding: tuple[Box, ...] = ()
+    ) -> None:
+        """Own the logical parameter ``name``: uninitialised storage, its padding zeroed."""
+        self.specs[name] = ParamSpec(shape, layout, padding)
+        storage = torch.empty(
+            layout.storage_shape(shape), dtype=self.build.dtype, device=self.build.device
+        )
+        self.register_parameter(name, nn.Parameter(storage, requires_grad=False))
+        self.zero_padding()
+
+    def zero_padding(self) -> None:
+        """Write the zeros that ``padding`` promises; no source ever writes there."""
+        for name, spec in self.specs.items():
+            storage = getattr(self, name).data
+            for box in spec.padding:
+                if not storage.is_meta:
+                    zeros = torch.zeros(box.shape, dtype=storage.dtype, device=storage.device)
+                    spec.layout.write(storage, spec.shape, box, zeros)
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight^T + bias``, whatever the weight's layout."""
+        spec = self.specs["weight"]
+        rows, columns = spec.shape
+        return linear(x, storage_of(self, "weight"), bias, spec.layout, (rows, columns))
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """Every slot that fills this layer, whose module name is ``prefix``."""
+        raise NotImplementedError(f"{type(self).__name__} must declare its slots")
+
+    def after_load(self) -> None:
+        """Re-derive, in place, whatever was computed from the parameters."""
+        self.zero_padding()
+
+
+def rows_slot(source: str, shape: Shape, start: int, count: int, param: str, at: int) -> WeightSlot:
+    """Rows ``start..start+count`` of a 1-D or 2-D source land at row ``at`` of ``param``."""
+    rest = shape[1:]
+    zeros = (0,) * len(rest)
+    take = Box((start, *zeros), (start + count, *rest))
+    return WeightSlot(source, shape, take, param, Box((at, *zeros), (at + count, *rest)))
+
+
+def whole_slot(source: str, shape: Shape, param: str) -> WeightSlot:
+    """All of ``source`` lands in all of ``param``: a replicated parameter."""
+    return WeightSlot(source, shape, Box.full(shape), param, Box.full(shape))
+
+
+def sibling(prefix: str, name: str) -> str:
+    """The module ``name`` beside the module ``prefix``."""
+    parent, _, _ = prefix.rpartition(".")
+    return f"{parent}.{name}" if parent else name
+
+
+def storage_of(layer: nn.Module, name: str) -> Tensor:
+    """The memory of a declared parameter."""
+    storage = getattr(layer, name)
+    assert isinstance(storage, Tensor)
+    return storage.data

@@ -1,0 +1,107 @@
+"""Tensor-parallel linear layers: column, merged column (gate and up, q k v), and row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rollout.models.layers.base import Build, Layer, rows_slot, sibling, whole_slot
+from rollout.weights import Box, WeightSlot
+
+
+class MergedColumnLinear(Layer):
+    """Several linears of one input, side by side; each is split by rows (outputs) over ranks.
+
+    ``parts``: (source name beside this module, all its output rows). [T, inputs] -> [T, this
+    rank's outputs], the parts in order.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, build: Build, inputs: int, parts: list[tuple[str, int]], bias: bool) -> None:
+        super().__init__(build)
+        self.inputs = inputs
+        # (source, all rows, first row taken here, rows taken here)
+        self.parts = [
+            (name, rows, *self.share(index, rows)) for index, (name, rows) in enumerate(parts)
+        ]
+        self.outputs = sum(count for *_, count in self.parts)
+        shape = (self.outputs, inputs)
+        self.declare("weight", shape, build.linear_layout(shape))
+        self.register_parameter("bias", None)
+        if bias:
+            self.declare("bias", (self.outputs,))
+
+    def share(self, index: int, rows: int) -> tuple[int, int]:
+        """First row and number of rows of part ``index`` on this rank."""
+        count = rows // self.build.tp.size
+        return self.build.tp.rank * count, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.bias)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        result, at = [], 0
+        for name, rows, first, count in self.parts:
+            for field in self.specs:
+                shape = (rows, self.inputs) if field == "weight" else (rows,)
+                source = f"{sibling(prefix, name)}.{field}"
+                result.append(rows_slot(source, shape, first, count, f"{prefix}.{field}", at))
+            at += count
+        return result
+
+
+class QKVLinear(MergedColumnLinear):
+    """Queries, keys and values of this rank's heads: [T, hidden] -> [T, (q + 2 kv) x head_dim].
+
+    With more ranks than KV heads, each KV head is held by ``size / kv_heads`` neighbouring ranks.
+    """
+
+    def __init__(self, build: Build) -> None:
+        config = build.config
+        heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = [("q_proj", heads), ("k_proj", kv), ("v_proj", kv)]
+        super().__init__(build, config.hidden_size, parts, config.qkv_bias)
+
+    def share(self, index: int, rows: int) -> tuple[int, int]:
+        config, tp = self.build.config, self.build.tp
+        if index == 0 or config.num_kv_heads >= tp.size:
+            return super().share(index, rows)
+        head = tp.rank // (tp.size // config.num_kv_heads)
+        return head * config.head_dim, config.head_dim
+
+
+class RowLinear(Layer):
+    """A linear whose inputs are split over ranks: [T, this rank's inputs] -> [T, outputs].
+
+    One all-reduce per call; the bias is replicated and added once, after the sum.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, build: Build, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(build)
+        self.inputs, self.local = inputs, inputs // build.tp.size
+        shape = (outputs, self.local)
+        self.declare("weight", shape, build.linear_layout(shape))
+        self.register_parameter("bias", None)
+        if bias:
+            self.declare("bias", (outputs,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tp = self.build.tp
+        if tp.size == 1:
+            return self.matmul(x, self.bias)
+        y = tp.all_reduce(self.matmul(x))
+        return y if self.bias is None else y.add_(self.bias)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        outputs, first = self.specs["weight"].shape[0], self.build.tp.rank * self.local
+        take = Box((0, first), (outputs, first + self.local))
+        put = Box.full((outputs, self.local))
+        name = f"{prefix}.weight"
+        result = [WeightSlot(name, (outputs, self.inputs), take, name, put)]
+        if "bias" in self.specs:
+            result.append(whole_slot(f"{prefix}.bias", (outputs,), f"{prefix}.bias"))
+        return result

@@ -1,0 +1,14 @@
+"""Qwen2: biases on q, k and v alone."""
+
+from __future__ import annotations
+
+from rollout.models.blocks import DecoderBlock
+from rollout.models.causal_lm import CausalLM
+from rollout.models.layers.base import Build
+
+
+class Qwen2ForCausalLM(CausalLM):
+    """The Qwen2 decoder; what sets it apart from its kin is read in ``ModelConfig``."""
+
+    def make_block(self, build: Build, index: int) -> DecoderBlock:
+        return DecoderBlock(build)

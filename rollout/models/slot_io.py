@@ -1,0 +1,139 @@
+"""Reads and writes of weight slots: from any kind of value, through layouts, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightMismatch
+from rollout.models.weight_table import WeightTable
+from rollout.weights import (
+    Box,
+    LazyTensor,
+    Shape,
+    SparsePatch,
+    TensorPiece,
+    WeightSlot,
+    WeightValue,
+)
+
+
+class SlotIO:
+    """One rank's parameters, addressed in the coordinates of their sources."""
+
+    def __init__(self, table: WeightTable, storages: Mapping[str, Tensor]) -> None:
+        self._table, self._storages = table, storages
+
+    def write(self, slot: WeightSlot, value: WeightValue) -> int:
+        """Write what ``value`` holds of ``slot``; returns the number of elements written.
+
+        Touches nothing else; a ``LazyTensor`` is asked for exactly the slot's box.
+        """
+        if not slot.take.numel:
+            return 0
+        if isinstance(value, SparsePatch):
+            return self._patch(slot, value.positions, value.values)
+        if isinstance(value, TensorPiece):
+            common = slot.take.intersect(value.box)
+            if common is None:
+                return 0
+            back = tuple(-start for start in value.box.starts)
+            return self._write_box(slot, common, value.values[common.shifted(back).slices])
+        return self._write_box(slot, slot.take, read_box(slot.source, value, slot.take))
+
+    def read_box(self, slot: WeightSlot, box: Box) -> Tensor:
+        """The values of ``box`` (inside the slot's take, source coordinates), shaped like it."""
+        spec, storage = self._table.params[slot.param], self._storages[slot.param]
+        if box == slot.take:
+            return spec.layout.read(storage, spec.shape, slot.put).reshape(box.shape)
+        whole = spec.layout.read(storage, spec.shape, slot.put).reshape(slot.take.shape)
+        return whole[box.shifted(tuple(-start for start in slot.take.starts)).slices]
+
+    def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the source's flat ``positions`` lie in the slot (indices), and their values."""
+        storage = self._storages[slot.param]
+        kept = positions_inside(slot.take, slot.shape, positions.to(storage.device))
+        relative = relative_positions(slot.take, slot.shape, positions.to(storage.device)[kept])
+        return kept, self.read_box(slot, slot.take).reshape(-1)[relative]
+
+    def _write_box(self, slot: WeightSlot, box: Box, value: Tensor) -> int:
+        spec, storage = self._table.params[slot.param], self._storages[slot.param]
+        value = value.to(storage.device)
+        if box == slot.take:
+            spec.layout.write(storage, spec.shape, slot.put, value)
+        elif slot.take.shape == slot.put.shape:
+            pairs = zip(slot.put.starts, slot.take.starts, strict=True)
+            put = box.shifted(tuple(to - start for to, start in pairs))
+            spec.layout.write(storage, spec.shape, put, value)
+        else:
+            # A slot that reshapes: part of its box is no box of the parameter.
+            self._patch(slot, box_positions(box, slot.shape, value.device), value.reshape(-1))
+        return box.numel
+
+    def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:
+        spec, storage = self._table.params[slot.param], self._storages[slot.param]
+        positions = positions.to(storage.device)
+        kept = positions_inside(slot.take, slot.shape, positions)
+        relative = relative_positions(slot.take, slot.shape, positions[kept])
+        coordinates = _unravel(relative, slot.put.shape)
+        target = _ravel(
+            [c + start for c, start in zip(coordinates, slot.put.starts, strict=True)], spec.shape
+        )
+        chosen = values.to(storage.device)[kept].to(storage.dtype)
+        spec.layout.patch(storage, spec.shape, target, chosen)
+        return len(kept)
+
+
+def read_box(name: str, value: Tensor | LazyTensor, box: Box) -> Tensor:
+    """``value[box]``, reading no more than that of a lazy one."""
+    if isinstance(value, Tensor):
+        return value.detach()[box.slices]
+    part = value.read(box)
+    if tuple(part.shape) != box.shape:
+        raise WeightMismatch(
+            f"{name}: its reader returned shape {tuple(part.shape)} for box {box.shape}"
+        )
+    return part
+
+
+def positions_inside(box: Box, shape: Shape, positions: Tensor) -> Tensor:
+    """Indices of those flat row-major ``positions`` of ``shape`` that lie in ``box``."""
+    if box == Box.full(shape):
+        return torch.arange(len(positions), device=positions.device)
+    inside = torch.ones_like(positions, dtype=torch.bool)
+    for c, start, stop in zip(_unravel(positions, shape), box.starts, box.stops, strict=True):
+        inside &= (c >= start) & (c < stop)
+    return inside.nonzero().flatten()
+
+
+def relative_positions(box: Box, shape: Shape, positions: Tensor) -> Tensor:
+    """Flat positions of ``shape``, all in ``box``, as flat positions of the box."""
+    pairs = zip(_unravel(positions, shape), box.starts, strict=True)
+    return _ravel([c - start for c, start in pairs], box.shape)
+
+
+def box_positions(box: Box, shape: Shape, device: torch.device) -> Tensor:
+    """Flat positions in ``shape`` of all elements of ``box``, in its row-major order."""
+    everything = torch.arange(box.numel, device=device)
+    pairs = zip(_unravel(everything, box.shape), box.starts, strict=True)
+    return _ravel([c + start for c, start in pairs], shape)
+
+
+def _unravel(flat: Tensor, shape: Shape) -> list[Tensor]:
+    coordinates = []
+    for axis, size in enumerate(shape):
+        inner = prod(shape[axis + 1 :])
+        # The outermost coordinate needs no modulus; 1-D and 2-D sources are the common case.
+        c = flat if inner == 1 else flat // inner
+        coordinates.append(c if axis == 0 else c % size)
+    return coordinates
+
+
+def _ravel(coordinates: list[Tensor], shape: Shape) -> Tensor:
+    flat = coordinates[0]
+    for c, size in zip(coordinates[1:], shape[1:], strict=True):
+        flat = flat * size + c
+    return flat

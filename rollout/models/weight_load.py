@@ -1,0 +1,176 @@
+"""A streaming load of checkpoint tensors into one rank's parameters, in place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightMismatch
+from rollout.models.alias_check import AliasCheck
+from rollout.models.slot_io import SlotIO
+from rollout.models.weight_table import WeightTable
+from rollout.weights import Box, SparsePatch, TensorPiece, WeightValue
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did: file-form names; ``nbytes`` written on this rank, in the model's dtype."""
+
+    loaded: frozenset[str]
+    missing: frozenset[str]
+    nbytes: int
+
+
+class WeightLoad:
+    """``feed`` any number of times, then ``finish`` once.
+
+    A value is a full tensor, a ``LazyTensor`` (only this rank's boxes are read), a ``SparsePatch``
+    (only its elements are overwritten) or a ``TensorPiece`` (its box alone; disjoint pieces make
+    a whole). Values may lie on another device and have any float dtype: each element is cast once.
+    Parameters are written in place and keep their addresses. An alias may be sent and must equal
+    its owner bit for bit, in the model's dtype, on this rank's part.
+
+    Every problem is remembered; one ``WeightMismatch`` names them all. After it, the parameters
+    hold a mixture: the caller discards this instance or loads it anew.
+    """
+
+    def __init__(
+        self,
+        table: WeightTable,
+        storages: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        after_load: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._table, self._dtype, self._after_load = table, dtype, after_load
+        self._io = SlotIO(table, storages)
+        self._aliases = AliasCheck(table, self._io)
+        self._seen: set[str] = set()
+        self._pieces: dict[str, list[Box]] = {}
+        self._problems: list[str] = []
+        self._nbytes = 0
+
+    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None:
+        """Write each item; consumes all of them, then raises if any was refused."""
+        self._consume(items)
+        self._raise_problems()
+
+    def finish(self, *, partial: bool = False) -> LoadReport:
+        """Judge completeness, compare aliases, re-derive. ``partial`` allows whole tensors to miss.
+
+        Raises ``WeightMismatch`` for missing tensors, incomplete pieces and differing aliases.
+        """
+        incomplete = {
+            name for name, boxes in self._pieces.items() if not self._covered(name, boxes)
+        }
+        missing = set(self._table.slots) - self._seen
+        if partial:
+            for name in sorted(incomplete):
+                self._problems.append(f"{name}: its pieces do not cover what this rank holds")
+        elif missing or incomplete:
+            names = ", ".join(repr(name) for name in sorted(missing | incomplete))
+            self._problems.append(
+                f"Following weights were not initialized from checkpoint: {{{names}}}"
+            )
+        written = set(self._table.slots) if partial else self._seen
+        self._problems.extend(self._aliases.differing(written - incomplete))
+        self._raise_problems()
+        self._after_load()
+        return LoadReport(frozenset(self._seen), frozenset(missing), self._nbytes)
+
+    def load_all(self, items: Iterable[tuple[str, WeightValue]]) -> LoadReport:
+        """Feed and finish, with one error for the problems of both."""
+        self._consume(items)
+        return self.finish()
+
+    def _consume(self, items: Iterable[tuple[str, WeightValue]]) -> None:
+        with torch.no_grad():
+            for name, value in items:
+                self._take(name, value)
+
+    def _take(self, name: str, value: WeightValue) -> None:
+        is_alias = name in self._table.aliases
+        if not is_alias and name not in self._table.slots:
+            if not self._table.ignores(name):
+                self._problems.append(self._unknown(name))
+            return
+        fault = self._fault(name, value) or self._duplicate(name, value)
+        if fault:
+            self._problems.append(f"{name}: {fault}")
+            return
+        self._seen.add(name)
+        if is_alias:
+            self._aliases.add(name, value)
+            return
+        if isinstance(value, SparsePatch):
+            self._aliases.note_patch(name, value)
+        try:
+            for slot in self._table.slots[name]:
+                written = self._io.write(slot, value)
+                self._nbytes += written * self._dtype.itemsize
+        except WeightMismatch as error:
+            self._problems.append(str(error))
+
+    def _unknown(self, name: str) -> str:
+        known = [*self._table.slots, *self._table.aliases]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; the nearest known is {near[0]!r}" if near else ""
+        return f"unknown tensor {name!r}{hint}"
+
+    def _fault(self, name: str, value: WeightValue) -> str | None:
+        """What is wrong with a value by itself, or None."""
+        shape = self._table.shape_of(name)
+        if tuple(value.shape) != shape:
+            return f"has shape {tuple(value.shape)}, the model needs {shape}"
+        if not value.dtype.is_floating_point:
+            return f"has dtype {value.dtype}, the model needs a floating-point one"
+        if isinstance(value, SparsePatch):
+            return patch_fault(value)
+        if isinstance(value, TensorPiece):
+            if not value.box.fits(shape):
+                return f"piece {value.box.starts}..{value.box.stops} lies outside {shape}"
+            if tuple(value.values.shape) != value.box.shape:
+                return f"a piece of shape {value.box.shape} came as {tuple(value.values.shape)}"
+        return None
+
+    def _duplicate(self, name: str, value: WeightValue) -> str | None:
+        if not isinstance(value, TensorPiece):
+            return "was sent twice" if name in self._seen else None
+        if name in self._seen and name not in self._pieces:
+            return "was sent twice: whole, and in pieces"
+        boxes = self._pieces.setdefault(name, [])
+        for box in boxes:
+            if box == value.box or box.intersect(value.box) is not None:
+                return f"piece {value.box.starts}..{value.box.stops} was sent twice or overlaps"
+        boxes.append(value.box)
+        return None
+
+    def _covered(self, name: str, boxes: list[Box]) -> bool:
+        """Whether disjoint ``boxes`` hold every element this rank takes: counting suffices."""
+        for slot in self._table.slots[self._table.aliases.get(name, name)]:
+            common = (slot.take.intersect(box) for box in boxes)
+            if sum(c.numel for c in common if c is not None) != slot.take.numel:
+                return False
+        return True
+
+    def _raise_problems(self) -> None:
+        if self._problems:
+            raise WeightMismatch("; ".join(self._problems))
+
+
+def patch_fault(patch: SparsePatch) -> str | None:
+    """What is wrong with the positions of a patch, or None."""
+    positions, values = patch.positions, patch.values
+    if positions.dim() != 1 or positions.shape != values.shape or positions.dtype != torch.int64:
+        return "a patch needs equally many flat int64 positions and values"
+    if not len(positions):
+        return None
+    if int(positions[0]) < 0 or int(positions[-1]) >= prod(patch.shape):
+        return f"patch positions lie outside shape {tuple(patch.shape)}"
+    if not bool((positions[1:] > positions[:-1]).all()):
+        return "patch positions must be unique and ascending"
+    return None

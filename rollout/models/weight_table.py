@@ -1,0 +1,159 @@
+"""One rank's weight table: every slot of every checkpoint tensor, and checks that it is whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from rollout.errors import WeightMismatch
+from rollout.weights import Box, Layout, Shape, WeightSlot
+
+# Trailing name components that checkpoints may carry and no parameter takes.
+IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"),)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """A logical parameter: its shape, how it lies in memory, and boxes that are always zero."""
+
+    shape: Shape
+    layout: Layout
+    padding: tuple[Box, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """What one rank takes from a checkpoint.
+
+    ``slots``: source name -> where its boxes land (maybe none of its elements on this rank);
+    ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner.
+    """
+
+    slots: Mapping[str, tuple[WeightSlot, ...]]
+    params: Mapping[str, ParamSpec]
+    aliases: Mapping[str, str]
+    ignored: tuple[tuple[str, ...], ...] = IGNORED
+
+    def ignores(self, name: str) -> bool:
+        """Whether ``name`` is known to carry nothing a parameter takes."""
+        parts = tuple(name.split("."))
+        return any(parts[-len(tail) :] == tail for tail in self.ignored)
+
+    def shape_of(self, source: str) -> Shape:
+        """The full shape of a source or alias of this table."""
+        return self.slots[self.aliases.get(source, source)][0].shape
+
+
+@runtime_checkable
+class DeclaresWeights(Protocol):
+    """A layer: ``specs`` of its own parameters, and the slots that fill them."""
+
+    specs: dict[str, ParamSpec]
+
+    def slots(self, prefix: str) -> list[WeightSlot]: ...
+
+
+def build_table(model: nn.Module, aliases: Mapping[str, str] | None = None) -> WeightTable:
+    """Collect what the layers of ``model`` declare; works on meta parameters."""
+    slots: dict[str, list[WeightSlot]] = defaultdict(list)
+    params: dict[str, ParamSpec] = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, DeclaresWeights):
+            continue
+        for name, spec in module.specs.items():
+            params[f"{prefix}.{name}"] = spec
+        for slot in module.slots(prefix):
+            slots[slot.source].append(slot)
+    return WeightTable({k: tuple(v) for k, v in slots.items()}, params, dict(aliases or {}))
+
+
+def check_table(table: WeightTable) -> None:
+    """Raise ``WeightMismatch`` naming every parameter that is not written exactly once.
+
+    Slots and padding must tile each logical parameter; every take lies inside its source, holds as
+    many elements as its put, and all slots of a source agree on its shape.
+    """
+    problems: list[str] = []
+    boxes: dict[str, list[Box]] = {name: list(spec.padding) for name, spec in table.params.items()}
+    for source, slots in table.slots.items():
+        for slot in slots:
+            if slot.shape != slots[0].shape:
+                problems.append(f"{source}: shapes {slots[0].shape} and {slot.shape} disagree")
+            if not slot.take.fits(slot.shape):
+                problems.append(f"{source}: take {slot.take} outside {slot.shape}")
+            if slot.take.numel != slot.put.numel:
+                problems.append(f"{source}: takes {slot.take.numel}, puts {slot.put.numel}")
+            if slot.param in boxes:
+                boxes[slot.param].append(slot.put)
+            else:
+                problems.append(f"{source}: there is no parameter {slot.param}")
+    for name, spec in table.params.items():
+        if fault := tiling_fault(boxes[name], spec.shape):
+            problems.append(f"{name}: {fault}")
+    for alias, owner in table.aliases.items():
+        if owner not in table.slots:
+            problems.append(f"{alias}: its owner {owner} is not a source")
+        if alias in table.slots:
+            problems.append(f"{alias}: is both an alias and a source")
+    _raise_all("the weight table of this rank is not whole", problems)
+
+
+def check_tables(tables: Sequence[WeightTable]) -> None:
+    """Raise ``WeightMismatch`` unless the ranks together take each source exactly once.
+
+    The distinct take boxes of a source over all ranks tile it; a box that several ranks take is a
+    replica and must be the identical box. Every rank must know the same sources and aliases. Each
+    table is checked by itself, too.
+    """
+    problems: list[str] = []
+    for rank, table in enumerate(tables):
+        try:
+            check_table(table)
+        except WeightMismatch as error:
+            problems.append(f"rank {rank}: {error}")
+        differing = set(table.slots) ^ set(tables[0].slots)
+        if differing:
+            problems.append(f"rank {rank}: knows other sources than rank 0: {sorted(differing)}")
+        if dict(table.aliases) != dict(tables[0].aliases):
+            problems.append(f"rank {rank}: knows other aliases than rank 0")
+    for source, first in tables[0].slots.items():
+        shape = first[0].shape
+        takes = [slot.take for table in tables for slot in table.slots.get(source, ())]
+        if fault := tiling_fault(list(dict.fromkeys(takes)), shape):
+            problems.append(f"{source}: over {len(tables)} ranks: {fault}")
+    _raise_all("the ranks' weight tables do not cover the checkpoint exactly once", problems)
+
+
+def tiling_fault(boxes: Iterable[Box], shape: Shape) -> str | None:
+    """None when the non-empty ``boxes`` tile ``shape`` exactly, else what is wrong."""
+    solid = sorted((b for b in boxes if b.numel), key=lambda b: b.starts)
+    for box in solid:
+        if not box.fits(shape):
+            return f"box {box.starts}..{box.stops} lies outside shape {shape}"
+    if overlap := _first_overlap(solid):
+        a, b = overlap
+        return f"boxes {a.starts}..{a.stops} and {b.starts}..{b.stops} overlap"
+    count, total = sum(b.numel for b in solid), Box.full(shape).numel
+    return None if count == total else f"{total - count} of {total} elements are not covered"
+
+
+def _first_overlap(solid: list[Box]) -> tuple[Box, Box] | None:
+    """Sweep over the first dimension: only boxes whose range is still open are compared."""
+    active: list[Box] = []
+    for box in solid:
+        if box.starts:
+            active = [other for other in active if other.stops[0] > box.starts[0]]
+        for other in active:
+            if other.intersect(box) is not None or not box.starts:
+                return other, box
+        active.append(box)
+    return None
+
+
+def _raise_all(what: str, problems: list[str]) -> None:
+    if problems:
+        raise WeightMismatch(f"{what}: " + "; ".join(problems))
