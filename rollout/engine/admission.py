@@ -1,34 +1,129 @@
-"""Whether a call's requests can be served at all; judged in the caller's thread, as a whole."""
+"""From requests to request states: what can be served at all, and the ids and seeds of samples."""
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from rollout.engine.detokenizer import Detokenizer
+from rollout.engine.request_state import Call, RequestState, Sample
+from rollout.engine.sequence import Sequence as TokenSequence
+from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import InvalidRequest, PromptTooLong
 from rollout.generation import Request
 
+_SEED_BITS = 63
 
-def check_requests(
-    requests: Sequence[Request], *, vocab_size: int, max_model_len: int, has_tokenizer: bool
-) -> None:
-    """Raise ``InvalidRequest`` or ``PromptTooLong`` for the first request that cannot be served."""
-    ids = [request.request_id for request in requests]
-    if len(set(ids)) != len(ids):
-        twice = next(i for i in ids if ids.count(i) > 1)
-        raise InvalidRequest(f"request id {twice!r} occurs twice in one call; make ids unique")
-    for request in requests:
-        _check_tokens(request, vocab_size)
+
+class Admission:
+    """Judges a call as a whole in its caller's thread, and builds its states in the engine's.
+
+    ``live_ids`` are the request ids between the two and until the last output.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: frozenset[int],
+        tokenizer: Tokenizer | None,
+        seed: int,
+    ) -> None:
+        self.live_ids: set[str] = set()
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_ids = eos_ids
+        self._tokenizer = tokenizer
+        self._seeds = random.Random(seed)
+        self._next_seq_id = 0
+        self._taking = threading.Lock()
+
+    def take(self, requests: Sequence[Request]) -> list[str]:
+        """Check everything and occupy the request ids.
+
+        Raises ``InvalidRequest`` or ``PromptTooLong`` for the first request that cannot be served;
+        then nothing is occupied.
+        """
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) != len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise InvalidRequest(f"request id {twice!r} occurs twice in one call; make ids unique")
+        for request in requests:
+            self._check_tokens(request)
+            self._check_length(request)
+            if request.params.stop and self._tokenizer is None:
+                raise InvalidRequest(
+                    "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+                )
+        with self._taking:
+            if taken := self.live_ids.intersection(ids):
+                raise InvalidRequest(f"request id {min(taken)!r} is still running; use another")
+            self.live_ids.update(ids)
+        return ids
+
+    def build(self, requests: Sequence[Request], call: Call, arrived: float) -> list[RequestState]:
+        """States with their samples, numbered in order. Engine thread only."""
+        return [
+            RequestState(
+                request,
+                [self._sample(request, i, call.stream) for i in range(request.params.n)],
+                call,
+                arrived,
+            )
+            for request in requests
+        ]
+
+    def _sample(self, request: Request, index: int, stream: bool) -> Sample:
+        params = request.params
+        stops = frozenset(params.stop_token_ids)
+        if params.seed is None:
+            seed = self._seeds.getrandbits(_SEED_BITS)
+        else:
+            seed = sample_seed(params.seed, index)
+        seq = TokenSequence(
+            seq_id=self._next_seq_id,
+            request_id=request.request_id,
+            index=index,
+            params=params,
+            seed=seed,
+            prompt_token_ids=request.prompt_token_ids,
+            stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
+        )
+        self._next_seq_id += 1
+        text = None
+        if self._tokenizer is not None and params.detokenize:
+            text = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
+        return Sample(seq, text, stepwise=stream or bool(params.stop))
+
+    def _check_length(self, request: Request) -> None:
         length = len(request.prompt_token_ids)
-        if length >= max_model_len:
+        if length >= self._max_model_len:
             raise PromptTooLong(
                 f"request {request.request_id!r}: the prompt has {length} tokens, but "
-                f"max_model_len is {max_model_len} and at least one token must fit after it"
+                f"max_model_len is {self._max_model_len} and one token at least must fit after it"
             )
-        if request.params.stop and not has_tokenizer:
-            raise InvalidRequest(
-                "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
-            )
+
+    def _check_tokens(self, request: Request) -> None:
+        tokens, name = request.prompt_token_ids, f"request {request.request_id!r}"
+        if not tokens:
+            raise InvalidRequest(f"{name}: the prompt is empty; send at least one token")
+        if not all(type(token) is int for token in tokens):
+            raise InvalidRequest(f"{name}: prompt token ids must be integers")
+        params = request.params
+        for where, ids in (
+            ("the prompt", (min(tokens), max(tokens))),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+        ):
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidRequest(
+                        f"{name}: token id {token} in {where} is outside the vocabulary of "
+                        f"{self._vocab_size}"
+                    )
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -37,22 +132,3 @@ def sample_seed(seed: int, index: int) -> int:
         return seed
     digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _check_tokens(request: Request, vocab_size: int) -> None:
-    tokens, name = request.prompt_token_ids, f"request {request.request_id!r}"
-    if not tokens:
-        raise InvalidRequest(f"{name}: the prompt is empty; send at least one token")
-    if not all(type(token) is int for token in tokens):
-        raise InvalidRequest(f"{name}: prompt token ids must be integers")
-    low, high = min(tokens), max(tokens)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequest(f"{name}: token id {bad} is outside the vocabulary of {vocab_size}")
-    named = [*request.params.stop_token_ids, *(request.params.logit_bias or ())]
-    for token in named:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                f"{name}: token id {token} in stop_token_ids or logit_bias is outside the "
-                f"vocabulary of {vocab_size}"
-            )

@@ -31,6 +31,7 @@ class OutputProcessor:
         epoch: int,
         eos_ids: frozenset[int],
         max_model_len: int,
+        live_ids: set[str],
     ) -> None:
         self.requests: dict[str, RequestState] = {}
         self._scheduler = scheduler
@@ -38,6 +39,7 @@ class OutputProcessor:
         self._epoch = epoch
         self._eos_ids = eos_ids
         self._max_model_len = max_model_len
+        self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
 
@@ -100,6 +102,11 @@ class OutputProcessor:
             self._drop(call)
             _deliver(call, error)
 
+    def refuse(self, call: Call, error: BaseException) -> None:
+        """End a call that was never taken over."""
+        self._drop(call)
+        _deliver(call, error)
+
     def publish(self) -> None:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
@@ -107,6 +114,7 @@ class OutputProcessor:
             output: RequestOutput = state.output(self._epoch)
             if output.finished:
                 state.call.open.discard(output.request_id)
+                self._live_ids.discard(output.request_id)
             if not _deliver(state.call, output):
                 self._drop(state.call)
 
@@ -149,6 +157,7 @@ class OutputProcessor:
                 if self._samples.pop(sample.sequence.seq_id, None):
                     self._scheduler.finish(sample.sequence)
                     self._counters.finished["error"] += 1
+        self._live_ids.difference_update(call.open)
         call.open.clear()
 
 

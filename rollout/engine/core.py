@@ -1,0 +1,421 @@
+"""One engine: what is loaded and sized at its start, and everything others may ask of it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.engine.admission import Admission
+from rollout.engine.block_manager import BlockManager
+from rollout.engine.executors import Executor, Reply, make_executor
+from rollout.engine.kv_sizing import size_kv
+from rollout.engine.loop import StepLoop
+from rollout.engine.output import OutputProcessor
+from rollout.engine.request_state import Call, Sink
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.tokenizer import Tokenizer
+from rollout.errors import (
+    DeadlineExceeded,
+    EngineBroken,
+    EngineClosed,
+    InvalidRequest,
+    RolloutError,
+    WorkerDied,
+)
+from rollout.generation import Request
+from rollout.loader import resolve_model
+from rollout.metrics import EngineCounters, EngineStats
+from rollout.models.config import ModelConfig
+from rollout.updates import IN_FLIGHT
+
+T = TypeVar("T")
+WAKE_TAGS = ("weights", "kv_cache")
+
+
+class EngineCore:
+    """One engine, from ``start`` to ``close``. Every public method is thread-safe.
+
+    ``epoch`` is random per start, ``version`` the weights' version that the next step runs with.
+    ``executor`` overrides the one that ``config`` names. After ``start``: ``model_config``,
+    ``tokenizer`` (None: token ids only), ``max_model_len``, ``num_kv_blocks``, and
+    ``rank_info``, the ranks' start replies.
+    """
+
+    def __init__(self, config: EngineConfig, *, executor: Executor | None = None) -> None:
+        self.config = config
+        self.epoch = secrets.randbits(48)
+        self.version = 0
+        self.counters = EngineCounters()
+        self.broken: str | None = None
+        self.model_config: ModelConfig
+        self.tokenizer: Tokenizer | None = None
+        self.max_model_len = 0
+        self.num_kv_blocks = 0
+        self.rank_info: list[dict[str, Any]] = []
+        self._executor = executor
+        self._loop: StepLoop | None = None
+        self._asleep: set[str] = set()
+        self._closing = threading.Lock()
+        self._closed = False
+
+    # ---- life ----
+
+    def start(self) -> None:
+        """Load everything and begin to serve; a bad checkpoint is refused before any rank starts.
+
+        Raises ``ConfigError``, ``WorkerDied`` or ``DeadlineExceeded`` and leaves nothing running.
+        """
+        config = self.config
+        directory = str(resolve_model(config.model, config.revision, config.load_format))
+        self.model_config = ModelConfig.from_directory(directory)
+        self.model_config.check_tensor_parallel(config.tensor_parallel_size)
+        if not config.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.load(config.tokenizer or directory)
+        executor = self._executor = self._executor or make_executor(config)
+        try:
+            executor.start()
+            self.rank_info = [reply for reply, _ in self._ask("info", {}, config.start_timeout)]
+            self._build(executor)
+            self._ask("init_kv", {"num_blocks": self.num_kv_blocks}, config.start_timeout)
+        except BaseException:
+            self.close()
+            raise
+        executor.on_death = self.loop.die
+        self.loop.start()
+
+    def _build(self, executor: Executor) -> None:
+        config = self.config
+        size = size_kv(config, self.model_config.max_position_embeddings, self.rank_info)
+        self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
+        eos = set(self.model_config.eos_token_ids)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            eos.add(self.tokenizer.eos_token_id)
+        vocab_size = self.model_config.vocab_size
+        self.eos_ids = frozenset(token for token in eos if token < vocab_size)
+        self.admission = Admission(
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            eos_ids=self.eos_ids,
+            tokenizer=self.tokenizer,
+            seed=config.seed,
+        )
+        self.blocks = BlockManager(
+            size.num_blocks,
+            config.block_size,
+            salt=self.epoch,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.outputs = OutputProcessor(
+            self.scheduler,
+            self.counters,
+            epoch=self.epoch,
+            eos_ids=self.eos_ids,
+            max_model_len=self.max_model_len,
+            live_ids=self.admission.live_ids,
+        )
+        self._loop = StepLoop(
+            executor,
+            self.scheduler,
+            self.outputs,
+            block_size=config.block_size,
+            step_timeout=max(config.timeout, config.start_timeout),
+            on_broken=self.mark_broken,
+        )
+
+    def close(self) -> None:
+        """End everything: pending calls get ``EngineClosed``, ranks end. Idempotent."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            running = self._loop is not None and self._loop.started
+            if self._loop is not None and running:
+                self._loop.stop()
+            if self._executor is not None:
+                self._executor.close()  # frees a thread that still waits for its step
+            if self._loop is not None and running:
+                self._loop.stop()
+
+    @property
+    def loop(self) -> StepLoop:
+        if self._loop is None:
+            raise EngineClosed("the engine has not been started")
+        return self._loop
+
+    @property
+    def state(self) -> str:
+        """starting | running | paused | asleep | broken | dead | closed."""
+        if self._closed:
+            return "closed"
+        if self._loop is None:
+            return "starting"
+        if self._loop.dead is not None:
+            return "dead"
+        if self._asleep:
+            return "asleep"
+        if self.broken is not None:
+            return "broken"
+        return "paused" if self._loop.gates.closed else "running"
+
+    # ---- requests ----
+
+    def submit(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
+        """Admit all requests together, in one scheduling step, or raise for all of them.
+
+        ``sink`` is called from the engine's thread and must not block: with cumulative outputs as
+        tokens arrive when ``stream``, else with each request's final output; or once with an
+        error, which ends the whole call. Raises ``InvalidRequest`` or ``PromptTooLong`` for a bad
+        request, an ``EngineError`` while the engine cannot serve.
+        """
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        if not requests:
+            return
+        call = Call(sink, stream, self.admission.take(requests))
+        arrived = time.monotonic()
+        self.at_step_boundary(lambda: self._admit(requests, call, arrived))
+
+    def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> int:
+        """End requests with ``finish_reason`` "abort" and what they have; how many there were."""
+        ids = list(request_ids)
+        return self._between_steps("abort", lambda: self.outputs.abort(ids), timeout)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text prompt; ``InvalidRequest`` without a tokenizer."""
+        return self.need_tokenizer().encode(prompt)
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "this engine has no tokenizer: send token ids, or start it with tokenizer=PATH"
+            )
+        return self.tokenizer
+
+    # ---- control ----
+
+    def pause(self, mode: str = "keep", timeout: float | None = None) -> None:
+        """Stop generating until ``resume``.
+
+        "keep" freezes what runs, "wait" lets what has begun finish first (``DeadlineExceeded``
+        when it does not, and generation goes on), "abort" ends everything.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise InvalidRequest(f"pause mode must be keep, wait or abort, got {mode!r}")
+        if mode == "wait":
+            self.loop.wait_drained("pause", self._limit(timeout))
+            return
+
+        def freeze() -> None:
+            self.loop.gates.freeze("pause")
+            if mode == "abort":
+                self.outputs.abort(list(self.outputs.requests))
+
+        self._between_steps("pause", freeze, timeout)
+
+    def resume(self, timeout: float | None = None) -> None:
+        self._between_steps("resume", lambda: self.loop.gates.open("pause"), timeout)
+
+    def drain(self, timeout: float) -> None:
+        """Return when nothing that has begun is left; nothing is admitted until ``undrain``."""
+        self.loop.wait_drained("drain", timeout)
+
+    def undrain(self) -> None:
+        self._between_steps("undrain", lambda: self.loop.gates.open("drain"), None)
+
+    def hold(self, timeout: float) -> None:
+        """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
+        self._between_steps("hold", lambda: self.loop.gates.freeze("hold"), timeout)
+
+    def release(self) -> None:
+        self._between_steps("release", lambda: self.loop.gates.open("hold"), None)
+
+    def reset_prefix_cache(self, timeout: float | None = None) -> None:
+        self._between_steps("reset_prefix_cache", lambda: self.blocks.reset_prefix_cache(), timeout)
+
+    def sleep(self, level: int = 1, timeout: float | None = None) -> None:
+        """Free device memory: 1 keeps the weights in host memory, 2 drops them.
+
+        What runs is frozen and computed again after ``wake_up``; new calls get ``EngineClosed``.
+        """
+        if level not in (1, 2):
+            raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r}")
+        wait = self._limit(timeout)
+
+        def fall_asleep() -> None:
+            if self._asleep:
+                return
+            self.loop.gates.freeze("sleep")
+            self.scheduler.recompute()
+            self.blocks.reset_prefix_cache()
+            self._asleep = set(WAKE_TAGS)
+            if level == 2:  # what is frozen stays so until new weights are there
+                self.broken = "sleep(level=2) dropped the weights"
+                self.loop.gates.freeze("broken")
+            self._ask_or_break("sleep", {"level": level}, wait)
+
+        self._between_steps("sleep", fall_asleep, wait)
+
+    def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> None:
+        """Bring back "weights", "kv_cache" or both (None); serves again once both are there.
+
+        After ``sleep(2)`` the engine stays broken until a full update commits.
+        """
+        wanted = list(WAKE_TAGS if tags is None else tags)
+        if unknown := [tag for tag in wanted if tag not in WAKE_TAGS]:
+            raise InvalidRequest(f"unknown tag {unknown[0]!r}; known: {', '.join(WAKE_TAGS)}")
+        wait = self._limit(timeout)
+
+        def wake() -> None:
+            missing = [tag for tag in wanted if tag in self._asleep]
+            if missing:
+                self._ask_or_break("wake_up", {"tags": missing}, wait)
+            self._asleep.difference_update(missing)
+            if not self._asleep:
+                self.loop.gates.open("sleep")
+
+        self._between_steps("wake_up", wake, wait)
+
+    def stats(self) -> EngineStats:
+        count = self.counters
+        return EngineStats(
+            state=self.state,
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.num_waiting,
+            kv_usage=self.blocks.usage,
+            num_kv_blocks=self.num_kv_blocks,
+            prompt_tokens_total=count.prompt_tokens,
+            generation_tokens_total=count.generation_tokens,
+            steps_total=count.steps,
+            preemptions_total=self.scheduler.preemptions,
+            prefix_cache_queries_total=self.blocks.query_tokens,
+            prefix_cache_hits_total=self.blocks.hit_tokens,
+            requests_finished=dict(count.finished),
+            epoch=self.epoch,
+            weight_version=self.version,
+            weight_updates_total=count.updates,
+            weight_updates_failed_total=count.updates_failed,
+            last_stall_seconds=count.last_stall,
+            time_to_first_token=count.time_to_first_token.snapshot(),
+            inter_token=count.inter_token.snapshot(),
+        )
+
+    # ---- what an update uses ----
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]:
+        """Enqueue a call on every rank, in one order with the steps."""
+        if self._loop is not None and self._loop.dead is not None:
+            raise WorkerDied(str(self._loop.dead))
+        if self._closed or self._executor is None:
+            raise EngineClosed("the engine is closed")
+        return self._executor.call(method, args, tensors)
+
+    def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
+        """Run ``fn`` in the engine's thread between two steps; boundaries keep their order."""
+        return self.loop.at_boundary(fn)
+
+    def on_commit(self, version: int, in_flight: str) -> None:
+        """Inside a boundary: the live weights are ``version``'s now; apply ``in_flight``.
+
+        Going back to an earlier version recomputes whatever the later one had touched.
+        """
+        if in_flight not in IN_FLIGHT:
+            raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
+        assert self.loop.is_current_thread, "commit outside a step boundary"
+        back = version < self.version
+        self.version = version
+        self.blocks.set_version(version)
+        if in_flight == "abort":
+            self.outputs.abort({seq.request_id for seq in self.scheduler.begun()})
+        elif in_flight == "recompute":
+            self.scheduler.recompute()
+        elif back:
+            self.scheduler.recompute(newer_than=version)
+        self.mark_broken(None)
+
+    def mark_broken(self, reason: str | None) -> None:
+        """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""
+        was, self.broken = self.broken, reason
+        if reason is not None:
+            error = EngineBroken(_broken_text(reason))
+            self.at_step_boundary(lambda: self.outputs.fail(error))
+        elif was is not None:
+            self.at_step_boundary(lambda: self.loop.gates.open("broken"))
+
+    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
+        """Count an update; ``stall`` is the committed one's, in seconds."""
+        if failed:
+            self.counters.updates_failed += 1
+        else:
+            self.counters.updates += 1
+            self.counters.last_stall = stall
+
+    # ---- helpers ----
+
+    def _refusal(self) -> RolloutError | None:
+        """Why no request can be taken now, if so."""
+        if self._closed or self._loop is None:
+            return EngineClosed("the engine is not running")
+        if self._loop.dead is not None:
+            return WorkerDied(str(self._loop.dead))
+        if self._asleep:
+            return EngineClosed("the engine is asleep; call wake_up first")
+        if self.broken is not None:
+            return EngineBroken(_broken_text(self.broken))
+        return None
+
+    def _admit(self, requests: Sequence[Request], call: Call, arrived: float) -> None:
+        """In the engine's thread: queue a whole call, or end it when that is no longer possible."""
+        refusal = self._refusal()
+        if refusal is not None:
+            self.outputs.refuse(call, refusal)
+            return
+        self.outputs.add(self.admission.build(requests, call, arrived))
+
+    def _between_steps(self, what: str, fn: Callable[[], T], timeout: float | None) -> T:
+        return self.loop.between_steps(what, fn, self._limit(timeout))
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.config.timeout if timeout is None else timeout
+
+    def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
+        """Call every rank and wait for all; a timeout names the rank and the method."""
+        deadline = time.monotonic() + timeout
+        replies = []
+        for rank, future in enumerate(self.call(method, args)):
+            try:
+                replies.append(future.result(max(0.0, deadline - time.monotonic())))
+            except FutureTimeout as error:
+                if isinstance(error, RolloutError):
+                    raise
+                raise DeadlineExceeded(
+                    f"rank {rank} did not answer {method} within {timeout:g} s"
+                ) from error
+        return replies
+
+    def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> None:
+        """``_ask`` for calls that leave the ranks in an unknown state when one fails."""
+        try:
+            self._ask(method, args, timeout)
+        except RolloutError as error:
+            self.mark_broken(f"{method} failed: {error}")
+            raise
+
+
+def _broken_text(reason: str) -> str:
+    return f"the engine cannot generate until a full update commits: {reason}"

@@ -1,0 +1,39 @@
+"""Who has stopped generation, and how far."""
+
+from __future__ import annotations
+
+from rollout.engine.scheduler import Scheduler
+
+
+class Gates:
+    """Named holds on a scheduler; it runs freely when none is left. Engine thread only.
+
+    A *freeze* stops every step. A *gate* only keeps requests out that have not begun. Owners
+    (pause, drain, hold, sleep) are independent: opening one leaves the others in force.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._freezes: set[str] = set()
+        self._gates: set[str] = set()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._freezes or self._gates)
+
+    def freeze(self, owner: str) -> None:
+        self._freezes.add(owner)
+        self._apply()
+
+    def shut(self, owner: str) -> None:
+        self._gates.add(owner)
+        self._apply()
+
+    def open(self, owner: str) -> None:
+        self._freezes.discard(owner)
+        self._gates.discard(owner)
+        self._apply()
+
+    def _apply(self) -> None:
+        self._scheduler.frozen = bool(self._freezes)
+        self._scheduler.admitting = not self._gates

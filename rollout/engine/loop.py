@@ -1,0 +1,240 @@
+"""The engine's thread: inbox, schedule, step, publish, for ever.
+
+    boundary fns --> inbox --> [ take inbox -> schedule -> Executor.call("step") -> book -> sinks ]
+
+Everything that touches sequences or blocks runs in this thread, between two steps, in the order in
+which it was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from rollout.engine.batch import encode_batch
+from rollout.engine.executors import Executor
+from rollout.engine.gates import Gates
+from rollout.engine.output import OutputProcessor
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequence import ScheduledBatch
+from rollout.engine.step_output import StepOutput, decode_step
+from rollout.errors import (
+    DeadlineExceeded,
+    EngineBroken,
+    EngineClosed,
+    EngineError,
+    RolloutError,
+    WorkerDied,
+)
+
+T = TypeVar("T")
+_CLOSE_WAIT = 5.0  # seconds for a step under way to end before its ranks are ended
+
+log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Drives one scheduler over one executor. Public methods are thread-safe.
+
+    ``on_broken(reason)`` is called, in this thread, when ranks disagree about the version or one
+    does not answer a step within ``step_timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        outputs: OutputProcessor,
+        *,
+        block_size: int,
+        step_timeout: float,
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self.gates = Gates(scheduler)
+        self.dead: WorkerDied | None = None
+        self.closed = False
+        self._executor = executor
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self._block_size = block_size
+        self._step_timeout = step_timeout
+        self._on_broken = on_broken
+        self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._ended = False
+        self._ending = threading.Lock()
+        self._drains: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
+
+    @property
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Ask the thread to end and wait a little; False when a step is still under way."""
+        self.closed = True
+        self._inbox.put((lambda: None, Future()))
+        self._thread.join(_CLOSE_WAIT)
+        return not self._thread.is_alive()
+
+    def die(self, error: WorkerDied) -> None:
+        """A rank has died: end everything pending with ``error``. Called from any thread."""
+        self.dead = self.dead or error
+        self.at_boundary(lambda: self._outputs.fail(error))
+
+    def at_boundary(self, fn: Callable[[], T]) -> Future[T]:
+        """Run ``fn`` between two steps; the future carries its result or its error."""
+        future: Future[T] = Future()
+        with self._ending:
+            if not self._ended:
+                self._inbox.put((fn, future))
+                return future
+        future.set_exception(EngineClosed("the engine was shut down"))
+        return future
+
+    def between_steps(self, what: str, fn: Callable[[], T], timeout: float) -> T:
+        """Run ``fn`` between two steps and wait; ``DeadlineExceeded`` names ``what``."""
+        if self.is_current_thread:
+            return fn()
+        if self.dead is not None:
+            raise WorkerDied(str(self.dead))
+        return _result(self.at_boundary(fn), what, timeout)
+
+    def wait_drained(self, gate: str, timeout: float) -> None:
+        """Shut ``gate`` and wait until nothing that has begun is left; reopen it on failure."""
+        drained: Future[None] = Future()
+
+        def shut() -> None:
+            self.gates.shut(gate)
+            self._drains.append(drained)
+
+        deadline = time.monotonic() + timeout
+        self.between_steps(gate, shut, timeout)
+        try:
+            _result(drained, f"{gate}: running requests", max(0.0, deadline - time.monotonic()))
+        except RolloutError:
+            self.at_boundary(lambda: self.gates.open(gate))
+            raise
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                worked = self._step()
+                self._outputs.publish()
+                self._notify_drained()
+                self._take_inbox(wait=not worked)
+                self._outputs.publish()
+        finally:
+            self.closed = True
+            self._outputs.fail(self.dead or EngineClosed("the engine was shut down"))
+            with self._ending:
+                self._ended = True
+            self._refuse_rest()
+
+    def _take_inbox(self, wait: bool) -> None:
+        """Run everything asked for so far; ``wait`` blocks until something is."""
+        while not self.closed:
+            try:
+                fn, future = self._inbox.get(block=wait)
+            except Empty:
+                return
+            wait = False
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(fn())
+            except Exception as error:  # noqa: BLE001 - belongs to whoever asked
+                future.set_exception(error)
+
+    def _refuse_rest(self) -> None:
+        error = EngineClosed("the engine was shut down")
+        waiting = [*self._drains]
+        self._drains.clear()
+        while not self._inbox.empty():
+            waiting.append(self._inbox.get()[1])
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def _notify_drained(self) -> None:
+        if not self._drains or not (self._scheduler.drained or self.dead):
+            return
+        drains, self._drains = self._drains, []
+        for future in drains:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if self.dead:
+                future.set_exception(self.dead)
+            else:
+                future.set_result(None)
+
+    def _step(self) -> bool:
+        """One step, if there is work; whatever goes wrong ends the requests it was about."""
+        if self.dead is not None:
+            return False
+        batch = self._scheduler.schedule()
+        if not batch.entries:
+            return False
+        try:
+            self._outputs.step(batch, self._execute(batch))
+        except WorkerDied as error:
+            self.dead = self.dead or error
+            self._outputs.fail(self.dead)
+        except EngineBroken as error:
+            self._on_broken(str(error))
+            self._outputs.fail(error)
+        except Exception as error:  # one bad step must not end the thread
+            log.exception("a step failed")
+            failure = error if isinstance(error, RolloutError) else EngineError(_text(error))
+            self._outputs.fail(failure, {entry.sequence.request_id for entry in batch.entries})
+        return True
+
+    def _execute(self, batch: ScheduledBatch) -> StepOutput:
+        args, tensors = encode_batch(batch, self._block_size)
+        futures = self._executor.call("step", args, tensors)
+        deadline = time.monotonic() + self._step_timeout
+        replies = []
+        for rank, future in enumerate(futures):
+            try:
+                replies.append(future.result(max(0.0, deadline - time.monotonic())))
+            except FutureTimeout as error:
+                if isinstance(error, RolloutError):
+                    raise
+                raise EngineBroken(
+                    f"rank {rank} did not end a step within {self._step_timeout:g} s"
+                ) from error
+        versions = [int(header["version"]) for header, _ in replies]
+        if any(version != batch.version for version in versions):
+            raise EngineBroken(
+                f"ranks ran a step with weight versions {versions}, expected {batch.version}"
+            )
+        return decode_step(replies[0])
+
+
+def _result(future: Future[T], what: str, timeout: float) -> T:
+    try:
+        return future.result(timeout)
+    except FutureTimeout as error:
+        if isinstance(error, RolloutError):
+            raise
+        if future.cancel() or not future.done():
+            raise DeadlineExceeded(f"{what} did not end within {timeout:g} s") from error
+        return future.result()
+
+
+def _text(error: BaseException) -> str:
+    return f"a step failed: {type(error).__name__}: {error}"
