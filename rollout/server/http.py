@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from rollout.api.backend import Backend, Outputs
+from rollout.api import AsyncRollout
+from rollout.api.backend import Outputs
 from rollout.errors import EngineError, InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.server.auth import Tokens
@@ -31,18 +32,18 @@ HEALTHY = ("running", "paused", "asleep", "broken")  # of EngineStats.state
 
 
 def build_app(
-    backend: Backend, *, tokens: Tokens | None = None, token_text: TokenText | None = None
+    rollout: AsyncRollout, *, tokens: Tokens | None = None, token_text: TokenText | None = None
 ) -> FastAPI:
-    """An ASGI application over a started ``backend``; it owns nothing and ends nothing.
+    """An ASGI application over a started ``rollout``; it owns nothing and ends nothing.
 
     ``token_text`` names one token id in OpenAI's logprobs; without it they read ``token_id:N``.
     """
     app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     require_tokens(app, tokens or Tokens())
-    app.include_router(_status_routes(backend))
-    app.include_router(_generation_routes(backend, token_text or token_id_text))
-    app.include_router(control_routes(backend))
+    app.include_router(_status_routes(rollout))
+    app.include_router(_generation_routes(rollout, token_text or token_id_text))
+    app.include_router(control_routes(rollout))
     return app
 
 
@@ -50,7 +51,7 @@ def token_id_text(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _status_routes(backend: Backend) -> APIRouter:
+def _status_routes(rollout: AsyncRollout) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -58,20 +59,20 @@ def _status_routes(backend: Backend) -> APIRouter:
     async def health() -> Response:
         """200 while the engine can answer or will again; 503 when it is dead or closed."""
         try:
-            state = str((await backend.stats())["state"])
+            state = str((await rollout.metrics()).state)
         except EngineError as error:
             return JSONResponse({"status": "dead", "error": str(error)}, 503)
         return JSONResponse({"status": state}, 200 if state in HEALTHY else 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        info = await backend.server_info()
-        text = render(await backend.stats(), info.model)
+        info = await rollout.server_info()
+        text = render(await rollout.metrics(), info.model)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        info = await backend.server_info()
+        info = await rollout.server_info()
         card = {
             "id": info.model,
             "object": "model",
@@ -84,45 +85,45 @@ def _status_routes(backend: Backend) -> APIRouter:
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": (await backend.server_info()).package_version}
+        return {"version": (await rollout.server_info()).package_version}
 
     return router
 
 
-def _generation_routes(backend: Backend, token_text: TokenText) -> APIRouter:
+def _generation_routes(rollout: AsyncRollout, token_text: TokenText) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         prompts, params = body.prompts(), body.sampling()
-        model = await _served_model(backend, body.model)
+        model = await _served_model(rollout, body.model)
         style = _style(body, params, model, token_text, chat=False)
-        outputs = backend.generate(
-            prompts, [params] * len(prompts), _ids(style, len(prompts)), stream=body.stream
-        )
+        ids = _ids(style, len(prompts))
+        outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
         return await _respond(request, body, style, outputs, len(prompts))
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         params = body.sampling()
-        model = await _served_model(backend, body.model)
+        model = await _served_model(rollout, body.model)
         style = _style(body, params, model, token_text, chat=True)
-        outputs = backend.chat([body.messages], [params], _ids(style, 1), stream=body.stream)
+        ids = _ids(style, 1)
+        outputs = rollout.stream_chat(body.messages, params, request_ids=ids, stream=body.stream)
         return await _respond(request, body, style, outputs, 1)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        await _served_model(backend, body.model)
+        await _served_model(rollout, body.model)
         prompt = body.prompt if body.prompt is not None else body.messages or []
-        ids = await backend.tokenize(prompt, body.add_special_tokens)
-        limit = (await backend.server_info()).max_model_len
+        ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens)
+        limit = (await rollout.server_info()).max_model_len
         return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
     return router
 
 
-async def _served_model(backend: Backend, asked: str | None) -> str:
-    served = (await backend.server_info()).model
+async def _served_model(rollout: AsyncRollout, asked: str | None) -> str:
+    served = (await rollout.server_info()).model
     if asked not in (None, served):
         message = f"the model {asked!r} does not exist; this server serves {served!r}"
         raise HTTPException(404, message)

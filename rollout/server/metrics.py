@@ -6,13 +6,13 @@ its exact name, so that dashboards and routers made for it work. One registry pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from rollout.metrics import EngineStats, HistogramSnapshot
 
 # field of EngineStats, our name after "rollout_", vLLM's name after "vllm:" or None, help
 GAUGES = (
@@ -49,7 +49,6 @@ HISTOGRAMS = (
 )
 STATES = ("running", "paused", "asleep", "broken", "dead", "closed")
 
-Stats = Mapping[str, Any]  # the fields of rollout.metrics.EngineStats
 Simple = CounterMetricFamily | GaugeMetricFamily
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -57,7 +56,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 class StatsCollector(Collector):
     """Reads ``stats()`` at each scrape; nothing is kept between scrapes."""
 
-    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], model: str) -> None:
         self._stats = stats
         self._model = model
 
@@ -72,45 +71,44 @@ class StatsCollector(Collector):
                 yield self._add(family, stats, name)
         for name, ours, text in HISTOGRAMS:
             for full in _names(ours, ours):
-                yield self._histogram(full, text, stats[name])
+                yield self._histogram(full, text, getattr(stats, name))
         yield from self._by_reason(stats)
         yield self._state(stats)
 
-    def _add(self, family: Simple, stats: Stats, name: str) -> Simple:
-        family.add_metric([self._model], stats[name])
+    def _add(self, family: Simple, stats: EngineStats, name: str) -> Simple:
+        family.add_metric([self._model], getattr(stats, name))
         return family
 
-    def _histogram(self, name: str, text: str, value: Any) -> HistogramMetricFamily:
+    def _histogram(self, name: str, text: str, value: HistogramSnapshot) -> HistogramMetricFamily:
         family = HistogramMetricFamily(name, text, labels=["model_name"])
-        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         buckets, below = [], 0
-        bounds = (*map(str, plain["bounds"]), "+Inf")
-        for bound, count in zip(bounds, plain["counts"], strict=True):
+        bounds = (*map(str, value.bounds), "+Inf")
+        for bound, count in zip(bounds, value.counts, strict=True):
             below += count
             buckets.append((bound, float(below)))
-        family.add_metric([self._model], buckets, sum_value=plain["total"])
+        family.add_metric([self._model], buckets, sum_value=value.total)
         return family
 
-    def _by_reason(self, stats: Stats) -> Iterator[CounterMetricFamily]:
+    def _by_reason(self, stats: EngineStats) -> Iterator[CounterMetricFamily]:
         for full in _names("requests_finished", "request_success"):
             label = "finished_reason"
             family = CounterMetricFamily(
                 full, "Requests ended, by reason", labels=["model_name", label]
             )
-            for reason, count in stats["requests_finished"].items():
+            for reason, count in stats.requests_finished.items():
                 family.add_metric([self._model, reason], count)
             yield family
 
-    def _state(self, stats: Stats) -> GaugeMetricFamily:
+    def _state(self, stats: EngineStats) -> GaugeMetricFamily:
         family = GaugeMetricFamily(
             "rollout_state", "1 for the engine's state", labels=["model_name", "state"]
         )
         for state in STATES:
-            family.add_metric([self._model, state], float(state == stats["state"]))
+            family.add_metric([self._model, state], float(state == stats.state))
         return family
 
 
-def render(stats: Stats, model: str) -> bytes:
+def render(stats: EngineStats, model: str) -> bytes:
     """The exposition text of one moment."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatsCollector(lambda: stats, model))

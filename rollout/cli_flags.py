@@ -1,0 +1,147 @@
+"""Command-line flags made from ``EngineConfig`` and ``SamplingParams``: one flag a field."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from rollout.config import EngineConfig
+from rollout.errors import ConfigError
+from rollout.generation import SamplingParams
+
+ENGINE_HELP: Mapping[str, str] = {
+    "revision": "branch, tag or commit of a hub id",
+    "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
+    "skip_tokenizer_init": "serve token ids only",
+    "served_model_name": "name that clients ask for (default: MODEL as given)",
+    "device": "auto, cpu or cuda",
+    "dtype": "auto (the checkpoint's), float32, bfloat16 or float16",
+    "load_format": "auto, safetensors, pt, or dummy (made-up weights)",
+    "executor": "auto, inline (one rank, in this process) or multiprocess",
+    "tensor_parallel_size": "ranks that share the model",
+    "max_model_len": "longest sequence in tokens (default: the model's own, if it fits)",
+    "max_num_seqs": "sequences that run at the same time",
+    "max_num_batched_tokens": "tokens of one engine step",
+    "block_size": "tokens of one KV block",
+    "num_kv_blocks": "KV blocks of each rank (default: by memory)",
+    "kv_cache_bytes": "bytes of KV cache of each rank (default: by memory)",
+    "enable_prefix_caching": "share the KV blocks of common prefixes",
+    "staging": "where an update waits for its commit: auto, device, host or none",
+    "weight_layout": "how linear weights lie in memory: plain or tiles",
+    "seed": "of requests that bring none",
+    "num_threads": "CPU threads of each rank (default: cores / ranks)",
+    "timeout": "seconds that a wait may take",
+    "start_timeout": "seconds that loading may take",
+    "weight_dirs": "directory that updates may be read from by the server; may be repeated",
+    "progress": "draw a bar while weights are read",
+}
+SAMPLING_HELP: Mapping[str, str] = {
+    "n": "samples of each prompt",
+    "temperature": "0 is greedy",
+    "top_p": "keep the likeliest tokens up to this mass",
+    "top_k": "keep this many of the likeliest tokens; 0: all",
+    "min_p": "keep tokens at least this likely, relative to the likeliest",
+    "seed": "makes the samples repeatable",
+    "max_tokens": "longest answer in tokens",
+    "min_tokens": "shortest answer in tokens",
+    "ignore_eos": "go on after the end-of-sequence token",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ``ConfigError`` instead of printing usage and exiting; names the nearest flag."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def parse_known(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse everything; what is left over is a mistake."""
+        args, rest = self.parse_known_args(argv)
+        if rest:
+            known = sorted(all_flags(self))
+            near = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown argument {rest[0]}{hint}")
+        return args
+
+
+def all_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """Every option string of a parser and its subcommands."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                found |= all_flags(child)
+    return found
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    _add_flags(group, EngineConfig, ENGINE_HELP)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    _add_flags(group, SamplingParams, SAMPLING_HELP)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
+        help="end an answer before this text; may be repeated",
+    )  # fmt: skip
+
+
+def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
+    """The settings that were given on the command line, over ``defaults``."""
+    given = {name: getattr(args, name) for name in ENGINE_HELP if hasattr(args, name)}
+    return EngineConfig.from_dict({**defaults, **given})
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = (*SAMPLING_HELP, "stop")
+    given = {name: getattr(args, f"sampling_{name}", None) for name in SAMPLING_HELP}
+    given["stop"] = getattr(args, "stop", None)
+    return SamplingParams.from_dict({n: given[n] for n in names if given[n] is not None})
+
+
+def _add_flags(group: Any, cls: type[Any], help_texts: Mapping[str, str]) -> None:
+    """One flag for each field that ``help_texts`` names; an absent flag sets nothing."""
+    hints = get_type_hints(cls)
+    prefix = "sampling_" if cls is SamplingParams else ""
+    for f in fields(cls):
+        if f.name not in help_texts:
+            continue
+        flag = "--" + f.name.removesuffix("s" if f.name == "weight_dirs" else "").replace("_", "-")
+        if cls is SamplingParams and f.name == "seed":
+            flag = "--sampling-seed"
+        options: dict[str, Any] = {
+            "dest": prefix + f.name,
+            "default": argparse.SUPPRESS,
+            "help": help_texts[f.name] + _default_note(f.default, help_texts[f.name]),
+        }
+        group.add_argument(flag, **options, **_kind(hints[f.name]))
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """argparse's words for a field's type."""
+    plain = [t for t in get_args(hint) if t is not type(None)] or [hint]
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if plain[0] is int:
+        return {"type": int, "metavar": "N"}
+    if plain[0] is float:
+        return {"type": float, "metavar": "X"}
+    if plain[0] is str and hint != tuple[str, ...]:
+        return {"metavar": "NAME"}
+    return {"action": "append", "metavar": "DIR"}
+
+
+def _default_note(default: Any, text: str) -> str:
+    if default in (None, MISSING, (), "auto") or isinstance(default, bool) or "default" in text:
+        return ""
+    return f" (default: {default})"

@@ -1,0 +1,129 @@
+"""``rollout check``: everything that can be known about serving a model without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from rollout.config import EngineConfig
+from rollout.distributed import choose_device
+from rollout.engine.kv_sizing import size_kv
+from rollout.engine.memory import available_bytes
+from rollout.errors import ConfigError, WeightMismatch
+from rollout.kernels.native import native_status
+from rollout.loader import open_checkpoint, resolve_model
+from rollout.models.causal_lm import build_tables
+from rollout.models.config import ModelConfig
+from rollout.models.weight_table import WeightTable, check_tables
+from rollout.wire import DTYPES, dtype_name
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What ``check`` found; sizes are bytes of one rank (the largest)."""
+
+    architecture: str
+    ranks: int
+    dtype: str
+    num_tensors: int
+    num_elements: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_blocks: int
+    max_model_len: int
+    free_bytes: int
+    kernels: str
+
+    def lines(self) -> list[str]:
+        """For people, one fact a line."""
+        return [
+            f"architecture   {self.architecture}, {self.num_elements / 1e6:.1f} M parameters",
+            f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
+            f"checkpoint     {self.num_tensors} tensors, names and shapes as the tables want them",
+            f"memory         of each rank: {_mib(self.weight_bytes)} weights, as much again for "
+            f"the shadow, {self.kv_bytes_per_token} bytes of KV a token; {_mib(self.free_bytes)} "
+            "free on this machine",
+            f"sequences      up to {self.max_model_len} tokens; {self.kv_blocks} KV blocks",
+            f"kernels        {self.kernels}",
+        ]
+
+
+def check(config: EngineConfig) -> Preflight:
+    """Judge ``config`` on this machine; reads headers of the weight files only.
+
+    Raises the error that starting the engine would raise, or ``WeightMismatch`` naming the
+    tensors that are missing, unknown or misshapen.
+    """
+    device = choose_device(config.device)
+    dummy = config.load_format == "dummy"
+    directory = resolve_model(config.model, config.revision, config.load_format)
+    model = ModelConfig.from_directory(directory)
+    model.check_tensor_parallel(config.tensor_parallel_size)
+    dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    tables = build_tables(model, config.tensor_parallel_size, dtype, config.weight_layout)
+    check_tables(tables)
+    if not dummy:
+        _check_files(config, directory, tables[0])
+    weight_bytes = max(_rank_bytes(table) for table in tables) * dtype.itemsize
+    free = available_bytes(device)
+    kv_heads = max(1, model.num_kv_heads // config.tensor_parallel_size)
+    per_token = 2 * model.num_layers * kv_heads * model.head_dim * dtype.itemsize
+    taken = weight_bytes * (config.tensor_parallel_size if device.type == "cpu" else 1)
+    if taken > free:
+        raise ConfigError(
+            f"too little memory for the weights: {_mib(taken)} are needed, {_mib(free)} are free"
+        )
+    rank = {
+        "free_bytes": free - taken,
+        "weight_bytes": weight_bytes,
+        "kv_block_bytes": per_token * config.block_size,
+        "device": str(device),
+    }
+    size = size_kv(config, model.max_position_embeddings, [rank] * config.tensor_parallel_size)
+    return Preflight(
+        architecture=model.architecture,
+        ranks=config.tensor_parallel_size,
+        dtype=dtype_name(dtype),
+        num_tensors=len(tables[0].slots),
+        num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        kv_blocks=size.num_blocks,
+        max_model_len=size.max_model_len,
+        free_bytes=free,
+        kernels=native_status() if device.type == "cpu" else f"torch on {device}",
+    )
+
+
+def _check_files(config: EngineConfig, directory: str | Path, table: WeightTable) -> None:
+    """The files' tensors against the table: all mistakes in one error."""
+    with open_checkpoint(str(directory), load_format=config.load_format) as checkpoint:
+        found = {meta.name: meta.shape for meta in checkpoint.metadata()}
+    problems = []
+    if missing := sorted(set(table.slots) - set(found)):
+        problems.append(f"missing {_some(missing)}")
+    unknown = [n for n in found if n not in table.slots and n not in table.aliases]
+    if unknown := sorted(name for name in unknown if not table.ignores(name)):
+        problems.append(f"unknown {_some(unknown)}")
+    for name in sorted(set(found) & {*table.slots, *table.aliases}):
+        if tuple(found[name]) != tuple(table.shape_of(name)):
+            problems.append(f"{name} is {list(found[name])}, not {list(table.shape_of(name))}")
+    if problems:
+        raise WeightMismatch(f"the files of {config.model} do not fit: " + "; ".join(problems[:8]))
+
+
+def _rank_bytes(table: WeightTable) -> int:
+    """Elements of one rank's parameters as they lie in memory."""
+    return sum(prod(spec.layout.storage_shape(spec.shape)) for spec in table.params.values())
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:.1f} MiB"

@@ -1,0 +1,115 @@
+"""One engine behind both its doors, HTTP and gRPC, from start to a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from rollout.api import AsyncRollout
+from rollout.config import EngineConfig
+from rollout.distributed import LOOPBACK
+from rollout.errors import ConfigError
+from rollout.server.auth import Tokens
+from rollout.server.http import build_app
+
+GRACE = 5.0  # seconds that open HTTP connections get at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the service listens, "host:port" each."""
+
+    http: str
+    grpc: str
+
+
+@asynccontextmanager
+async def serving(
+    config: EngineConfig,
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    grpc_port: int = 0,
+    tokens: Tokens | None = None,
+) -> AsyncIterator[Addresses]:
+    """Everything up inside the block, everything gone after it; port 0 picks a free one.
+
+    Raises ``ConfigError`` for a busy port or an open host without a token before any weight is
+    read, and whatever starting the engine raises.
+    """
+    tokens = tokens or Tokens()
+    tokens.check_host(host)
+    with listen(host, port) as http_socket:
+        if grpc_port:
+            listen(host, grpc_port).close()  # a busy port is better known before the load
+        rollout = AsyncRollout(**config.to_dict())
+        try:
+            await rollout.start()
+            grpc_address = await rollout.serve(
+                host, grpc_port, token=tokens.generation, control_token=tokens.control
+            )
+            async with _http(rollout, http_socket, tokens):
+                http_port = http_socket.getsockname()[1]
+                yield Addresses(_join(host, http_port), grpc_address)
+        finally:
+            await rollout.shutdown()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; ``ConfigError`` says which address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one"
+        ) from error
+    return sock
+
+
+@asynccontextmanager
+async def _http(rollout: AsyncRollout, sock: socket.socket, tokens: Tokens) -> AsyncIterator[None]:
+    settings = uvicorn.Config(
+        build_app(rollout, tokens=tokens),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(GRACE),
+    )
+    server = _Server(settings)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started:
+            if task.done():
+                await task
+                raise ConfigError("the HTTP server ended while it started")
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        # Requests end first: an open stream would hold the server until its grace is over.
+        with contextlib.suppress(asyncio.CancelledError):
+            await rollout.abort()
+        server.should_exit = True
+        await task
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the program that owns the loop decides when to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
