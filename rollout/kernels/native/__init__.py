@@ -1,0 +1,62 @@
+"""C code for ops on CPU: compiled at first use, loaded with ctypes, and never required.
+
+Every pointer handed to C belongs to a tensor the caller keeps alive; the interpreter lock is
+released meanwhile. C gets the number of threads as an argument and runs them in torch's pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rollout.kernels.native.build import BuildError, load
+
+_log = logging.getLogger(__name__)
+
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "u": ctypes.c_uint64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+}
+
+#: bfloat16 flag of the dtypes that C knows; others run the reference
+BF16 = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, built by the first call; None where they cannot be."""
+    return _load()[0]
+
+
+def native_status() -> str:
+    """One line for people: which code the CPU ops run, and why."""
+    return _load()[1]
+
+
+@functools.cache
+def entry(name: str, arguments: str, result: str | None = None) -> Callable[..., Any]:
+    """The C function ``rollout_<name>``; one letter per argument: p(ointer) l u i f."""
+    lib = library()
+    assert lib is not None, f"{name} was asked of a machine without native kernels"
+    function: Any = getattr(lib, f"rollout_{name}")
+    function.argtypes = [_TYPES[letter] for letter in arguments]
+    function.restype = _TYPES[result] if result else None
+    return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        lib, how = load()
+    except BuildError as error:
+        status = f"plain torch: native kernels could not be built ({error})"
+        _log.warning("CPU kernels run in %s", status)
+        return None, status
+    return lib, f"native: {how}"

@@ -1,0 +1,79 @@
+"""Native ``digest``: strided boxes are read where they lie."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.native import entry, library
+from rollout.weights import Box, Shape
+
+Dim = tuple[int, int, int]  # size, stride in memory, stride in positions
+
+
+def available() -> bool:
+    return library() is not None
+
+
+def digest(values: Tensor, shape: Shape, box: Box) -> int:
+    assert tuple(values.shape) == box.shape, f"values {values.shape} do not fill {box}"
+    assert box.fits(shape), f"{box} is not inside {shape}"
+    size = values.element_size()
+    assert size in (1, 2, 4, 8), f"no digest of {values.dtype}"
+    if not values.numel():
+        return 0
+    strides = _row_major(shape)
+    position = sum(a * s for a, s in zip(box.starts, strides, strict=True))
+    *outer, rows, columns = _collapse(
+        list(zip(values.shape, values.stride(), strides, strict=True))
+    )
+    run = entry("digest", "pillllu" + "ui", "u")
+    threads, total = torch.get_num_threads(), 0
+    for memory, ahead in _offsets(outer):
+        total += run(
+            values.data_ptr() + memory * size,
+            size,
+            rows[0],
+            columns[0],
+            rows[1],
+            columns[1],
+            position + ahead,
+            rows[2],
+            threads,
+        )
+    return total % 2**64
+
+
+def _row_major(shape: Shape) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return strides[::-1][: len(shape)]
+
+
+def _collapse(dims: list[Dim]) -> list[Dim]:
+    """The same elements in as few dimensions as possible: rows and columns come last.
+
+    The columns' positions are consecutive; a dimension of one element is added where none is so.
+    """
+    merged: list[Dim] = []
+    for size, memory, position in dims:
+        if size == 1:
+            continue
+        if merged and merged[-1][1:] == (size * memory, size * position):
+            merged[-1] = (merged[-1][0] * size, memory, position)
+        else:
+            merged.append((size, memory, position))
+    if not merged or merged[-1][2] != 1:
+        merged.append((1, 1, 1))
+    return [(1, 0, 0)] * (2 - len(merged)) + merged
+
+
+def _offsets(outer: list[Dim]) -> Iterator[tuple[int, int]]:
+    """(memory, position) offset of every index of the outer dimensions, in elements."""
+    for index in itertools.product(*(range(size) for size, _, _ in outer)):
+        yield (
+            sum(i * memory for i, (_, memory, _) in zip(index, outer, strict=True)),
+            sum(i * position for i, (_, _, position) in zip(index, outer, strict=True)),
+        )

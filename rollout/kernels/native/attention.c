@@ -1,0 +1,300 @@
+/* Paged causal attention with an online softmax (Milakov and Gimelshein 2018; Dao 2022).
+ *
+ * One work item is a KV head and a tile of up to ROWS rows (queries x the heads of the group) of
+ * one sequence. It walks the keys from position 0 in tiles of KEYS: the tile's K is laid out
+ * transposed and its V dense, both float32, and both products are the same small GEMM. So each
+ * page is read once per item: once for the whole group in decode.
+ *
+ * Every row sums its keys in the same order whatever tile, batch or thread it is in: its bits
+ * depend on its own sequence only. */
+#include "vec.h"
+
+#include <stdlib.h>
+
+#define ROWS 64
+#define KEYS 64
+#define MAX_DIM 256
+#if VW == 8
+#define ROW_BLOCK 4 /* 16 registers: 8 sums, 2 of B, a broadcast */
+#else
+#define ROW_BLOCK 8
+#endif
+
+typedef struct {
+    const void *q, *k, *v;
+    void *out;
+    const int32_t *starts, *lengths, *tables;
+    int64_t q_row, q_head; /* strides in elements */
+    int64_t kv_block, kv_head;
+    int32_t sequences, heads, kv_heads, dim, block, table_width;
+    float scale;
+} Problem;
+
+typedef struct {
+    float kt[MAX_DIM + 2 * VW][KEYS];
+    float v[KEYS * MAX_DIM];
+    float q[ROWS * MAX_DIM];
+    float sums[ROWS * MAX_DIM];
+    float scores[ROWS][KEYS];
+    float peak[ROWS], mass[ROWS];
+    const void *k_rows[KEYS], *v_rows[KEYS];
+} Scratch;
+
+/* C[rows, 2 VW] (+)= A[rows, depth] B[depth, 2 VW] with everything in registers. */
+INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, const float *b,
+                      int ldb, float *c, int ldc, int add) {
+    vf sum[ROW_BLOCK][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int j = 0; j < wide; j++) sum[r][j] = add ? load(c + r * ldc, j * VW, 0) : splat(0);
+    for (int k = 0; k < depth; k++) {
+        vf row[2];
+#pragma GCC unroll 2
+        for (int j = 0; j < wide; j++) row[j] = load(b + (int64_t)k * ldb, j * VW, 0);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vf x = splat(a[r * lda + k]);
+#pragma GCC unroll 2
+            for (int j = 0; j < wide; j++) sum[r][j] += x * row[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int j = 0; j < wide; j++) store(c + r * ldc, j * VW, sum[r][j], 0);
+}
+
+INLINE void gemm_rows(int rows, int wide, int depth, const float *a, int lda, const float *b,
+                      int ldb, float *c, int ldc, int add) {
+    switch (rows) {
+    case 1: gemm_tile(1, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 2: gemm_tile(2, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 3: gemm_tile(3, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+#if ROW_BLOCK == 8
+    case 4: gemm_tile(4, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 5: gemm_tile(5, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 6: gemm_tile(6, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 7: gemm_tile(7, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+#endif
+    default: gemm_tile(ROW_BLOCK, wide, depth, a, lda, b, ldb, c, ldc, add);
+    }
+}
+
+/* columns: a multiple of VW. */
+INLINE void gemm(int rows, int columns, int depth, const float *a, int lda, const float *b, int ldb,
+                 float *c, int ldc, int add) {
+    for (int n = 0; n < columns; n += 2 * VW)
+        for (int r = 0; r < rows; r += ROW_BLOCK) {
+            int count = rows - r < ROW_BLOCK ? rows - r : ROW_BLOCK;
+            const float *left = a + r * lda;
+            float *to = c + r * ldc + n;
+            if (n + VW < columns) gemm_rows(count, 2, depth, left, lda, b + n, ldb, to, ldc, add);
+            else gemm_rows(count, 1, depth, left, lda, b + n, ldb, to, ldc, add);
+        }
+}
+
+/* Rows first .. rows of the tile: scores = Q K^T, and sums += weights V. */
+static void score(int first, int rows, int keys, int dim, Scratch *s) {
+    gemm(rows - first, keys, dim, s->q + first * dim, dim, s->kt[0], KEYS, s->scores[first], KEYS, 0);
+}
+static void weigh(int first, int rows, int keys, int padded, Scratch *s) {
+    gemm(rows - first, padded, keys, s->scores[first], KEYS, s->v, padded, s->sums + first * padded,
+         padded, 1);
+}
+
+#if defined(__clang__)
+#define ZIP(a, b, from) zip(a, b, from)
+INLINE vu zip(vu a, vu b, int from) {
+    vu out;
+    for (int i = 0; i < VW; i++) out[i] = i & 1 ? b[from + i / 2] : a[from + i / 2];
+    return out;
+}
+#else
+#define ZIP(a, b, from) __builtin_shuffle(a, b, (vu)((LANES >> 1) + (from) + (LANES & 1) * VW))
+#endif
+
+/* log2(VW) perfect shuffles transpose a square of VW x VW words. */
+INLINE void transpose(vu *x) {
+    vu y[VW];
+#pragma GCC unroll 4
+    for (int width = 1; width < VW; width *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < VW / 2; i++) {
+            y[2 * i] = ZIP(x[i], x[i + VW / 2], 0);
+            y[2 * i + 1] = ZIP(x[i], x[i + VW / 2], VW / 2);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < VW; i++) x[i] = y[i];
+    }
+}
+
+/* kt[d][key] for VW keys: words of two bfloat16 or one float32 are transposed. */
+INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16) {
+    int step = bf16 ? 2 * VW : VW, size = bf16 ? 2 : 4;
+    for (int d = 0; d < dim; d += step) {
+        vu x[VW];
+        if (d + step <= dim) {
+#pragma GCC unroll 16
+            for (int i = 0; i < VW; i++)
+                memcpy(&x[i], (const char *)rows[key + i] + d * size, sizeof x[i]);
+        } else {
+            memset(x, 0, sizeof x);
+            for (int i = 0; i < VW; i++)
+                memcpy(&x[i], (const char *)rows[key + i] + d * size, (size_t)((dim - d) * size));
+        }
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < VW; i++) {
+            if (bf16) {
+                store(s->kt[d + 2 * i], key, (vf)(x[i] << 16), 0);
+                store(s->kt[d + 2 * i + 1], key, (vf)(x[i] & 0xffff0000u), 0);
+            } else {
+                store(s->kt[d + i], key, (vf)x[i], 0);
+            }
+        }
+    }
+}
+
+/* Where keys first .. first + count of a sequence lie; the pointers up to a multiple of VW repeat
+ * the last, so that whole vectors may be read. */
+INLINE void locate(const Problem *p, int sequence, int head, int first, int count, Scratch *s,
+                   int size) {
+    const int32_t *table = p->tables + (int64_t)sequence * p->table_width;
+    int page = first / p->block, offset = first % p->block;
+    for (int j = 0; j < count; j++) {
+        int64_t at = table[page] * p->kv_block + head * p->kv_head + (int64_t)offset * p->dim;
+        s->k_rows[j] = (const char *)p->k + at * size;
+        s->v_rows[j] = (const char *)p->v + at * size;
+        if (++offset == p->block) offset = 0, page++;
+    }
+    for (int j = count; j % VW; j++) s->k_rows[j] = s->k_rows[count - 1];
+}
+
+/* Turn a row of scores into weights; the first `visible` (at least one) of `keys` count. */
+INLINE void soften(float *row, int visible, int keys, float scale, float *sums, int padded,
+                   float *peak, float *mass) {
+    vf high = splat(-INFINITY);
+    for (int j = 0; j < keys; j += VW) {
+        vf x = load(row, j, 0) * scale;
+        if (j + VW > visible) x = blend(LANES + j < visible, x, splat(-INFINITY));
+        store(row, j, x, 0);
+        high = vmax(high, x);
+    }
+    float top = reduce_max(high), before = *peak;
+    if (!(top > before)) top = before;
+    vf sum = splat(0.0f);
+    for (int j = 0; j < keys; j += VW) {
+        vf x = vexp(load(row, j, 0) - top);
+        store(row, j, x, 0);
+        sum += x;
+    }
+    *peak = top;
+    if (top == before) {
+        *mass += reduce_sum(sum);
+        return;
+    }
+    float shrink = vexp(splat(before - top))[0];
+    *mass = *mass * shrink + reduce_sum(sum);
+    for (int d = 0; d < padded; d += VW) store(sums, d, load(sums, d, 0) * shrink, 0);
+}
+
+INLINE void attend(const Problem *p, int sequence, int head, int first_query, int queries,
+                   Scratch *s, int bf16) {
+    int group = p->heads / p->kv_heads, rows = queries * group, dim = p->dim;
+    int padded = (dim + VW - 1) / VW * VW, size = bf16 ? 2 : 4;
+    int first_row = p->starts[sequence] + first_query;
+    int position = p->lengths[sequence] - (p->starts[sequence + 1] - first_row);
+    for (int r = 0; r < rows; r++) {
+        int64_t at = (first_row + r / group) * p->q_row + (head * group + r % group) * p->q_head;
+        const void *q = (const char *)p->q + at * size;
+        for (int d = 0; d < dim; d += VW)
+            store_at(s->q + r * dim, d, dim, load_at(q, d, dim, bf16), 0);
+        s->peak[r] = -INFINITY, s->mass[r] = 0;
+    }
+    memset(s->sums, 0, sizeof(float) * (size_t)(rows * padded));
+    for (int key = 0; key < position + queries; key += KEYS) {
+        int keys = position + queries - key < KEYS ? position + queries - key : KEYS;
+        int whole = (keys + VW - 1) / VW * VW;
+        locate(p, sequence, head, key, keys, s, size);
+        for (int j = 0; j < whole; j += VW) pack_keys(s->k_rows, j, dim, s, bf16);
+        for (int j = 0; j < keys; j++)
+            for (int d = 0; d < dim; d += VW)
+                store(s->v + j * padded, d, load_at(s->v_rows[j], d, dim, bf16), 0);
+        /* Queries that lie before this tile see none of it. */
+        int hidden = key > position ? (key - position) * group : 0;
+        score(hidden, rows, whole, dim, s);
+        for (int r = hidden; r < rows; r++) {
+            int visible = position + r / group + 1 - key;
+            soften(s->scores[r], visible < keys ? visible : keys, whole, p->scale,
+                   s->sums + r * padded, padded, &s->peak[r], &s->mass[r]);
+        }
+        weigh(hidden, rows, keys, padded, s);
+    }
+    for (int r = 0; r < rows; r++) {
+        int64_t to = (int64_t)(first_row + r / group) * p->heads + head * group + r % group;
+        float share = 1.0f / s->mass[r];
+        for (int d = 0; d < dim; d += VW)
+            store_at((char *)p->out + to * dim * size, d, dim,
+                     load(s->sums + r * padded, d, 0) * share, bf16);
+    }
+}
+
+static void attend_f32(const Problem *p, int s, int h, int q, int n, Scratch *w) {
+    attend(p, s, h, q, n, w, 0);
+}
+static void attend_bf16(const Problem *p, int s, int h, int q, int n, Scratch *w) {
+    attend(p, s, h, q, n, w, 1);
+}
+
+/* Number of tiles of the sequences before each; the last entry is the total. */
+static int64_t *count_tiles(const Problem *p, int queries) {
+    int64_t *before = malloc(sizeof(int64_t) * ((size_t)p->sequences + 1));
+    if (!before) return 0;
+    before[0] = 0;
+    for (int i = 0; i < p->sequences; i++)
+        before[i + 1] = before[i] + (p->starts[i + 1] - p->starts[i] + queries - 1) / queries;
+    return before;
+}
+
+static int owner_of(const int64_t *before, int count, int64_t tile) {
+    int low = 0, high = count;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (before[middle] <= tile) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Returns 0, or -1 where memory for the tile counts or the scratch was refused. */
+EXPORT int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t threads) {
+    int queries = ROWS / (p->heads / p->kv_heads);
+    int64_t *before = count_tiles(p, queries);
+    if (!before) return -1;
+    int64_t items = before[p->sequences] * p->kv_heads;
+    if (items < threads) threads = items ? (int32_t)items : 1;
+    int32_t failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Scratch *scratch = malloc(sizeof(Scratch) + 64);
+        if (!scratch) {
+#pragma omp atomic write
+            failed = -1;
+        }
+        /* The last tiles of a prefill see the most keys: they go first. */
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = items - 1; i >= 0; i--) {
+            if (!scratch) continue;
+            int64_t tile = i / p->kv_heads;
+            int sequence = owner_of(before, p->sequences, tile);
+            int first = (int)(tile - before[sequence]) * queries;
+            int left = p->starts[sequence + 1] - p->starts[sequence] - first;
+            (bf16 ? attend_bf16 : attend_f32)(p, sequence, (int)(i % p->kv_heads), first,
+                                              left < queries ? left : queries, scratch);
+        }
+        free(scratch);
+    }
+    free(before);
+    return failed;
+}

@@ -1,0 +1,149 @@
+"""Compiling the C sources beside this file, once per source, compiler and CPU type."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
+_OPENMP = "-fopenmp"
+
+
+class BuildError(Exception):
+    """No library; the message says why in one line."""
+
+
+def load() -> tuple[ctypes.CDLL, str]:
+    """The compiled library and how it was made; raises ``BuildError``.
+
+    A library that is in the cache is only loaded. Several processes may come at once: each builds
+    in a folder of its own and moves the result into place atomically.
+    """
+    compiler, cache = _environment()
+    failure = "no OpenMP runtime"
+    for openmp in (_share_openmp(), False):
+        path = cache / f"kernels-{_key(compiler, openmp)}.so"
+        try:
+            if path.exists():
+                return ctypes.CDLL(str(path)), f"{path} ({_threading(openmp)})"
+            return _build_and_load(compiler, openmp, path)
+        except (BuildError, OSError) as error:
+            failure = str(error)
+        if not openmp:
+            break
+    raise BuildError(failure)
+
+
+def _threading(openmp: bool) -> str:
+    return "OpenMP" if openmp else "one thread"
+
+
+def _environment() -> tuple[str, Path]:
+    """The C compiler and the cache folder: the only place here that reads the environment."""
+    wanted = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, [wanted] if wanted else ["gcc", "cc"])), None)
+    if compiler is None:
+        raise BuildError(f"no C compiler: {wanted or 'gcc or cc'} is not on PATH")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return compiler, Path(cache) / "rollout"
+
+
+def _share_openmp() -> bool:
+    """Make torch's OpenMP runtime visible to our library, which is linked against none.
+
+    Two runtimes in one process would keep two pools of threads that spin against each other.
+    """
+    if platform.system() != "Linux":
+        return False
+    root = Path(torch.__file__).parent
+    bundled = [*root.glob("lib/libgomp*"), *root.parent.glob("torch.libs/libgomp*")]
+    for candidate in [*map(str, bundled), "libgomp.so.1"]:
+        try:
+            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _target() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+def _key(compiler: str, openmp: bool) -> str:
+    """Names everything the machine code depends on; another CPU type gets another library."""
+    parts = [compiler, _version(compiler), *_FLAGS, _target(), str(openmp), _cpu()]
+    for source in sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")]):
+        parts += [source.name, source.read_text()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _version(compiler: str) -> str:
+    """Stands for the compiler's version without running it, which would cost more than loading."""
+    stat = Path(compiler).resolve().stat()
+    return f"{Path(compiler).resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(sorted(_cpu_lines(info.read_text())))
+
+
+def _cpu_lines(text: str) -> Iterator[str]:
+    wanted = ("model name", "flags", "Features", "CPU part")
+    first_core = text.split("\n\n", 1)[0]
+    return (line for line in first_core.splitlines() if line.startswith(wanted))
+
+
+def _build_and_load(compiler: str, openmp: bool, path: Path) -> tuple[ctypes.CDLL, str]:
+    with tempfile.TemporaryDirectory(prefix="rollout-kernels-") as folder:
+        built = _compile(compiler, openmp, Path(folder))
+        try:
+            _install(built, path)
+        except OSError:  # a read-only home: use it from here, where it stays mapped
+            return ctypes.CDLL(str(built)), f"built without a cache ({_threading(openmp)})"
+    return ctypes.CDLL(str(path)), f"{path} ({_threading(openmp)})"
+
+
+def _compile(compiler: str, openmp: bool, folder: Path) -> Path:
+    """Objects first: linking with ``-fopenmp`` would bind a runtime of the compiler's own."""
+    sources = [str(p) for p in sorted(_HERE.glob("*.c"))]
+    flags = [*_FLAGS, _target(), *([_OPENMP] if openmp else [])]
+    _run([compiler, "-c", *flags, *sources], folder)
+    objects = sorted(p.name for p in folder.glob("*.o"))
+    _run([compiler, "-shared", "-o", "kernels.so", *objects, "-lm"], folder)
+    return folder / "kernels.so"
+
+
+def _run(command: list[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} did not end within 120 s") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+        raise BuildError(f"{command[0]} failed: {lines[0].strip()}")
+
+
+def _install(built: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(built.read_bytes())
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,100 @@
+/* The digest of rollout/kernels/digest: sum of splitmix64 steps over (position, bits). */
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+#if defined(__AVX512F__)
+#define LANES 8
+#elif defined(__AVX2__)
+#define LANES 4
+#else
+#define LANES 2
+#endif
+#define CHUNK (1 << 15)
+#define STEP 0x9E3779B97F4A7C15ull
+
+typedef uint64_t v64 __attribute__((vector_size(8 * LANES)));
+typedef uint8_t v8x8 __attribute__((vector_size(LANES)));
+typedef uint16_t v8x16 __attribute__((vector_size(2 * LANES)));
+typedef uint32_t v8x32 __attribute__((vector_size(4 * LANES)));
+
+INLINE uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+INLINE v64 mix_lanes(v64 z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+INLINE uint64_t bits_at(const uint8_t *p, int size) {
+    uint8_t a;
+    uint16_t b;
+    uint32_t c;
+    uint64_t d;
+    switch (size) {
+    case 1: memcpy(&a, p, 1); return a;
+    case 2: memcpy(&b, p, 2); return b;
+    case 4: memcpy(&c, p, 4); return c;
+    default: memcpy(&d, p, 8); return d;
+    }
+}
+INLINE v64 lanes_at(const uint8_t *p, int size) {
+    v8x8 a;
+    v8x16 b;
+    v8x32 c;
+    v64 d;
+    switch (size) {
+    case 1: memcpy(&a, p, sizeof a); return __builtin_convertvector(a, v64);
+    case 2: memcpy(&b, p, sizeof b); return __builtin_convertvector(b, v64);
+    case 4: memcpy(&c, p, sizeof c); return __builtin_convertvector(c, v64);
+    default: memcpy(&d, p, sizeof d); return d;
+    }
+}
+
+/* n consecutive positions; elements lie `stride` elements apart. */
+INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t position, int size) {
+    uint64_t sum = 0, z = (position + 1) * STEP;
+    int64_t i = 0;
+    if (stride == 1 && n >= LANES) {
+        v64 at, total = {0};
+        for (int j = 0; j < LANES; j++) at[j] = z + (uint64_t)j * STEP;
+#pragma GCC unroll 4
+        for (; i + LANES <= n; i += LANES) {
+            total += mix_lanes(at + lanes_at(p + i * size, size));
+            at += LANES * STEP;
+        }
+        for (int j = 0; j < LANES; j++) sum += total[j];
+        z += (uint64_t)i * STEP;
+    }
+    for (; i < n; i++, z += STEP) sum += mix(z + bits_at(p + i * stride * size, size));
+    return sum;
+}
+static uint64_t span_of(const uint8_t *p, int64_t n, int64_t stride, uint64_t position, int size) {
+    switch (size) {
+    case 1: return span(p, n, stride, position, 1);
+    case 2: return span(p, n, stride, position, 2);
+    case 4: return span(p, n, stride, position, 4);
+    default: return span(p, n, stride, position, 8);
+    }
+}
+
+/* rows x columns elements of `size` bytes; strides count elements, position_stride positions. */
+EXPORT uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int64_t columns,
+                        int64_t row_stride, int64_t column_stride, uint64_t position,
+                        uint64_t position_stride, int32_t threads) {
+    int64_t per_row = (columns + CHUNK - 1) / CHUNK, chunks = rows * per_row;
+    if (rows * columns < CHUNK) threads = 1;
+    uint64_t sum = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) reduction(+ : sum)
+    for (int64_t c = 0; c < chunks; c++) {
+        int64_t row = c / per_row, start = c % per_row * CHUNK;
+        int64_t n = columns - start < CHUNK ? columns - start : CHUNK;
+        const uint8_t *p = (const uint8_t *)data + (row * row_stride + start * column_stride) * size;
+        sum += span_of(p, n, column_stride, position + row * position_stride + start, size);
+    }
+    return sum;
+}

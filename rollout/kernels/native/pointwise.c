@@ -1,0 +1,135 @@
+/* The small ops between the matrix products. Rows may be strided; the last dimension is dense.
+ * `rows` counts vectors: vector i lies at (i / heads) * outer + (i % heads) * inner elements. */
+#include "vec.h"
+
+#define PARALLEL_ELEMENTS 65536 /* below this the threads cost more than they save */
+
+INLINE const void *at(const void *p, int64_t i, int bf16) {
+    return (const char *)p + i * (bf16 ? 2 : 4);
+}
+
+INLINE void norm_row(const void *x, const void *residual, void *total, const void *weight,
+                     void *out, int64_t dim, float eps, int bf16) {
+    vf squares = {0};
+    for (int64_t d = 0; d < dim; d += VW) {
+        vf v = load_at(x, d, dim, bf16);
+        if (residual) {
+            v = round_to(v + load_at(residual, d, dim, bf16), bf16);
+            store_at(total, d, dim, v, bf16);
+        }
+        squares += v * v;
+    }
+    vf scale = splat(1.0f / sqrtf(reduce_sum(squares) / (float)dim + eps));
+    const void *in = residual ? total : x;
+    for (int64_t d = 0; d < dim; d += VW) {
+        vf v = round_to(load_at(in, d, dim, bf16) * scale, bf16);
+        store_at(out, d, dim, v * load_at(weight, d, dim, bf16), bf16);
+    }
+}
+
+INLINE void norm(const void *x, int64_t outer, int64_t inner, const void *residual, void *total,
+                 const void *weight, void *out, int64_t rows, int64_t heads, int64_t dim, float eps,
+                 int threads, int bf16) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < rows; i++)
+        norm_row(at(x, i / heads * outer + i % heads * inner, bf16),
+                 residual ? at(residual, i * dim, bf16) : 0, (void *)at(total, i * dim, bf16),
+                 weight, (void *)at(out, i * dim, bf16), dim, eps, bf16);
+}
+
+EXPORT void rollout_rms_norm(const void *x, int64_t outer, int64_t inner, const void *weight, void *out,
+                      int64_t rows, int64_t heads, int64_t dim, float eps, int32_t bf16,
+                      int32_t threads) {
+    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
+    if (bf16) norm(x, outer, inner, 0, 0, weight, out, rows, heads, dim, eps, threads, 1);
+    else norm(x, outer, inner, 0, 0, weight, out, rows, heads, dim, eps, threads, 0);
+}
+
+EXPORT void rollout_add_rms_norm(const void *x, const void *residual, const void *weight, void *out,
+                          void *total, int64_t rows, int64_t dim, float eps, int32_t bf16,
+                          int32_t threads) {
+    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
+    if (bf16) norm(x, dim, 0, residual, total, weight, out, rows, 1, dim, eps, threads, 1);
+    else norm(x, dim, 0, residual, total, weight, out, rows, 1, dim, eps, threads, 0);
+}
+
+/* One head: the rotated pair (i, i + half), every product and the sum rounded as torch does. */
+INLINE void rotate_head(const void *x, const void *cos, const void *sin, void *out, int64_t dim,
+                        int64_t width, int bf16, int wide) {
+    int64_t half = width / 2, size = bf16 ? 2 : 4;
+    int table = bf16 && !wide; /* cos and sin are bfloat16 */
+    for (int64_t i = 0; i < half; i += VW) {
+        vf a = load_at(x, i, half, bf16), b = load_at(at(x, half, bf16), i, half, bf16);
+        vf c0 = load_at(cos, i, half, table), c1 = load_at(at(cos, half, table), i, half, table);
+        vf s0 = load_at(sin, i, half, table), s1 = load_at(at(sin, half, table), i, half, table);
+        vf low = round_to(a * c0, table) - round_to(b * s0, table);
+        vf high = round_to(b * c1, table) + round_to(a * s1, table);
+        store_at(out, i, half, low, bf16);
+        store_at((void *)at(out, half, bf16), i, half, high, bf16);
+    }
+    if (dim > width)
+        memcpy((char *)out + width * size, (const char *)x + width * size,
+               (size_t)((dim - width) * size));
+}
+
+INLINE void rotate_all(const void *x, int64_t outer, int64_t inner, const void *cos,
+                       const void *sin, void *out, int64_t rows, int64_t heads, int64_t dim,
+                       int64_t width, int threads, int bf16, int wide) {
+    int table = bf16 && !wide;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t token = i / heads;
+        rotate_head(at(x, token * outer + i % heads * inner, bf16), at(cos, token * width, table),
+                    at(sin, token * width, table), (void *)at(out, i * dim, bf16), dim, width,
+                    bf16, wide);
+    }
+}
+
+/* cos, sin: [tokens, width], dense, float32 where `wide` or not bf16. */
+EXPORT void rollout_rotary(const void *x, int64_t outer, int64_t inner, const void *cos, const void *sin,
+                    void *out, int64_t rows, int64_t heads, int64_t dim, int64_t width,
+                    int32_t bf16, int32_t wide, int32_t threads) {
+    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
+    if (!bf16)
+        rotate_all(x, outer, inner, cos, sin, out, rows, heads, dim, width, threads, 0, 0);
+    else if (wide)
+        rotate_all(x, outer, inner, cos, sin, out, rows, heads, dim, width, threads, 1, 1);
+    else
+        rotate_all(x, outer, inner, cos, sin, out, rows, heads, dim, width, threads, 1, 0);
+}
+
+INLINE void gate(const void *x, int64_t stride, void *out, int64_t rows, int64_t dim, int threads,
+                 int bf16) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < rows; i++) {
+        const void *g = at(x, i * stride, bf16), *up = at(g, dim, bf16);
+        void *row = (void *)at(out, i * dim, bf16);
+        for (int64_t d = 0; d < dim; d += VW) {
+            vf v = load_at(g, d, dim, bf16);
+            vf silu = round_to(v / (vexp(-v) + 1.0f), bf16);
+            store_at(row, d, dim, silu * load_at(up, d, dim, bf16), bf16);
+        }
+    }
+}
+
+EXPORT void rollout_silu_mul(const void *x, int64_t stride, void *out, int64_t rows, int64_t dim,
+                      int32_t bf16, int32_t threads) {
+    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
+    if (bf16) gate(x, stride, out, rows, dim, threads, 1);
+    else gate(x, stride, out, rows, dim, threads, 0);
+}
+
+/* Strides and sizes in bytes; the caches are dense [blocks, heads, block, dim]. */
+EXPORT void rollout_store_kv(const char *k, int64_t k_outer, int64_t k_inner, const char *v,
+                      int64_t v_outer, int64_t v_inner, char *k_cache, char *v_cache,
+                      const int64_t *slots, int64_t tokens, int64_t heads, int64_t block,
+                      int64_t dim) {
+    for (int64_t t = 0; t < tokens; t++) {
+        int64_t page = slots[t] / block, offset = slots[t] % block;
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t to = ((page * heads + h) * block + offset) * dim;
+            memcpy(k_cache + to, k + t * k_outer + h * k_inner, (size_t)dim);
+            memcpy(v_cache + to, v + t * v_outer + h * v_inner, (size_t)dim);
+        }
+    }
+}

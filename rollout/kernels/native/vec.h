@@ -1,0 +1,136 @@
+/* Vectors of the machine's width in the vector extension of gcc and clang: no intrinsics, so the
+ * same code is AVX-512, AVX2 or NEON. Tails go through zero-padded buffers. */
+#ifndef ROLLOUT_VEC_H
+#define ROLLOUT_VEC_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define VW 16
+#elif defined(__AVX2__)
+#define VW 8
+#else
+#define VW 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint32_t vu __attribute__((vector_size(VW * 4)));
+typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+
+#if VW == 16
+#define LANES ((vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#elif VW == 8
+#define LANES ((vi){0, 1, 2, 3, 4, 5, 6, 7})
+#else
+#define LANES ((vi){0, 1, 2, 3})
+#endif
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf blend(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf vmax(vf a, vf b) { return blend(a > b, a, b); }
+
+#if defined(__clang__)
+INLINE vf rotate(vf v, int by) {
+    vf out;
+    for (int i = 0; i < VW; i++) out[i] = v[(i + by) & (VW - 1)];
+    return out;
+}
+#else
+INLINE vf rotate(vf v, int by) { return __builtin_shuffle(v, (LANES + by) & (VW - 1)); }
+#endif
+
+INLINE float reduce_sum(vf v) {
+#pragma GCC unroll 4
+    for (int by = VW / 2; by; by /= 2) v += rotate(v, by);
+    return v[0];
+}
+INLINE float reduce_max(vf v) {
+#pragma GCC unroll 4
+    for (int by = VW / 2; by; by /= 2) v = vmax(v, rotate(v, by));
+    return v[0];
+}
+
+/* bfloat16 is the upper half of a float32; rounding is to nearest even, a NaN becomes 0x7fc0. */
+INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vh narrow(vf v) {
+    vu u = (vu)v;
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu nan = (vu)(v != v);
+    return __builtin_convertvector((u & ~nan) | (nan & 0x7fc0), vh);
+}
+INLINE vf round_to(vf v, int bf16) { return bf16 ? widen(narrow(v)) : v; }
+
+/* Elements i .. i + VW of an array of float32 or bfloat16. */
+INLINE vf load(const void *p, int64_t i, int bf16) {
+    if (bf16) {
+        vh h;
+        memcpy(&h, (const uint16_t *)p + i, sizeof h);
+        return widen(h);
+    }
+    vf v;
+    memcpy(&v, (const float *)p + i, sizeof v);
+    return v;
+}
+INLINE void store(void *p, int64_t i, vf v, int bf16) {
+    if (bf16) {
+        vh h = narrow(v);
+        memcpy((uint16_t *)p + i, &h, sizeof h);
+    } else {
+        memcpy((float *)p + i, &v, sizeof v);
+    }
+}
+
+/* The same where only the first n < VW exist; the others read as zero. */
+INLINE vf load_n(const void *p, int64_t i, int n, int bf16) {
+    if (bf16) {
+        uint16_t h[VW] = {0};
+        for (int j = 0; j < n; j++) h[j] = ((const uint16_t *)p + i)[j];
+        return load(h, 0, 1);
+    }
+    float f[VW] = {0};
+    for (int j = 0; j < n; j++) f[j] = ((const float *)p + i)[j];
+    return load(f, 0, 0);
+}
+INLINE void store_n(void *p, int64_t i, vf v, int n, int bf16) {
+    if (bf16) {
+        vh h = narrow(v);
+        memcpy((uint16_t *)p + i, &h, 2 * (size_t)n);
+    } else {
+        memcpy((float *)p + i, &v, 4 * (size_t)n);
+    }
+}
+INLINE vf load_at(const void *p, int64_t i, int64_t size, int bf16) {
+    return i + VW <= size ? load(p, i, bf16) : load_n(p, i, (int)(size - i), bf16);
+}
+INLINE void store_at(void *p, int64_t i, int64_t size, vf v, int bf16) {
+    if (i + VW <= size) store(p, i, v, bf16);
+    else store_n(p, i, v, (int)(size - i), bf16);
+}
+
+/* e^x to about 1e-7: Cephes' polynomial on |r| <= ln(2) / 2. Below -87.3 it is exactly zero (so
+ * -infinity is), above 88.3 infinity. */
+INLINE vf vexp(vf x) {
+    vf low = splat(-87.3f), high = splat(88.3f);
+    vf c = blend(x < low, low, blend(x > high, high, x));
+    vf n = c * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    n = n - 12582912.0f;
+    vf r = c - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vf y = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    y = blend(x < low, splat(0.0f), y);
+    return blend(x > high, splat(INFINITY), y);
+}
+
+#endif

@@ -1,0 +1,82 @@
+"""Native ``paged_attention`` over float32 and bfloat16 pages (see ``native/attention.c``)."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.paged_attention import paged_attention as op
+
+_MAX_DIM, _MAX_GROUP = 256, 64  # MAX_DIM and ROWS in attention.c
+
+
+class _Problem(ctypes.Structure):
+    """``Problem`` in attention.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "starts", "lengths")),
+        ("tables", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "kv_block", "kv_head")),
+        *((name, ctypes.c_int32) for name in ("sequences", "heads", "kv_heads", "dim", "block")),
+        ("table_width", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+def available() -> bool:
+    return library() is not None
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    _, heads, dim = q.shape
+    _, kv_heads, block, _ = k_cache.shape
+    assert k_cache.shape == v_cache.shape
+    assert dim == k_cache.shape[3]
+    assert heads % kv_heads == 0, f"{kv_heads} KV heads do not divide {heads} query heads"
+    assert len(query_starts) == len(context_lens) + 1
+    bf16 = BF16.get(q.dtype)
+    alike = q.dtype == k_cache.dtype == v_cache.dtype
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    if not (bf16 is not None and alike and dense and dim <= _MAX_DIM) or (
+        heads > _MAX_GROUP * kv_heads
+    ):
+        return op.reference(q, k_cache, v_cache, query_starts, context_lens, block_tables, scale)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    starts, lengths, tables = (
+        x.to(torch.int32).contiguous() for x in (query_starts, context_lens, block_tables)
+    )
+    out = torch.empty(q.shape, dtype=q.dtype)
+    problem = _Problem(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        tables.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        kv_heads * block * dim,
+        block * dim,
+        len(lengths),
+        heads,
+        kv_heads,
+        dim,
+        block,
+        tables.shape[1],
+        scale,
+    )
+    run = entry("paged_attention", "pii", "i")
+    if run(ctypes.addressof(problem), bf16, torch.get_num_threads()):
+        raise MemoryError("paged_attention: no memory for its per-thread scratch (about 0.4 MB)")
+    return out

@@ -1,0 +1,194 @@
+"""Inputs for every op: ordinary shapes, and the odd ones that break kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.weights import PLAIN, Box, TileLayout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make(dtype)`` gives an op's arguments; ``writes`` are the indices it changes in place."""
+
+    op: str
+    name: str
+    make: Callable[[torch.dtype], tuple[Any, ...]]
+    writes: tuple[int, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+def all_cases() -> Iterator[Case]:
+    yield from _norms()
+    yield from _rotaries()
+    yield from _gates()
+    yield from _stores()
+    yield from _attentions()
+    yield from _linears()
+
+
+def attention(
+    sequences: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    block: int = 32,
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """Arguments of ``paged_attention`` for (query tokens, context) pairs; blocks are shuffled."""
+    rng = torch.Generator().manual_seed(seed)
+    needed = [-(-context // block) for _, context in sequences]
+    blocks = sum(needed) + 3
+    order = torch.randperm(blocks, generator=rng)
+    tables = torch.zeros((len(sequences), max(needed, default=0) + 1), dtype=torch.int32)
+    used = 0
+    for row, count in zip(tables, needed, strict=True):
+        row[:count] = order[used : used + count]
+        used += count
+    starts = torch.tensor([0, *(n for n, _ in sequences)]).cumsum(0).int()
+    lengths = torch.tensor([context for _, context in sequences], dtype=torch.int32)
+    k, v = (torch.randn(blocks, kv_heads, block, dim, generator=rng).to(dtype) for _ in "kv")
+    q = torch.randn(int(starts[-1]), heads, dim, generator=rng).to(dtype)
+    return q, k, v, starts, lengths, tables, scale or dim**-0.5
+
+
+def _randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _norms() -> Iterator[Case]:
+    for shape in ((3, 64), (0, 64), (1, 1), (2, 5, 77), (4, 896), (7,), (300, 896)):
+        weight = _randn(shape[-1], seed=1)
+        x, residual = _randn(*shape), _randn(*shape, seed=2)
+        yield Case("rms_norm", f"{shape}", lambda t, x=x, w=weight: (x.to(t), w.to(t), 1e-6))
+        yield Case(
+            "add_rms_norm",
+            f"{shape}",
+            lambda t, x=x, r=residual, w=weight: (x.to(t), r.to(t), w.to(t), 1e-5),
+        )
+    wide = _randn(5, 12, 48)
+    yield Case("rms_norm", "slice of heads", lambda t: (wide.to(t)[:, 2:9], _randn(48).to(t), 1e-6))
+    yield Case("rms_norm", "transposed", lambda t: (wide.to(t).mT, _randn(12).to(t), 1e-6))
+    yield Case("rms_norm", "zeros", lambda t: (torch.zeros(3, 20, dtype=t), _randn(20).to(t), 1e-6))
+    yield Case(
+        "add_rms_norm",
+        "transposed",
+        lambda t: (wide.to(t).mT, wide.to(t).mT, _randn(12).to(t), 1e-6),
+    )
+
+
+def _rotaries() -> Iterator[Case]:
+    sizes = ((5, 4, 2, 64, 64), (1, 14, 2, 64, 64), (0, 4, 2, 64, 64), (3, 3, 1, 80, 20))
+    for tokens, heads, kv_heads, dim, width in (*sizes, (9, 2, 2, 24, 24), (2, 2, 1, 7, 2)):
+        angles = _randn(tokens, width // 2).repeat(1, 2) * 10
+        for wide in (False, True):
+
+            def make(
+                t: torch.dtype,
+                sizes: tuple[int, int, int, int] = (tokens, heads, kv_heads, dim),
+                angles: Tensor = angles,
+                wide: bool = wide,
+            ) -> tuple[Any, ...]:
+                tokens, heads, kv_heads, dim = sizes
+                fused = _randn(tokens, heads + kv_heads, dim).to(t)
+                table = torch.float32 if wide else t
+                q, k = fused.split((heads, kv_heads), dim=1)
+                return q, k, angles.cos().to(table), angles.sin().to(table)
+
+            name = f"{tokens, heads, kv_heads, dim, width}-{'wide' if wide else 'same'}"
+            yield Case("rotary", name, make)
+
+
+def _gates() -> Iterator[Case]:
+    for shape in ((1, 2), (0, 8), (3, 62), (8, 2 * 4864), (2, 3, 30), (40, 256)):
+        yield Case("silu_mul", f"{shape}", lambda t, s=shape: ((_randn(*s) * 8).to(t),))
+    yield Case("silu_mul", "rows of a wider one", lambda t: (_randn(4, 64).to(t)[:, 3:41],))
+    yield Case("silu_mul", "large", lambda t: (torch.linspace(-200, 200, 400)[None].to(t),))
+
+
+def _stores() -> Iterator[Case]:
+    for tokens, heads, dim, block in (
+        (1, 2, 64, 32),
+        (0, 2, 64, 32),
+        (7, 1, 5, 3),
+        (20, 3, 24, 16),
+    ):
+
+        def make(
+            t: torch.dtype, s: tuple[int, int, int, int] = (tokens, heads, dim, block)
+        ) -> tuple[Any, ...]:
+            tokens, heads, dim, block = s
+            fused = _randn(tokens, heads * 2, dim).to(t)
+            k, v = fused.split(heads, dim=1)
+            cache = torch.zeros(9, heads, block, dim, dtype=t)
+            slots = torch.randperm(9 * block, generator=torch.Generator().manual_seed(1))
+            return k, v, cache, cache.clone(), slots[:tokens]
+
+        yield Case("store_kv", f"{tokens, heads, dim, block}", make, writes=(2, 3))
+
+
+def _attentions() -> Iterator[Case]:
+    batches: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
+        "no sequences": ([], {}),
+        "one token": ([(1, 1)], {}),
+        "decodes": ([(1, 1), (1, 31), (1, 32), (1, 33), (1, 257)], {"heads": 14}),
+        "mixed": ([(40, 40), (1, 70), (9, 100), (1, 3), (130, 130)], {}),
+        "sequence without rows": ([(1, 5), (0, 9), (3, 9)], {}),
+        "no rows at all": ([(0, 9)], {}),
+        "head dim 24": ([(1, 50), (17, 60)], {"dim": 24}),
+        "head dim 80": ([(1, 50), (70, 90)], {"dim": 80, "heads": 8}),
+        "head dim 7": ([(1, 70), (5, 65)], {"dim": 7, "heads": 3, "kv_heads": 1}),
+        "head dim 128": ([(1, 70), (33, 65)], {"dim": 128}),
+        "head dim 256": ([(1, 70), (33, 65)], {"dim": 256, "heads": 2}),
+        "head dim 320": ([(1, 10), (3, 6)], {"dim": 320, "heads": 2}),
+        "block 1": ([(1, 20), (5, 6)], {"block": 1}),
+        "block 5": ([(1, 133), (64, 70)], {"block": 5}),
+        "block 256": ([(1, 133), (64, 300)], {"block": 256}),
+        "no grouping": ([(3, 90), (1, 65)], {"heads": 5, "kv_heads": 5}),
+        "one KV head for 64": ([(3, 90), (1, 65)], {"heads": 64, "kv_heads": 1, "dim": 16}),
+        "one KV head for 70": ([(3, 90), (1, 65)], {"heads": 70, "kv_heads": 1, "dim": 16}),
+        "long context": ([(1, 5000), (65, 4096)], {"heads": 2, "kv_heads": 1}),
+        "steep": ([(1, 300), (90, 300)], {"scale": 40.0}),
+    }
+    for name, (sequences, shape) in batches.items():
+
+        def make(t: torch.dtype, s: Any = sequences, shape: Any = shape) -> tuple[Any, ...]:
+            return attention(s, dtype=t, **shape)
+
+        yield Case("paged_attention", name, make)
+
+    def strided(t: torch.dtype) -> tuple[Any, ...]:
+        q, *rest = attention([(3, 40), (1, 9)], dtype=t)
+        fused = torch.cat((q, q, q), dim=1)
+        return fused[:, q.shape[1] : 2 * q.shape[1]], *rest
+
+    yield Case("paged_attention", "queries inside a fused projection", strided)
+
+
+def _linears() -> Iterator[Case]:
+    for batch in ((3,), (0,), (2, 5), ()):
+        for bias in (False, True):
+            for layout in (PLAIN, TileLayout(16)):
+
+                def make(
+                    t: torch.dtype, batch: Any = batch, bias: bool = bias, layout: Any = layout
+                ) -> tuple[Any, ...]:
+                    shape = (48, 10)
+                    storage = torch.zeros(layout.storage_shape(shape), dtype=t)
+                    layout.write(storage, shape, Box.full(shape), _randn(*shape).to(t))
+                    x = _randn(*batch, 10, seed=1).to(t)
+                    return x, storage, _randn(48, seed=2).to(t) if bias else None, layout, shape
+
+                yield Case("linear", f"{layout.name}-{batch}-{bias}", make)

@@ -1,0 +1,162 @@
+"""Every implementation of every op gives what its reference gives, on every case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.cases import DTYPES, Case, all_cases, attention
+from torch import Tensor
+
+import rollout.kernels as kernels
+from rollout.kernels.op import Op
+
+TOLERANCE = {  # (relative, absolute) against float64
+    torch.float32: (2e-6, 2e-6),
+    torch.bfloat16: (2**-7, 1e-6),
+    torch.float16: (2**-10, 1e-6),
+}
+ATTENTION_TOLERANCE = {
+    torch.float32: (1e-5, 1e-5),
+    torch.bfloat16: (2**-7, 2e-3),
+    torch.float16: (2**-10, 2e-4),
+}
+
+
+@pytest.fixture(params=(1, 2), ids=("one thread", "two threads"))
+def threads(request: pytest.FixtureRequest) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", list(all_cases()), ids=str)
+def test_every_implementation_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
+    op = _op(case.op)
+    wanted = _outputs(op.reference, case, case.make(dtype))
+    for name, run in op.implementations().items():
+        got = _outputs(run, case, case.make(dtype))
+        assert len(got) == len(wanted)
+        for a, b in zip(got, wanted, strict=True):
+            relative, absolute = _tolerance(case, dtype)
+            torch.testing.assert_close(
+                a, b, rtol=relative, atol=absolute, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+@pytest.mark.parametrize("case", list(all_cases()), ids=str)
+def test_float32_is_near_what_float64_gives(case: Case) -> None:
+    arguments = case.make(torch.float32)
+    exact = tuple(_to_double(x) for x in arguments)
+    op = _op(case.op)
+    wanted = _outputs(op.reference, case, exact)
+    for run in op.implementations().values():
+        for a, b in zip(_outputs(run, case, case.make(torch.float32)), wanted, strict=True):
+            relative, absolute = _tolerance(case, torch.float32)
+            if "steep" in case.name:  # scores of several thousand: float32 keeps few digits
+                relative = absolute = 2e-3
+            torch.testing.assert_close(a.double(), b, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_of_a_sequence_does_not_depend_on_its_batch(
+    dtype: torch.dtype, threads: int
+) -> None:
+    """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
+    lengths = [200, 67, 131]
+    q, k, v, starts, context, tables, scale = attention(
+        [(n, n) for n in lengths], heads=14, dtype=dtype
+    )
+    run = _native(kernels.paged_attention)
+    together = run(q, k, v, starts, context, tables, scale)
+    for s, length in enumerate(lengths):
+        rows, start = q[starts[s] : starts[s + 1]], 0
+        for chunk in (64, 2, 1, length - 67):
+            stop = start + chunk
+            alone = run(
+                rows[start:stop],
+                k,
+                v,
+                torch.tensor([0, chunk], dtype=torch.int32),
+                torch.tensor([stop], dtype=torch.int32),
+                tables[s : s + 1],
+                scale,
+            )
+            assert torch.equal(alone, together[starts[s] + start : starts[s] + stop])
+            start = stop
+
+
+def test_attention_is_the_same_for_any_number_of_threads() -> None:
+    arguments = attention([(90, 90), (1, 300), (1, 5)], dtype=torch.bfloat16)
+    run, before = _native(kernels.paged_attention), torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(run(*arguments))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_attention_never_reads_beyond_the_context() -> None:
+    """Keys after the context, other blocks and padding hold NaN: none may reach the output."""
+    q, k, v, starts, context, tables, scale = attention([(5, 37), (1, 70)], block=32)
+    clean = [torch.full_like(cache, float("nan")) for cache in (k, v)]
+    for s, length in enumerate(context.tolist()):
+        for p in range(length):
+            page = tables[s, p // 32]
+            for cache, source in zip(clean, (k, v), strict=True):
+                cache[page, :, p % 32] = source[page, :, p % 32]
+    for run in kernels.paged_attention.implementations().values():
+        wanted = run(q, k, v, starts, context, tables, scale)
+        assert torch.equal(run(q, *clean, starts, context, tables, scale), wanted)
+
+
+def test_a_nan_in_the_context_is_seen() -> None:
+    q, k, v, starts, context, tables, scale = attention([(1, 37)])
+    v[tables[0, 0], 0, 3] = float("nan")
+    for run in kernels.paged_attention.implementations().values():
+        assert run(q, k, v, starts, context, tables, scale)[0, 0].isnan().all()
+
+
+def test_large_rows_use_several_threads_and_agree(threads: int) -> None:
+    x = torch.randn(200, 2 * 896, generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(2 * 896)
+    for run in kernels.silu_mul.implementations().values():
+        torch.testing.assert_close(run(x), kernels.silu_mul.reference(x), rtol=2e-6, atol=2e-6)
+    for norm in kernels.rms_norm.implementations().values():
+        wanted = kernels.rms_norm.reference(x, weight, 1e-6)
+        torch.testing.assert_close(norm(x, weight, 1e-6), wanted, rtol=2e-6, atol=2e-6)
+
+
+def _op(name: str) -> Op[Any, Any]:
+    op = getattr(kernels, name)
+    assert isinstance(op, Op)
+    return op
+
+
+def _native(op: Any) -> Any:
+    if "cpu" not in op.implementations():
+        pytest.skip("no C compiler here")
+    return op.implementation("cpu")
+
+
+def _outputs(run: Any, case: Case, arguments: tuple[Any, ...]) -> list[Tensor]:
+    result = run(*arguments)
+    if case.writes:
+        return [arguments[i] for i in case.writes]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _to_double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _tolerance(case: Case, dtype: torch.dtype) -> tuple[float, float]:
+    table = ATTENTION_TOLERANCE if case.op == "paged_attention" else TOLERANCE
+    return table[dtype]
