@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from rollout.errors import RolloutError, from_wire, to_wire
 from rollout.kernels import digest
-from rollout.update_wire import weight_info_from_wire, weight_info_to_wire
+from rollout.update_wire import info_from_wire, info_to_wire
 from rollout.updates import WeightInfo
-from rollout.weight_sync.agreement import Agreement, agreement_for
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.preflight import differences
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.source import agreement_for, source_for
 from rollout.weights import Box
 
 
@@ -107,8 +107,8 @@ def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> di
 def _shared_info(
     agreement: Agreement, connect: Callable[[], CheckLink], timeout: float
 ) -> WeightInfo:
-    said = _said(agreement, timeout, lambda: {"info": weight_info_to_wire(connect().info())})
-    return weight_info_from_wire(said["info"])
+    said = _said(agreement, timeout, lambda: {"info": info_to_wire(connect().info())})
+    return info_from_wire(said["info"])
 
 
 def _said(

@@ -246,8 +246,8 @@ class Coordinator:
             futures = self.engine.call("commit", args)
             try:
                 self.await_all(futures, timeout, "commit")
-            except RolloutError as error:
-                self._revert(futures, base, timeout, error)
+            except Exception as error:
+                self._revert(base, timeout, error)
                 raise
             self.engine.on_commit(version, in_flight)
             return time.perf_counter() - started
@@ -274,9 +274,7 @@ class Coordinator:
                 ) from error
             raise EngineBroken("the commit did not end at its deadline") from error
 
-    def _revert(
-        self, futures: Sequence[Future[Reply]], base: int, timeout: float, cause: RolloutError
-    ) -> None:
+    def _revert(self, base: int, timeout: float, cause: Exception) -> None:
         """Every rank is told to be at ``base`` again; one that never swapped has nothing to do."""
         try:
             self.await_all(self.engine.call("revert", {"version": base}), timeout, "revert")

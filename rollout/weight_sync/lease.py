@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
-from rollout.update_wire import header_to_wire, update_request_to_wire
+from rollout.update_wire import header_to_wire, request_to_wire
 from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.digests import combine, compare, total
 from rollout.weight_sync.preflight import check_metadata
@@ -49,11 +49,11 @@ class Lease:
             of.staging_begins()
             if request.staging == "none":
                 of.engine.hold(request.timeout)
-            wire = update_request_to_wire(replace(request, metadata=None))
+            wire = request_to_wire(replace(request, metadata=None))
             of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
             # The ranks go on to meet the sender; their replies are due before the first bucket's.
             self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
-        except RolloutError as error:
+        except BaseException as error:
             self.abort(str(error))
             raise
         assert request.version is not None
@@ -91,7 +91,7 @@ class Lease:
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
             compare(seal.digests, combine([vote["digests"] for vote in votes]), of.aliases)
-        except RolloutError as error:
+        except BaseException as error:
             self.abort(str(error))
             raise
         self._sealed = _Sealed(seal, votes, time.perf_counter() - started)
@@ -107,7 +107,7 @@ class Lease:
                 of.engine.drain(request.timeout)
             of.state = "committing"
             stall = of.switch(request, request.in_flight, request.timeout)
-        except RolloutError as error:
+        except BaseException as error:
             self.abort(str(error))
             raise
         finally:
@@ -136,7 +136,7 @@ class Lease:
     def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
         try:
             self._of.await_all(futures, timeout, phase)
-        except RolloutError as error:
+        except BaseException as error:
             self.abort(str(error))
             raise
 

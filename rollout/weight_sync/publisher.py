@@ -29,10 +29,10 @@ from rollout.errors import (
 )
 from rollout.kernels import digest
 from rollout.update_wire import (
+    info_from_wire,
+    info_to_wire,
     receipt_from_wire,
     receipt_to_wire,
-    weight_info_from_wire,
-    weight_info_to_wire,
 )
 from rollout.updates import IN_FLIGHT, BucketHeader, Seal, UpdateRequest, WeightChannel, WeightInfo
 from rollout.weight_sync.agreement import Agreement
@@ -94,7 +94,7 @@ def publish(
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement), closing(_Publication(options)) as sending:
         told = _on_sender(agreement, timeout, "info", lambda: sending.meet(connect))
-        info = weight_info_from_wire(told["info"])
+        info = info_from_wire(told["info"])
         source, failure = _source(obj, info, agreement, timeout)
         agreement.vote(failure, timeout, "source")
         assert source is not None
@@ -230,7 +230,7 @@ class _Publication:
         self._connect = connect
         self._link = connect()
         self._info = self._link.info()
-        return {"info": weight_info_to_wire(self._info)}
+        return {"info": info_to_wire(self._info)}
 
     def begin(self, source: WeightSource) -> dict[str, Any]:
         assert self._link is not None

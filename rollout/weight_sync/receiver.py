@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed
-from rollout.update_wire import header_from_wire, update_request_from_wire
+from rollout.update_wire import header_from_wire, request_from_wire
 from rollout.updates import UpdateRequest
 from rollout.weight_sync.bucket import unpack
 from rollout.weight_sync.digests import slot_digests
@@ -41,10 +41,6 @@ class UpdateHost(Protocol):
         """A session straight into the live instance (staging="none")."""
         ...
 
-    def finish_load(self, live: bool) -> None:
-        """Re-derive everything derived in the instance that was loaded."""
-        ...
-
     def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Every slot with the values held for it, read through the parameter's layout."""
         ...
@@ -60,7 +56,7 @@ class RankUpdates:
     def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Open the shadow for the update described by ``args["request"]``."""
         self._drop()
-        request = update_request_from_wire(args["request"])
+        request = request_from_wire(args["request"])
         live = request.staging == "none"
         session = self._host.open_live() if live else self._host.open_shadow(request.partial)
         receiver = make_receiver(request, self._rank, self._device)
@@ -102,7 +98,6 @@ class RankUpdates:
                     "arrived before the seal"
                 )
             report = update.session.finish(partial=update.request.partial)
-            self._host.finish_load(update.live)
             started = time.perf_counter()
             rows = slot_digests(self._host.read_slots(update.live))
             verify = time.perf_counter() - started

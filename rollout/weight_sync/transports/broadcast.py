@@ -3,6 +3,9 @@
 Group rank 0 is the trainer's sender, rank r + 1 is engine rank r. The same code runs on gloo and
 NCCL; the backend follows the engine's device. The group lives as long as one update, so a failed
 one leaves no half-open communicator behind.
+
+Before each payload goes a preamble of fixed size, (index, nbytes): gloo ends the whole process
+when a message is longer than its receive, so a rank must know what comes before it posts one.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class BroadcastSender:
         size = info.tensor_parallel_size + 1
         self._server = RendezvousServer(size, backend, host, timeout)
         self._group: Any = None
-        self._pending: dict[int, Any] = {}
+        self._pending: dict[int, list[Any]] = {}
 
     def rendezvous(self) -> Rendezvous | None:
         return self._server.info
@@ -43,15 +46,17 @@ class BroadcastSender:
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, None)
         try:
-            self._pending[header.index] = self._group.broadcast([payload], _options())
+            preamble = _preamble(header, payload.device)
+            self._pending[header.index] = [
+                self._group.broadcast([part], _options()) for part in (preamble, payload)
+            ]
         except RuntimeError as error:
             raise _explained(channel, header.index, error) from error
 
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
         # The channel knows of a rank's error first; the group would only time out.
         channel.wait(index, timeout)
-        work = self._pending.pop(index, None)
-        if work is not None:
+        for work in self._pending.pop(index, ()):
             try:
                 work.wait()
             except RuntimeError as error:
@@ -78,9 +83,17 @@ class BroadcastReceiver:
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         into = self._buffer(header)
+        wanted = _preamble(header, into.device)
+        came = torch.empty_like(wanted)
         try:
-            work = self._group.broadcast([into], _options())
-            self._wait(work, header.index, timeout)
+            self._wait(self._group.broadcast([came], _options()), header.index, timeout)
+            if not torch.equal(came, wanted):
+                index, nbytes = came.tolist()
+                raise TransferFailed(
+                    f"rank {self._rank}: bucket {index} of {nbytes} bytes came where bucket "
+                    f"{header.index} of {header.nbytes} was announced"
+                )
+            self._wait(self._group.broadcast([into], _options()), header.index, timeout)
         except RuntimeError as error:
             raise TransferFailed(
                 f"rank {self._rank}: the sender's link broke at bucket {header.index}: {error}"
@@ -116,6 +129,10 @@ class BroadcastReceiver:
         self._closed.set()
         group, self._group = self._group, None
         _drop(group)
+
+
+def _preamble(header: BucketHeader, device: torch.device) -> Tensor:
+    return torch.tensor([header.index, header.nbytes], dtype=torch.int64, device=device)
 
 
 def _options() -> Any:

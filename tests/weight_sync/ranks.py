@@ -1,0 +1,174 @@
+"""Ranks of one engine as threads of this process: real models, real updates, no generation.
+
+Each rank has a main queue and a staging queue, as a worker has; all ranks see all calls in one
+order. ``Engine`` is what a coordinator is given, with the clock of steps left out.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.distributed import TensorParallel
+from rollout.engine.instances import ModelInstances
+from rollout.models.causal_lm import build_model
+from rollout.models.config import ModelConfig
+from rollout.weight_sync.coordinator import Coordinator
+from rollout.weight_sync.digests import slot_digests
+from rollout.weight_sync.receiver import RankUpdates
+
+
+class Rank:
+    def __init__(self, config: ModelConfig, rank: int, size: int, weights, layout: str) -> None:
+        tp = TensorParallel(rank, size)
+        live = build_model(config, tp, torch.float32, "cpu", layout)
+        live.load_weights(weights.items())
+        self.instances = ModelInstances(live, lambda device: live.empty_like(), live.build.device)
+        self.updates = RankUpdates(self.instances, rank, "cpu")
+        self.version = 0
+        self.fail_commit = False
+        self.main: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.staging: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._serve, args=(q,), daemon=True)
+            for q in (self.main, self.staging)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self, tasks: queue.SimpleQueue[Any]) -> None:
+        while (task := tasks.get()) is not None:
+            method, args, tensors, future = task
+            try:
+                future.set_result((getattr(self, method)(args, tensors), {}))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def stage_begin(self, args, tensors):
+        return self.updates.begin(args)
+
+    def stage_connect(self, args, tensors):
+        return self.updates.connect(args)
+
+    def stage_bucket(self, args, tensors):
+        return self.updates.bucket(args, tensors)
+
+    def stage_seal(self, args, tensors):
+        return self.updates.seal(args)
+
+    def stage_abort(self, args, tensors):
+        return self.updates.abort(args)
+
+    def stage_digests(self, args, tensors):
+        return {"digests": slot_digests(self.instances.read_slots(live=True))}
+
+    def interrupt_update(self, args, tensors):
+        self.updates.interrupt(args["update_id"])
+        return {}
+
+    def commit(self, args, tensors):
+        if self.fail_commit:
+            raise RuntimeError("the commit was made to fail")
+        self.instances.commit()
+        self.version = args["version"]
+        return {}
+
+    def revert(self, args, tensors):
+        if self.version != args["version"]:
+            self.instances.swap()
+            self.version = args["version"]
+        return {}
+
+    def live(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.instances.live.named_parameters()}
+
+
+class Engine:
+    """The ranks, and what a coordinator needs of the engine around them."""
+
+    def __init__(self, config: ModelConfig, size: int, weights, layout: str = "plain") -> None:
+        self.ranks = [Rank(config, r, size, weights, layout) for r in range(size)]
+        self.epoch, self.version, self.broken = 7, 0, None
+        self.committed: list[tuple[int, str]] = []
+        self.held = False
+        self._order = threading.Lock()
+        model = self.ranks[0].instances.live
+        self.coordinator = Coordinator(
+            self,
+            metadata=model.weight_metadata(),
+            aliases=model.table.aliases,
+            device="cpu",
+            num_ranks=size,
+        )
+
+    def info(self):
+        return self.coordinator.info()
+
+    def open(self):
+        return self.coordinator.open()
+
+    def digests(self, timeout: float):
+        return self.coordinator.digests(timeout)
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Any]]:
+        with self._order:
+            return [self._enqueue(rank, method, args, tensors or {}) for rank in self.ranks]
+
+    def _enqueue(self, rank: Rank, method: str, args, tensors) -> Future[Any]:
+        future: Future[Any] = Future()
+        tasks = rank.staging if method.startswith("stage_") else rank.main
+        tasks.put((method, args, tensors, future))
+        return future
+
+    def at_step_boundary(self, fn: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn())
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def on_commit(self, version: int, in_flight: str) -> None:
+        self.version = version
+        self.committed.append((version, in_flight))
+
+    def drain(self, timeout: float) -> None: ...
+
+    def undrain(self) -> None: ...
+
+    def hold(self, timeout: float) -> None:
+        self.held = True
+
+    def release(self) -> None:
+        self.held = False
+
+    def mark_broken(self, reason: str | None) -> None:
+        self.broken = reason
+
+    def live(self) -> list[dict[str, Tensor]]:
+        return [rank.live() for rank in self.ranks]
+
+    def close(self) -> Iterator[None] | None:
+        for rank in self.ranks:
+            rank.main.put(None)
+            rank.staging.put(None)
+        for rank in self.ranks:
+            for thread in rank.threads:
+                thread.join(10)
+                assert not thread.is_alive()
+        return None
+
+
+def same(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
+    return all(
+        x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+        for x, y in zip(a, b, strict=True)
+    )
