@@ -61,7 +61,7 @@ def is_typed(error: Any) -> bool:
 
 
 def error_from_rpc(error: Any, address: str) -> RolloutError:
-    """The error a failed call stands for; one that no server of ours wrote is judged by its code."""
+    """The error a failed call stands for; by its code where no server of ours wrote it."""
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY:
             return from_wire(json.loads(value))

@@ -1,4 +1,4 @@
-"""``AsyncRollout``: an engine in this process, or one elsewhere, behind the same awaitable verbs."""
+"""``AsyncRollout``: an engine in this process or elsewhere, behind the same awaitable verbs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.backend import Backend, Outputs
@@ -33,11 +33,11 @@ def _in_thread(
 ) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
     """The awaitable form of a weight verb: it runs in a thread, to its end even when cancelled."""
 
-    @wraps(method)
-    async def verb(self: AsyncRollout, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         await self.start()
         return await asyncio.to_thread(method, self.weights, *args, **kwargs)
 
+    update_wrapper(verb, method)
     return verb
 
 
@@ -216,10 +216,10 @@ class AsyncRollout:
 
     @property
     def address(self) -> Coroutine[Any, Any, str]:
-        """ "host:port" where others may connect: ``await r.address``; starts serving on loopback."""
+        """Where others connect, "host:port": ``await r.address``; starts serving on loopback."""
         return self.serve()
 
-    async def serve(self, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
+    async def serve(self, /, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
         """Offer this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
 
         ``options`` are those of ``rollout.server.grpc.serve``. Raises ``ConfigError`` naming a busy

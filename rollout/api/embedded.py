@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
@@ -10,12 +11,14 @@ import rollout
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import InvalidRequest
+from rollout.errors import EngineClosed, EngineError, InvalidRequest
 from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.proto_convert import Messages
 from rollout.server_info import ServerInfo
+from rollout.update_wire import meta_from_wire
 from rollout.updates import WeightChannel, WeightInfo
+from rollout.weight_sync.coordinator import Coordinator
 from rollout.weights import UpdateReceipt
 
 
@@ -28,6 +31,8 @@ class EmbeddedBackend:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.core = EngineCore(config)
+        self._coordinator: Coordinator | None = None
+        self._running: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
 
     @property
@@ -37,7 +42,7 @@ class EmbeddedBackend:
 
     async def start(self) -> None:
         if self._starting is None:
-            self._starting = asyncio.create_task(asyncio.to_thread(self.core.start))
+            self._starting = asyncio.create_task(asyncio.to_thread(self._load))
         await asyncio.shield(self._starting)
 
     # ---- generation ----
@@ -81,7 +86,8 @@ class EmbeddedBackend:
         return tokenizer.encode(prompt, add_special_tokens=special)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return await asyncio.to_thread(self.core.abort, request_ids)
+        ids = list(self._running if request_ids is None else request_ids)
+        return await asyncio.to_thread(self.core.abort, ids)
 
     # ---- control ----
 
@@ -117,20 +123,26 @@ class EmbeddedBackend:
 
     # ---- weights (blocking) ----
 
+    @property
+    def coordinator(self) -> Coordinator:
+        if self._coordinator is None:
+            raise EngineClosed("the engine has not been started: call start() first")
+        return self._coordinator
+
     def info(self) -> WeightInfo:
-        info = self.core.coordinator.info()
+        info = self.coordinator.info()
         # No group has to form within one process: the bytes go with the calls.
         near = sorted(info.transports, key=lambda name: name != "inline")
         return replace(info, transports=tuple(near))
 
     def open(self) -> WeightChannel:
-        return self.core.coordinator.open()
+        return self.coordinator.open()
 
     def rollback(self, timeout: float) -> UpdateReceipt:
-        return self.core.coordinator.rollback(timeout)
+        return self.coordinator.rollback(timeout)
 
     def digests(self, timeout: float) -> dict[str, int]:
-        return self.core.coordinator.digests(timeout)
+        return self.coordinator.digests(timeout)
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Nothing to remember: an embedded engine has one life."""
@@ -139,6 +151,17 @@ class EmbeddedBackend:
         await asyncio.to_thread(self.core.close)
 
     # ---- helpers ----
+
+    def _load(self) -> None:
+        self.core.start()
+        reply, _ = self.core.call("weight_info", {})[0].result(self.config.start_timeout)
+        self._coordinator = Coordinator(
+            self.core,
+            metadata=[meta_from_wire(row) for row in reply["tensors"]],
+            aliases=reply["aliases"],
+            device=str(self.core.rank_info[0]["device"]),
+            num_ranks=self.config.tensor_parallel_size,
+        )
 
     async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -174,6 +197,7 @@ class EmbeddedBackend:
         arrived: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self.core.submit(requests, _into(arrived), stream=stream)
         pending = set(index)
+        self._running |= pending
         try:
             while pending:
                 item = await arrived.get()
@@ -184,8 +208,10 @@ class EmbeddedBackend:
                     pending.discard(item.request_id)
                 yield index[item.request_id], item
         finally:
+            self._running.difference_update(index)
             if pending:
-                self.core.abort(list(pending))
+                with contextlib.suppress(EngineError):  # a dead engine has nothing left to abort
+                    await asyncio.to_thread(self.core.abort, list(pending))
 
 
 def _into(

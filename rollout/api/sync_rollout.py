@@ -7,7 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from rollout.api.async_rollout import AsyncRollout
@@ -23,10 +23,10 @@ R = TypeVar("R")
 def _blocking(
     method: Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Rollout, P], R]:
-    @wraps(method)
-    def verb(self: Rollout, *args: P.args, **kwargs: P.kwargs) -> R:
+    def verb(self: Rollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._loop.run(method(self._async, *args, **kwargs))
 
+    update_wrapper(verb, method)
     return verb
 
 
@@ -35,10 +35,10 @@ def _here(
 ) -> Callable[Concatenate[Rollout, P], R]:
     """A weight verb in the calling thread, where the trainer's collectives belong."""
 
-    @wraps(method)
-    def verb(self: Rollout, *args: P.args, **kwargs: P.kwargs) -> R:
+    def verb(self: Rollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(self._async.weights, *args, **kwargs)
 
+    update_wrapper(verb, method)
     return verb
 
 
@@ -115,7 +115,7 @@ class Rollout:
 
     @property
     def address(self) -> str:
-        """ "host:port" where others may ``connect``; an embedded engine starts serving there."""
+        """Where others may ``connect``, "host:port"; an embedded engine starts serving there."""
         return self._loop.run(self._async.address)
 
     def shutdown(self) -> None:

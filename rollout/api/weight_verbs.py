@@ -15,7 +15,7 @@ from rollout.weights import UpdateReceipt
 
 
 class WeightVerbs:
-    """One engine's weights, as a trainer sees them. Every wait is bounded by ``timeout`` seconds."""
+    """One engine's weights, as a trainer sees them; ``timeout`` (seconds) bounds every wait."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

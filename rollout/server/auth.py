@@ -40,7 +40,7 @@ class Tokens:
             )
 
     def allows(self, method: str, authorization: str | None) -> bool:
-        """Whether a header ``Bearer TOKEN`` may call the gRPC method ``/package.Service/Method``."""
+        """Whether a header ``Bearer TOKEN`` may call ``/package.Service/Method``."""
         if method.startswith(_OPEN) or (self.generation is None and self.control is None):
             return True
         sampling = method.startswith("/rollout.v1.Generation/") or method in _READ_ONLY

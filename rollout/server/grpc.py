@@ -1,0 +1,92 @@
+"""The gRPC server over an ``AsyncRollout``: Generation, WeightSync, Control, health, reflection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from rollout import rollout_pb2 as pb
+from rollout.errors import ConfigError
+from rollout.grpc_status import SERVER_OPTIONS
+from rollout.rollout_pb2_grpc import (
+    add_ControlServicer_to_server,
+    add_GenerationServicer_to_server,
+    add_WeightSyncServicer_to_server,
+)
+from rollout.server.auth import Tokens
+from rollout.server.grpc_services import (
+    ControlService,
+    GenerationService,
+    TokenInterceptor,
+)
+from rollout.server.grpc_weights import WeightSyncService
+
+if TYPE_CHECKING:
+    from rollout.api import AsyncRollout
+
+STOP_GRACE = 1.0  # seconds that calls under way may take to end
+
+
+class GrpcServer:
+    """A running server; ``address`` is what clients connect to."""
+
+    def __init__(self, server: Any, health: HealthServicer, host: str, port: int) -> None:
+        self._server, self._health = server, health
+        self.port = port
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def stop(self, grace: float = STOP_GRACE) -> None:
+        """Refuse new calls, end those under way within ``grace`` seconds. Idempotent."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+
+
+async def serve(
+    rollout: AsyncRollout,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    control_token: str | None = None,
+) -> GrpcServer:
+    """Start serving in the running loop; port 0 picks a free one.
+
+    ``token`` allows sampling, ``control_token`` (default: the same) weights and control too. Raises
+    ``ConfigError`` for a busy port, and for a host beyond loopback without a token.
+    """
+    tokens = Tokens(generation=token, control=control_token)
+    tokens.check_host(host)
+    server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
+    add_GenerationServicer_to_server(GenerationService(rollout), server)
+    add_ControlServicer_to_server(ControlService(rollout), server)
+    add_WeightSyncServicer_to_server(WeightSyncService(rollout), server)
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
+    reflection.enable_server_reflection(
+        [*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server
+    )
+    bound = _bind(server, host, port)
+    await server.start()
+    for name in ("", *services):
+        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return GrpcServer(server, health, host, bound)
+
+
+def _bind(server: Any, host: str, port: int) -> int:
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = int(server.add_insecure_port(target))
+    except RuntimeError as error:
+        raise ConfigError(_busy(target, error)) from error
+    if bound == 0:
+        raise ConfigError(_busy(target, "the address is in use"))
+    return bound
+
+
+def _busy(target: str, why: object) -> str:
+    return f"cannot listen on {target} for gRPC: {why}; stop what uses it, or pass port 0 for any"
