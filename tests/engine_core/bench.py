@@ -1,0 +1,122 @@
+"""A scheduler driven step by step over the toy model, checked against its oracle at every step."""
+
+from __future__ import annotations
+
+from rollout.engine.batch import encode_batch
+from rollout.engine.block_manager import BlockManager
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequence import ScheduledBatch, Sequence, Status
+from rollout.engine.step_output import decode_step
+from rollout.generation import SamplingParams
+
+from engine_core.toy import VOCAB, ToyExecutor, chain
+
+
+class Bench:
+    """Owns one scheduler and one toy; every sampled token and every stored state is checked."""
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        block_size: int = 4,
+        budget: int = 16,
+        max_seqs: int = 8,
+        caching: bool = True,
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, block_size, salt=1, prefix_caching=caching)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget
+        )
+        self.toy = ToyExecutor(block_size=block_size)
+        self.toy.call("init_kv", {"num_blocks": num_blocks})
+        self.budget, self.max_seqs = budget, max_seqs
+        self.all: list[Sequence] = []
+        self.version = self.newest = 0
+
+    def submit(
+        self, prompt: list[int], max_tokens: int = 4, n: int = 1, scored: bool = False
+    ) -> list[Sequence]:
+        params = SamplingParams(n=n, max_tokens=max_tokens, prompt_logprobs=1 if scored else None)
+        samples = [
+            Sequence(
+                seq_id=len(self.all) + i,
+                request_id=f"r{len(self.all)}",
+                index=i,
+                params=params,
+                seed=i,
+                prompt_token_ids=prompt,
+            )
+            for i in range(n)
+        ]
+        self.all += samples
+        self.scheduler.add(samples)
+        return samples
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        assert batch.num_tokens <= self.budget
+        assert len(batch.entries) <= self.max_seqs
+        if not batch.entries:
+            return batch
+        states = [self._check_entry(entry.sequence, entry.num_new) for entry in batch.entries]
+        args, tensors = encode_batch(batch, self.blocks.block_size)
+        output = decode_step(self.toy.call("step", args, tensors)[0].result(0))
+        assert output.version == batch.version == self.version
+        drawing = [
+            (entry.sequence, state)
+            for entry, state in zip(batch.entries, states, strict=True)
+            if entry.samples
+        ]
+        self.scheduler.advance(batch)
+        for (seq, state), token in zip(drawing, output.tokens, strict=True):
+            assert token == state % VOCAB, f"{seq}: the pages are not what they should be"
+            seq.append(token, batch.version, 0.0, 0.0, 0.0)
+            if seq.output_len == seq.params.max_tokens:
+                seq.finish_reason = "length"
+                self.scheduler.finish(seq)
+        self.check()
+        return batch
+
+    def run(self, limit: int = 2000) -> int:
+        """Until everything has finished; returns the steps it took."""
+        for count in range(limit):
+            if not self.step().entries:
+                live = [seq for seq in self.all if seq.status is not Status.FINISHED]
+                assert not live, f"stalled with {live}"
+                return count
+        raise AssertionError(f"not finished within {limit} steps")
+
+    def commit(self, in_flight: str = "keep") -> None:
+        self.newest = self.version = self.newest + 1
+        self.toy.call("commit", {"version": self.version})
+        self.blocks.set_version(self.version)
+        if in_flight == "recompute":
+            self.scheduler.recompute()
+
+    def go_back(self) -> None:
+        """To the version before; the newest number may be used again by other weights."""
+        if self.version:
+            self.newest = self.version = self.version - 1
+            self.toy.call("revert", {"version": self.version})
+            self.blocks.set_version(self.version)
+            self.scheduler.recompute(newer_than=self.version)
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        assert len(self.scheduler.running) <= self.max_seqs
+
+    def _check_entry(self, seq: Sequence, num_new: int) -> int:
+        """Compare every stored state the step will read; returns the state it should end with."""
+        start, size = seq.num_computed, self.blocks.block_size
+        weights = [
+            self.toy.contents[span.version]
+            for span in seq.kv_spans.spans()
+            for _ in range(span.start, span.stop)
+        ]
+        assert len(weights) == start
+        weights += [self.toy.weights] * num_new
+        states = chain(seq.token_ids[: start + num_new], weights)
+        for p in range(start):
+            slot = seq.block_table[p // size] * size + p % size
+            assert self.toy.pages[slot] == states[p], f"{seq}: position {p} holds another state"
+        return states[-1]

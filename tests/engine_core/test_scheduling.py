@@ -1,0 +1,250 @@
+"""Scheduler and block manager over a model whose tokens depend on every page it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine_core.bench import Bench
+from engine_core.toy import continuation
+from rollout.engine.block_manager import BlockManager
+from rollout.engine.sequence import Sequence, Status
+from rollout.generation import SamplingParams, VersionSpan
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [(first + i) % 97 for i in range(length)]
+
+
+def test_chunked_prefill_and_decode_share_one_budget_and_give_the_models_tokens() -> None:
+    bench = Bench(budget=8)
+    long, short = bench.submit(prompt(21), 6)[0], bench.submit(prompt(3, 50), 6)[0]
+    first = bench.step()
+    assert [(e.sequence.seq_id, e.num_new) for e in first.entries] == [(0, 8)]
+    bench.run()
+    assert long.output_token_ids == continuation(prompt(21), 6)
+    assert short.output_token_ids == continuation(prompt(3, 50), 6)
+
+
+def test_decodes_go_before_prefill_chunks() -> None:
+    bench = Bench(budget=8)
+    bench.submit(prompt(4), 8)
+    bench.step()
+    bench.submit(prompt(20, 9), 8)
+    batch = bench.step()
+    assert [(e.sequence.seq_id, e.num_new) for e in batch.entries] == [(0, 1), (1, 7)]
+
+
+def test_the_newest_sequence_is_preempted_and_its_tokens_stay_the_same() -> None:
+    for caching in (True, False):
+        bench = Bench(num_blocks=9, budget=64, caching=caching)
+        seqs = [bench.submit(prompt(8, 10 * i), 16)[0] for i in range(3)]
+        bench.run()
+        assert bench.scheduler.preemptions > 0
+        for i, seq in enumerate(seqs):
+            assert seq.output_token_ids == continuation(prompt(8, 10 * i), 16)
+        assert bench.blocks.num_free == 9
+
+
+def test_a_repeated_prompt_is_found_in_the_cache_but_never_its_last_token() -> None:
+    bench = Bench(budget=64)
+    bench.submit(prompt(16), 4)
+    bench.run()
+    again = bench.submit(prompt(16), 4)[0]
+    batch = bench.step()
+    assert again.num_cached_tokens == 12
+    assert batch.num_tokens == 4
+    longer = bench.submit(prompt(16) + continuation(prompt(16), 4), 4)[0]
+    bench.run()
+    assert longer.num_cached_tokens == 16  # 19 of 20 positions were computed: four full blocks
+
+
+def test_a_prefix_of_another_version_never_matches_and_going_back_revives_the_old() -> None:
+    bench = Bench(budget=64)
+    bench.submit(prompt(16), 4)
+    bench.run()
+    bench.commit()
+    other = bench.submit(prompt(16), 4)[0]
+    bench.run()
+    assert other.num_cached_tokens == 0
+    bench.go_back()
+    old = bench.submit(prompt(16), 4)[0]
+    bench.run()
+    assert old.num_cached_tokens == 12
+    bench.commit()  # the same number, other weights
+    new = bench.submit(prompt(16), 4)[0]
+    bench.run()
+    assert new.num_cached_tokens == 0
+    assert new.output_token_ids == continuation(prompt(16), 4, bench.toy.weights)
+
+
+def test_under_keep_later_positions_carry_the_new_version_and_are_not_shared() -> None:
+    bench = Bench(budget=64)
+    seq = bench.submit(prompt(10), 12)[0]
+    for _ in range(4):
+        bench.step()
+    bench.commit("keep")
+    bench.run()
+    assert seq.weight_versions.spans() == (VersionSpan(0, 0, 4), VersionSpan(1, 4, 12))
+    assert seq.kv_spans.spans() == (VersionSpan(0, 0, 13), VersionSpan(1, 13, 21))
+    again = bench.submit(seq.token_ids[:20], 1)[0]
+    bench.run()
+    assert again.num_cached_tokens == 0
+
+
+def test_under_recompute_all_kv_is_of_the_new_version_and_the_output_stays() -> None:
+    bench = Bench(budget=64)
+    seq = bench.submit(prompt(10), 12)[0]
+    for _ in range(4):
+        bench.step()
+    before = seq.output_token_ids
+    bench.commit("recompute")
+    bench.run()
+    assert seq.output_token_ids[:4] == before
+    known = prompt(10) + before
+    assert seq.output_token_ids[4:] == continuation(known, 8, bench.toy.weights)
+    assert seq.kv_spans.spans() == (VersionSpan(1, 0, 21),)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_of_one_prompt_share_its_full_blocks_and_prefill_it_once(caching: bool) -> None:
+    bench = Bench(budget=64, caching=caching)
+    samples = bench.submit(prompt(18), 3, n=4)
+    first = bench.step()
+    assert first.num_tokens == 18
+    second = bench.step()
+    assert [e.num_new for e in second.entries] == [1, 2, 2, 2]
+    assert len({tuple(s.block_table[:4]) for s in samples}) == 1
+    assert bench.blocks.num_blocks - bench.blocks.num_free == 4 + 4
+    bench.run()
+    assert {tuple(s.output_token_ids) for s in samples} == {tuple(continuation(prompt(18), 3))}
+    assert samples[1].num_cached_tokens == 16
+
+
+def test_samples_share_even_when_the_first_ends_with_its_first_token() -> None:
+    bench = Bench(budget=64, caching=False)
+    bench.submit(prompt(18), 1, n=3)
+    bench.step()
+    assert [e.num_new for e in bench.step().entries] == [2, 2]
+    bench.run()
+
+
+def test_a_scored_prompt_is_computed_whole() -> None:
+    bench = Bench(budget=64)
+    bench.submit(prompt(16), 2)
+    bench.run()
+    bench.submit(prompt(16), 2, scored=True)
+    assert bench.step().num_tokens == 16
+
+
+def test_nothing_runs_while_frozen_and_only_what_has_begun_while_not_admitting() -> None:
+    bench = Bench(budget=64, max_seqs=1)
+    first, second = bench.submit(prompt(5), 3)[0], bench.submit(prompt(5, 7), 3)[0]
+    bench.step()
+    bench.scheduler.frozen = True
+    assert not bench.step().entries
+    bench.scheduler.frozen, bench.scheduler.admitting = False, False
+    while not bench.scheduler.drained:
+        bench.step()
+    assert (first.status, second.status) == (Status.FINISHED, Status.WAITING)
+    assert not bench.step().entries
+    bench.scheduler.admitting = True
+    bench.run()
+
+
+def test_integrity_check_notices_a_lost_block_and_a_stale_address() -> None:
+    bench = Bench()
+    seq = bench.submit(prompt(9), 4)[0]
+    bench.step()
+    seq.block_table[0], kept = seq.block_table[1], seq.block_table[0]
+    with pytest.raises(AssertionError):
+        bench.check()
+    seq.block_table[0] = kept
+    bench.check()
+
+
+def test_after_a_hash_hit_the_tokens_are_compared() -> None:
+    blocks = BlockManager(8, 4)
+    seqs = [
+        Sequence(
+            seq_id=i,
+            request_id=str(i),
+            index=0,
+            params=SamplingParams(),
+            seed=0,
+            prompt_token_ids=prompt(9),
+        )
+        for i in range(2)
+    ]
+    assert blocks.admit(seqs[0])
+    seqs[0].advance(9, 0)
+    blocks.publish(seqs[0])
+    blocks._blocks[seqs[0].block_table[1]].tokens = (9, 9, 9, 9)  # as if two chains collided
+    assert blocks.admit(seqs[1])
+    assert seqs[1].num_computed == 4
+
+
+def test_freed_blocks_are_reused_oldest_first_and_unhashed_ones_before_all() -> None:
+    bench = Bench(num_blocks=8, budget=64)
+    bench.submit(prompt(8), 1)
+    bench.run()
+    bench.submit(prompt(8, 40), 1)
+    bench.run()
+    bench.submit(prompt(20, 70), 1)  # takes the four unhashed blocks and the oldest cached one
+    bench.run()
+    kept = bench.submit(prompt(9, 40), 1)[0]
+    bench.step()
+    assert kept.num_cached_tokens == 8
+
+
+OPS = st.one_of(
+    st.tuples(
+        st.just("submit"),
+        st.integers(1, 30),  # prompt length
+        st.integers(0, 2),  # which shared prefix
+        st.integers(1, 4),  # n
+        st.integers(1, 20),  # max_tokens
+        st.booleans(),  # prompt logprobs
+    ),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("abort"), st.integers(0, 50)),
+    st.tuples(st.just("commit"), st.sampled_from(["keep", "recompute"])),
+    st.tuples(st.just("back")),
+    st.tuples(st.just("reset")),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    ops=st.lists(OPS, max_size=30),
+    num_blocks=st.integers(13, 40),
+    budget=st.integers(1, 40),
+    max_seqs=st.integers(1, 6),
+    caching=st.booleans(),
+)
+def test_any_history_keeps_the_books_and_gives_the_models_tokens(
+    ops: list[tuple[Any, ...]], num_blocks: int, budget: int, max_seqs: int, caching: bool
+) -> None:
+    bench = Bench(num_blocks, 4, budget, max_seqs, caching)
+    for op in ops:
+        match op:
+            case ("submit", length, prefix, n, max_tokens, scored):
+                bench.submit(prompt(length, 30 * prefix), max_tokens, n, scored)
+            case ("step", count):
+                for _ in range(count):
+                    bench.step()
+            case ("abort", which):
+                if live := [s for s in bench.all if s.status is not Status.FINISHED]:
+                    bench.scheduler.finish(live[which % len(live)])
+            case ("commit", in_flight):
+                bench.commit(in_flight)
+            case ("back",):
+                bench.go_back()
+            case ("reset",):
+                bench.blocks.reset_prefix_cache()
+        bench.check()
+    bench.run()
+    assert bench.blocks.num_free == num_blocks

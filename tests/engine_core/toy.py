@@ -1,0 +1,224 @@
+"""A small model that really reads its KV pages, and the rank that runs it.
+
+The state of position ``p`` mixes the weights, the token, ``p`` and the states of *all* positions
+before it, which are read from the pages through the block table, before anything of the step is
+written. The next token is that state modulo the vocabulary. So a wrong block, a stale prefix or a
+missing recompute gives a wrong token; ``chain`` says without pages what is right.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.engine.batch import decode_batch
+from rollout.errors import RolloutError, WorkerDied
+
+VOCAB = 97
+MAX_LEN = 256
+_MASK = (1 << 64) - 1
+_GARBAGE = 0xDEADBEEF
+
+Reply = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def mix(x: int) -> int:
+    """splitmix64's finaliser."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def state_at(weights: int, token: int, position: int, context: int) -> int:
+    return mix(mix(weights * 1_000_003 + token) + 31 * position + context)
+
+
+def chain(tokens: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """The state of every position, where ``weights[p]`` computed position ``p``."""
+    context, states = 0, []
+    for position, (token, weight) in enumerate(zip(tokens, weights, strict=True)):
+        states.append(state_at(weight, token, position, context))
+        context = (context + mix(states[-1] + position)) & _MASK
+    return states
+
+
+def continuation(prompt: Sequence[int], count: int, weights: int = 0) -> list[int]:
+    """The next ``count`` tokens under one set of weights."""
+    tokens, context = list(prompt), 0
+    for position in range(len(prompt) + count - 1):
+        state = state_at(weights, tokens[position], position, context)
+        context = (context + mix(state + position)) & _MASK
+        if position >= len(prompt) - 1:
+            tokens.append(state % VOCAB)
+    return tokens[len(prompt) :]
+
+
+def logprob_of(state: int) -> float:
+    """A made-up logprob, exact in float32."""
+    return -(state % 1024) / 1024
+
+
+class ToyExecutor:
+    """``size`` lockstep ranks in this process that share one set of pages.
+
+    ``lie`` makes the last rank report another version; ``gate`` holds steps while cleared.
+    """
+
+    def __init__(self, size: int = 1, block_size: int = 4, free_bytes: int = 1 << 20) -> None:
+        self.size = size
+        self.block_size = block_size
+        self.free_bytes = free_bytes
+        self.on_death: Callable[[WorkerDied], None] | None = None
+        self.version, self.weights = 0, 0
+        self.contents = {0: 0}  # version -> weights
+        self.commits = 0
+        self.pages: list[int] = []
+        self.steps = 0
+        self.lie = False
+        self.fail_next: RolloutError | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.dead: WorkerDied | None = None
+        self.closed = False
+
+    def start(self) -> None:
+        pass
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]:
+        futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
+        if method == "step" and not self.gate.is_set():
+            threading.Thread(target=self._late_step, args=(args, tensors, futures)).start()
+            return futures
+        self._answer(method, args, tensors or {}, futures)
+        return futures
+
+    def kill(self) -> None:
+        """What a dying rank does: pending futures fail at once and ``on_death`` is told."""
+        self.dead = WorkerDied("rank 0 died")
+        self.gate.set()
+        if self.on_death is not None:
+            self.on_death(self.dead)
+
+    def close(self) -> None:
+        self.closed = True
+        self.gate.set()
+
+    def _late_step(self, args: Any, tensors: Any, futures: list[Future[Reply]]) -> None:
+        self.gate.wait(30)
+        self._answer("step", args, tensors, futures)
+
+    def _answer(self, method: str, args: Any, tensors: Any, futures: list[Future[Reply]]) -> None:
+        try:
+            if self.dead is not None:
+                raise self.dead
+            replies = [getattr(self, f"_{method}")(args, tensors)]
+            if method == "step":
+                others = [({"version": self.version - self.lie}, {})] * (self.size - 1)
+                replies += others
+            else:
+                replies *= self.size
+        except RolloutError as error:
+            for future in futures:
+                future.set_exception(error)
+            return
+        for future, reply in zip(futures, replies, strict=True):
+            future.set_result(reply)
+
+    def _info(self, args: Any, tensors: Any) -> Reply:
+        sizes = {"free_bytes": self.free_bytes, "weight_bytes": 1000, "kv_block_bytes": 100}
+        return {"device": "cpu", "version": self.version, **sizes}, {}
+
+    def _init_kv(self, args: Any, tensors: Any) -> Reply:
+        self.pages = [_GARBAGE] * (args["num_blocks"] * self.block_size)
+        return {}, {}
+
+    def _sleep(self, args: Any, tensors: Any) -> Reply:
+        self.pages = [_GARBAGE] * len(self.pages)
+        return {}, {}
+
+    def _wake_up(self, args: Any, tensors: Any) -> Reply:
+        return {}, {}
+
+    def _commit(self, args: Any, tensors: Any) -> Reply:
+        self.commits += 1
+        self.version, self.weights = args["version"], self.commits
+        self.contents[self.version] = self.weights
+        return {"version": self.version}, {}
+
+    def _revert(self, args: Any, tensors: Any) -> Reply:
+        self.version = args["version"]
+        self.weights = self.contents[self.version]
+        return {"version": self.version}, {}
+
+    def _step(self, args: Any, tensors: Any) -> Reply:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self.steps += 1
+        batch, sampling = decode_batch(args, tensors)
+        starts = batch.query_starts.tolist()
+        contexts = [self._context(batch, s) for s in range(len(starts) - 1)]
+        states: list[int] = []
+        for s, context in enumerate(contexts):
+            for row in range(starts[s], starts[s + 1]):
+                position = int(batch.positions[row])
+                states.append(
+                    state_at(self.weights, int(batch.input_ids[row]), position, context)
+                )
+                self.pages[int(batch.slots[row])] = states[-1]
+                context = (context + mix(states[-1] + position)) & _MASK
+        return self._reply([states[row] for row in batch.logit_rows.tolist()], sampling)
+
+    def _context(self, batch: Any, s: int) -> int:
+        """The sum over the positions before this step, read from the pages."""
+        first = int(batch.positions[batch.query_starts[s]])
+        table, size = batch.block_tables[s].tolist(), self.block_size
+        stored = [self.pages[table[p // size] * size + p % size] for p in range(first)]
+        return sum(mix(state + p) for p, state in enumerate(stored)) & _MASK
+
+    def _reply(self, states: list[int], sampling: Any) -> Reply:
+        count = len(sampling.counters)
+        tokens = [s % VOCAB for s in states[:count]] + sampling.targets.tolist()
+        logprobs = torch.tensor([logprob_of(s) for s in states], dtype=torch.float32)
+        out = {
+            "tokens": torch.tensor(tokens, dtype=torch.int64),
+            "raw": logprobs,
+            "processed": logprobs[:count].clone(),
+            "log_kept_mass": torch.zeros(count),
+        }
+        if (sampling.num_top >= 0).any():
+            out["num_top"] = torch.as_tensor(sampling.num_top)
+            width = max(int(out["num_top"].max()), 1)
+            out["top_ids"] = out["tokens"][:, None].repeat(1, width)
+            out["top_logprobs"] = logprobs[:, None].repeat(1, width)
+        return {"version": self.version}, out
+
+
+def write_config(path: Path, **fields: Any) -> str:
+    """A ``config.json`` with the toy's vocabulary and length; its weights are never read."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": MAX_LEN,
+        "rope_theta": 10000.0,
+        **fields,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
