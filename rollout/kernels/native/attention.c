@@ -161,12 +161,13 @@ INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16)
 INLINE void locate(const Problem *p, int sequence, int head, int first, int count, Scratch *s,
                    int size) {
     const int32_t *table = p->tables + (int64_t)sequence * p->table_width;
+    int64_t stride = (int64_t)p->dim * size;
     int page = first / p->block, offset = first % p->block;
-    for (int j = 0; j < count; j++) {
-        int64_t at = table[page] * p->kv_block + head * p->kv_head + (int64_t)offset * p->dim;
-        s->k_rows[j] = (const char *)p->k + at * size;
-        s->v_rows[j] = (const char *)p->v + at * size;
-        if (++offset == p->block) offset = 0, page++;
+    for (int j = 0; j < count; page++, offset = 0) {
+        int64_t at = (table[page] * p->kv_block + head * p->kv_head) * size + offset * stride;
+        const char *k = (const char *)p->k + at, *v = (const char *)p->v + at;
+        int stop = count - j < p->block - offset ? count : j + p->block - offset;
+        for (; j < stop; j++, k += stride, v += stride) s->k_rows[j] = k, s->v_rows[j] = v;
     }
     for (int j = count; j % VW; j++) s->k_rows[j] = s->k_rows[count - 1];
 }

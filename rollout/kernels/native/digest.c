@@ -6,6 +6,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #if defined(__AVX512F__)
 #define LANES 8
+#include <immintrin.h>
 #elif defined(__AVX2__)
 #define LANES 4
 #else
@@ -42,15 +43,23 @@ INLINE uint64_t bits_at(const uint8_t *p, int size) {
     default: memcpy(&d, p, 8); return d;
     }
 }
+#if defined(__AVX512F__)
+#define GROW(from, x) GROW_##from(x)
+#define GROW_epu8(x) (v64) _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)&x))
+#define GROW_epu16(x) (v64) _mm512_cvtepu16_epi64((__m128i)x)
+#define GROW_epu32(x) (v64) _mm512_cvtepu32_epi64((__m256i)x)
+#else
+#define GROW(from, x) __builtin_convertvector(x, v64)
+#endif
 INLINE v64 lanes_at(const uint8_t *p, int size) {
     v8x8 a;
     v8x16 b;
     v8x32 c;
     v64 d;
     switch (size) {
-    case 1: memcpy(&a, p, sizeof a); return __builtin_convertvector(a, v64);
-    case 2: memcpy(&b, p, sizeof b); return __builtin_convertvector(b, v64);
-    case 4: memcpy(&c, p, sizeof c); return __builtin_convertvector(c, v64);
+    case 1: memcpy(&a, p, sizeof a); return GROW(epu8, a);
+    case 2: memcpy(&b, p, sizeof b); return GROW(epu16, b);
+    case 4: memcpy(&c, p, sizeof c); return GROW(epu32, c);
     default: memcpy(&d, p, sizeof d); return d;
     }
 }

@@ -1,5 +1,6 @@
-/* Vectors of the machine's width in the vector extension of gcc and clang: no intrinsics, so the
- * same code is AVX-512, AVX2 or NEON. Tails go through zero-padded buffers. */
+/* Vectors of the machine's width in the vector extension of gcc and clang: the same code is
+ * AVX-512, AVX2 or NEON. Intrinsics only where gcc 12 makes a detour of one AVX-512 instruction.
+ * Tails go through zero-padded buffers. */
 #ifndef ROLLOUT_VEC_H
 #define ROLLOUT_VEC_H
 
@@ -9,6 +10,7 @@
 
 #if defined(__AVX512F__)
 #define VW 16
+#include <immintrin.h>
 #elif defined(__AVX2__)
 #define VW 8
 #else
@@ -32,8 +34,15 @@ typedef uint16_t vh __attribute__((vector_size(VW * 2)));
 #endif
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+#if VW == 16
+INLINE vf blend(vi mask, vf yes, vf no) {
+    return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)no, (__m512)yes);
+}
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
 INLINE vf blend(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf vmax(vf a, vf b) { return blend(a > b, a, b); }
+#endif
 
 #if defined(__clang__)
 INLINE vf rotate(vf v, int by) {
@@ -57,12 +66,19 @@ INLINE float reduce_max(vf v) {
 }
 
 /* bfloat16 is the upper half of a float32; rounding is to nearest even, a NaN becomes 0x7fc0. */
-INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+#if VW == 16
+INLINE vu grow(vh h) { return (vu)_mm512_cvtepu16_epi32((__m256i)h); }
+INLINE vh shrink(vu u) { return (vh)_mm512_cvtepi32_epi16((__m512i)u); }
+#else
+INLINE vu grow(vh h) { return __builtin_convertvector(h, vu); }
+INLINE vh shrink(vu u) { return __builtin_convertvector(u, vh); }
+#endif
+INLINE vf widen(vh h) { return (vf)(grow(h) << 16); }
 INLINE vh narrow(vf v) {
     vu u = (vu)v;
     u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu nan = (vu)(v != v);
-    return __builtin_convertvector((u & ~nan) | (nan & 0x7fc0), vh);
+    return shrink((u & ~nan) | (nan & 0x7fc0));
 }
 INLINE vf round_to(vf v, int bf16) { return bf16 ? widen(narrow(v)) : v; }
 
