@@ -1,0 +1,468 @@
+"""The whole engine over the toy model: admission, control, commits, failures, text."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_core.toy import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
+from rollout.config import EngineConfig
+from rollout.engine.core import EngineCore
+from rollout.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineBroken,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+    PromptTooLong,
+    WorkerDied,
+)
+from rollout.generation import Request, RequestOutput, SamplingParams, VersionSpan
+
+PROMPT = list(range(5, 23))
+Start = Callable[..., EngineCore]
+
+
+class Sink:
+    """Collects what a call gets; ``result`` waits for its last output or its error."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.items: list[RequestOutput | BaseException] = []
+        self._left = count
+        self._done = threading.Event()
+
+    def __call__(self, item: RequestOutput | BaseException) -> None:
+        self.items.append(item)
+        if isinstance(item, BaseException) or item.finished:
+            self._left -= 1
+        if isinstance(item, BaseException) or self._left == 0:
+            self._done.set()
+
+    def wait_for(self, count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(self.items) < count:
+            assert time.monotonic() < deadline, f"only {len(self.items)} of {count} came"
+            time.sleep(0.001)
+
+    def results(self) -> dict[str, RequestOutput]:
+        assert self._done.wait(10), "the call did not end"
+        for item in self.items:
+            if isinstance(item, BaseException):
+                raise item
+        return {o.request_id: o for o in self.items if isinstance(o, RequestOutput) and o.finished}
+
+
+@pytest.fixture()
+def start(tmp_path: Path) -> Iterator[Start]:
+    engines: list[EngineCore] = []
+
+    def make(toy: ToyExecutor | None = None, tokenizer: bool = False, **settings: Any) -> EngineCore:
+        toy = toy or ToyExecutor()
+        fields = {"vocab_size": 320} if tokenizer else {}
+        path = write_config(tmp_path, **fields)
+        if tokenizer:
+            from tiny_models import make_tokenizer
+
+            make_tokenizer(320).save_pretrained(path)
+        values = {"num_kv_blocks": 80, "block_size": toy.block_size, **settings}
+        core = EngineCore(EngineConfig(model=path, **values), executor=toy)
+        engines.append(core)
+        core.start()
+        return core
+
+    before = threading.active_count()
+    yield make
+    for core in engines:
+        core.close()
+        core.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def request(name: str = "a", prompt: list[int] | None = None, **params: Any) -> Request:
+    ids = tuple(PROMPT if prompt is None else prompt)
+    return Request(request_id=name, prompt_token_ids=ids, params=SamplingParams(**params))
+
+
+def run(core: EngineCore, *requests: Request, stream: bool = False) -> dict[str, RequestOutput]:
+    sink = Sink(len(requests))
+    core.submit(requests, sink, stream=stream)
+    return sink.results()
+
+
+def commit(core: EngineCore, version: int, in_flight: str = "keep") -> None:
+    def boundary() -> None:
+        for future in core.call("commit", {"version": version}):
+            future.result(5)
+        core.on_commit(version, in_flight)
+
+    core.at_step_boundary(boundary).result(5)
+
+
+def held(core: EngineCore, toy: ToyExecutor, steps: int, **params: Any) -> Sink:
+    """A streaming request that has given ``steps`` tokens and stands still in a pause."""
+    sink = Sink()
+    core.submit([request(**params)], sink, stream=True)
+    sink.wait_for(steps)
+    core.pause("keep")
+    return sink
+
+
+# ---- requests ----
+
+
+def test_a_request_gives_the_models_tokens_logprobs_and_spans(start: Start) -> None:
+    core = start()
+    out = run(core, request(max_tokens=7, logprobs=2))["a"]
+    sample = out.outputs[0]
+    tokens = continuation(PROMPT, 7)
+    assert sample.token_ids == tokens
+    states = chain(PROMPT + tokens[:-1], [0] * (len(PROMPT) + 6))[len(PROMPT) - 1 :]
+    assert sample.logprobs.raw == [logprob_of(s) for s in states]
+    assert sample.cumulative_logprob == sum(sample.logprobs.raw)
+    assert [set(top) for top in sample.logprobs.top or []] == [{t} for t in tokens]
+    assert (sample.finish_reason, sample.text) == ("length", "")
+    assert sample.weight_versions == (VersionSpan(0, 0, 7),)
+    assert sample.kv_spans == (VersionSpan(0, 0, len(PROMPT) + 6),)
+    assert (out.epoch, out.prompt_logprobs, out.num_cached_tokens) == (core.epoch, None, 0)
+
+
+def test_prompt_logprobs_cover_the_prompt_across_chunks_and_despite_a_cached_prefix(
+    start: Start,
+) -> None:
+    core = start(max_num_batched_tokens=5)
+    run(core, request(max_tokens=2))
+    out = run(core, request(max_tokens=2, prompt_logprobs=0))["a"]
+    states = chain(PROMPT, [0] * len(PROMPT))
+    expected = [{t: logprob_of(s)} for t, s in zip(PROMPT[1:], states, strict=False)]
+    assert out.prompt_logprobs == [None, *expected]
+    assert out.num_cached_tokens == 0
+
+
+def test_a_stream_is_cumulative_and_ends_like_the_unstreamed_call(start: Start) -> None:
+    core = start()
+    sink = Sink()
+    core.submit([request(max_tokens=9)], sink, stream=True)
+    final = sink.results()["a"]
+    lengths = [len(o.outputs[0].token_ids) for o in sink.items if isinstance(o, RequestOutput)]
+    assert lengths == list(range(1, 10))
+    assert final.outputs[0].token_ids == run(core, request(max_tokens=9))["a"].outputs[0].token_ids
+
+
+def test_one_call_is_admitted_whole_in_one_step_or_not_at_all(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    run(core, *[request(str(i), PROMPT[i:], max_tokens=1) for i in range(6)])
+    assert toy.steps == 1
+    for bad, error in (
+        ([1, VOCAB], InvalidRequest),
+        ([-1], InvalidRequest),
+        ([], InvalidRequest),
+        ([1.0], InvalidRequest),
+        ([1] * 256, PromptTooLong),
+    ):
+        sink = Sink()
+        with pytest.raises(error):
+            core.submit([request("good"), request("bad", bad)], sink, stream=False)
+        assert sink.items == []
+    with pytest.raises(InvalidRequest, match="twice"):
+        core.submit([request("x"), request("x")], Sink(), stream=False)
+    with pytest.raises(InvalidRequest, match="97 in stop_token_ids.* vocabulary of 97"):
+        core.submit([request("x", stop_token_ids=(97,))], Sink(), stream=False)
+    assert toy.steps == 1
+    run(core, request("good", max_tokens=1))
+
+
+def test_stop_ids_eos_min_tokens_and_the_length_limit_end_a_sample(
+    start: Start, tmp_path: Path
+) -> None:
+    core = start()
+    tokens = continuation(PROMPT, 20)
+    out = run(core, request(max_tokens=20, stop_token_ids=(tokens[5],)))["a"].outputs[0]
+    first = tokens.index(tokens[5])
+    assert (out.token_ids, out.finish_reason) == (tokens[: first + 1], "stop")
+    assert out.stop_reason == tokens[5]
+    long = run(core, request(max_tokens=None))["a"].outputs[0]
+    assert len(PROMPT) + len(long.token_ids) == core.max_model_len == 256
+    assert long.finish_reason == "length"
+    core.close()
+    write_config(tmp_path, eos_token_id=tokens[2])
+    toy = ToyExecutor()
+    with_eos = EngineCore(
+        EngineConfig(model=str(tmp_path), num_kv_blocks=80, block_size=4), executor=toy
+    )
+    with_eos.start()
+    try:
+        out = run(with_eos, request(max_tokens=20))["a"].outputs[0]
+        assert (out.finish_reason, out.stop_reason, len(out.token_ids)) == ("stop", None, 3)
+        out = run(with_eos, request(max_tokens=20, ignore_eos=True))["a"].outputs[0]
+        assert out.finish_reason == "length"
+    finally:
+        with_eos.close()
+
+
+def test_samples_of_one_request_have_their_own_seeds_and_arrive_together(start: Start) -> None:
+    core = start()
+    out = run(core, request(n=3, max_tokens=4, seed=7))["a"]
+    assert [c.index for c in out.outputs] == [0, 1, 2]
+    assert [c.token_ids for c in out.outputs] == [continuation(PROMPT, 4)] * 3
+
+
+def test_more_requests_than_memory_all_finish_with_the_right_tokens(start: Start) -> None:
+    core = start(num_kv_blocks=20, max_model_len=80, max_num_batched_tokens=16)
+    prompts = {str(i): [(7 * i + j) % VOCAB for j in range(10 + i)] for i in range(12)}
+    outs = run(core, *[request(k, p, max_tokens=20) for k, p in prompts.items()])
+    assert core.stats().preemptions_total > 0
+    for key, out in outs.items():
+        assert out.outputs[0].token_ids == continuation(prompts[key], 20)
+
+
+def test_abort_ends_a_request_with_what_it_has(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 3, max_tokens=200)
+    assert core.abort(["a", "unknown"]) == 1
+    out = sink.results()["a"].outputs[0]
+    assert out.finish_reason == "abort"
+    assert out.token_ids == continuation(PROMPT, 200)[: len(out.token_ids)]
+    core.resume()
+    assert core.blocks.num_free == core.num_kv_blocks
+
+
+def test_a_sink_that_raises_loses_only_its_own_call(start: Start) -> None:
+    core = start()
+
+    def bad(item: Any) -> None:
+        raise RuntimeError("sink")
+
+    other = Sink()
+    core.submit([request("bad", max_tokens=50)], bad, stream=True)
+    core.submit([request("good", max_tokens=50)], other, stream=True)
+    assert other.results()["good"].outputs[0].token_ids == continuation(PROMPT, 50)
+    run(core, request("bad", max_tokens=1))
+
+
+# ---- commits ----
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
+def test_what_a_commit_does_to_a_running_request(start: Start, in_flight: str) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 5, max_tokens=40)
+    commit(core, 1, in_flight)
+    core.resume()
+    sample = sink.results()["a"].outputs[0]
+    if in_flight == "abort":
+        assert sample.finish_reason == "abort"
+        assert sample.weight_versions[-1].version == 0
+    else:
+        done = sample.weight_versions[0].stop
+        assert [s.version for s in sample.weight_versions] == [0, 1]
+        before = continuation(PROMPT, done)
+        assert sample.token_ids[:done] == before
+        if in_flight == "recompute":
+            after = continuation(PROMPT + before, 40 - done, weights=1)
+            assert sample.token_ids[done:] == after
+            assert sample.kv_spans == (VersionSpan(1, 0, len(PROMPT) + 39),)
+        else:
+            border = len(PROMPT) + done - 1
+            kv = [0] * border + [1] * (len(PROMPT) + 39 - border)
+            states = chain(PROMPT + sample.token_ids[:-1], kv)
+            assert sample.token_ids == [s % VOCAB for s in states[len(PROMPT) - 1 :]]
+            assert [s.version for s in sample.kv_spans] == [0, 1]
+            assert sample.kv_spans[0].stop == border
+    fresh = run(core, request("b", max_tokens=5))["b"]
+    assert fresh.outputs[0].token_ids == continuation(PROMPT, 5, weights=1)
+    assert fresh.num_cached_tokens == (16 if in_flight == "recompute" else 0)
+
+
+def test_a_drain_lets_running_requests_end_and_admits_no_other(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy, max_num_seqs=1)
+    first, second = Sink(), Sink()
+    core.submit([request("a", max_tokens=60)], first, stream=True)
+    core.submit([request("b", max_tokens=5)], second, stream=False)
+    first.wait_for(1)
+    core.drain(5)
+    assert first.results()["a"].outputs[0].finish_reason == "length"
+    commit(core, 1, "wait")
+    assert second.items == []
+    core.undrain()
+    assert second.results()["b"].outputs[0].token_ids == continuation(PROMPT, 5, weights=1)
+
+
+def test_a_drain_that_cannot_end_says_so_and_generation_goes_on(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 2, max_tokens=30)
+    with pytest.raises(DeadlineExceeded):
+        core.drain(0.05)
+    core.resume()
+    assert len(sink.results()["a"].outputs[0].token_ids) == 30
+    run(core, request("b"))
+
+
+def test_a_rank_with_another_version_breaks_the_engine_until_a_commit(start: Start) -> None:
+    toy = ToyExecutor(size=2)
+    core = start(toy)
+    toy.lie = True
+    with pytest.raises(EngineBroken):
+        run(core, request())
+    with pytest.raises(EngineBroken):
+        core.submit([request("b")], Sink(), stream=False)
+    assert core.state == "broken"
+    toy.lie = False
+    commit(core, 1)
+    assert core.state == "running"
+    run(core, request("b"))
+
+
+# ---- control ----
+
+
+def test_pause_modes(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 3, max_tokens=100)
+    count, steps = len(sink.items), toy.steps
+    time.sleep(0.05)
+    assert (len(sink.items), toy.steps, core.state) == (count, steps, "paused")
+    core.resume()
+    core.pause("wait", 5)
+    assert len(sink.results()["a"].outputs[0].token_ids) == 100
+    late = Sink()
+    core.submit([request("late", max_tokens=3)], late, stream=False)
+    core.pause("abort")
+    assert late.results()["late"].outputs[0].token_ids == []
+    core.resume()
+    run(core, request("b"))
+    with pytest.raises(InvalidRequest):
+        core.pause("sometimes")
+
+
+def test_sleep_refuses_calls_and_a_frozen_request_goes_on_after_it(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 3, max_tokens=40)
+    core.resume()
+    core.sleep(1)
+    with pytest.raises(EngineClosed, match="asleep"):
+        core.submit([request("b")], Sink(), stream=False)
+    core.wake_up(["weights"])
+    assert core.state == "asleep"
+    core.wake_up()
+    assert sink.results()["a"].outputs[0].token_ids == continuation(PROMPT, 40)
+    with pytest.raises(InvalidRequest, match="moon"):
+        core.wake_up(["moon"])
+
+
+def test_after_deep_sleep_only_a_commit_makes_the_engine_generate(start: Start) -> None:
+    core = start()
+    core.sleep(2)
+    core.wake_up()
+    with pytest.raises(EngineBroken, match="dropped the weights"):
+        core.submit([request()], Sink(), stream=False)
+    commit(core, 1)
+    assert run(core, request(max_tokens=3))["a"].outputs[0].token_ids == continuation(PROMPT, 3, 1)
+
+
+def test_boundaries_run_in_order_between_steps_and_hand_back_errors(start: Start) -> None:
+    core = start()
+    seen: list[int] = []
+    futures = [core.at_step_boundary(lambda i=i: seen.append(i)) for i in range(20)]
+    failing = core.at_step_boundary(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(5)
+    for future in futures:
+        future.result(5)
+    assert seen == list(range(20))
+
+
+# ---- failures ----
+
+
+def test_a_dying_worker_ends_everything_at_once(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    toy.gate.clear()
+    sink = Sink()
+    core.submit([request()], sink, stream=False)
+    began = time.monotonic()
+    toy.kill()
+    with pytest.raises(WorkerDied):
+        sink.results()
+    assert time.monotonic() - began < 2
+    assert core.state == "dead"
+    for use in (
+        lambda: core.submit([request("b")], Sink(), stream=False),
+        lambda: core.pause(),
+        lambda: core.call("info", {}),
+    ):
+        with pytest.raises(WorkerDied):
+            use()
+
+
+def test_a_failed_step_ends_its_requests_and_no_others(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    toy.fail_next = EngineError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        run(core, request())
+    assert run(core, request(max_tokens=3))["a"].outputs[0].token_ids == continuation(PROMPT, 3)
+    assert core.blocks.num_free == core.num_kv_blocks
+    assert core.stats().requests_finished == {"stop": 0, "length": 1, "abort": 0, "error": 1}
+
+
+def test_close_ends_pending_calls_and_refuses_new_ones(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 1, max_tokens=100)
+    core.close()
+    with pytest.raises(EngineClosed):
+        sink.results()
+    assert toy.closed
+    with pytest.raises(EngineClosed):
+        core.submit([request("b")], Sink(), stream=False)
+    with pytest.raises(EngineClosed):
+        core.pause()
+    assert core.state == "closed"
+
+
+def test_a_bad_configuration_is_refused_with_sizes_and_leaves_nothing(start: Start) -> None:
+    toy = ToyExecutor()
+    with pytest.raises(ConfigError, match=r"one sequence: max_model_len 200 needs 50 .* 8 fit"):
+        start(toy, num_kv_blocks=8, max_model_len=200)
+    assert toy.closed
+    with pytest.raises(ConfigError, match="shadow"):
+        start(ToyExecutor(free_bytes=500), num_kv_blocks=None)
+    with pytest.raises(ConfigError, match="own maximum of 256"):
+        start(max_model_len=300)
+    with pytest.raises(ConfigError, match="divisible by tensor parallel size"):
+        start(tensor_parallel_size=4)
+    assert start(num_kv_blocks=8).max_model_len == 32
+    assert start(num_kv_blocks=None, kv_cache_bytes=2500).num_kv_blocks == 25
+    assert start(num_kv_blocks=None, max_num_seqs=2).num_kv_blocks == 128
+
+
+def test_figures_count_what_happened(start: Start) -> None:
+    core = start()
+    run(core, request("a", max_tokens=4), request("b", max_tokens=4))
+    run(core, request("c", max_tokens=4))
+    core.record_update(failed=True)
+    core.record_update(failed=False, stall=0.5)
+    stats = core.stats()
+    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (3 * len(PROMPT), 12)
+    assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (54, 16)
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert (stats.time_to_first_token.count, stats.inter_token.count) == (3, 9)
+    assert (stats.weight_updates_total, stats.weight_updates_failed_total) == (1, 1)
+    assert (stats.last_stall_seconds, stats.state, stats.epoch) == (0.5, "running", core.epoch)
