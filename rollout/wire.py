@@ -50,6 +50,8 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy().data).cast("B")
 

@@ -1,0 +1,86 @@
+"""One rank in this process: no subprocess, no socket, no copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
+from rollout.engine.executors import Reply
+from rollout.engine.staging_thread import StagingThread
+from rollout.engine.worker import Worker
+from rollout.errors import ConfigError, EngineClosed, WorkerDied
+
+_CLOSE_WAIT = 2.0  # seconds for a stage call under way to end
+
+
+class InlineExecutor:
+    """Runs a call in the thread that makes it, under one lock; stage calls on a thread of theirs.
+
+    ``on_death`` is never called: the rank lives as long as this process.
+    """
+
+    size = 1
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.tensor_parallel_size != 1:
+            raise ConfigError(
+                "the inline executor runs one rank; use executor='multiprocess' for "
+                f"tensor_parallel_size={config.tensor_parallel_size}"
+            )
+        self.on_death: Callable[[WorkerDied], None] | None = None
+        self._config = config
+        self._worker: Worker | None = Worker(config, TensorParallel())
+        self._staging = StagingThread("rollout-staging")
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Load the model here; raises what loading raises."""
+        if self._config.num_threads is not None:
+            torch.set_num_threads(self._config.num_threads)
+        self.call("start", {})[0].result()
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]:
+        """The call's future; already done unless it is a stage call."""
+        future: Future[Reply] = Future()
+        worker = self._worker
+        if worker is None:
+            future.set_exception(EngineClosed("the engine is closed"))
+        elif method.startswith("stage_"):
+            self._staging.submit(lambda: _run(worker, method, args, tensors, future))
+        else:
+            with self._lock:
+                _run(worker, method, args, tensors, future)
+        return [future]
+
+    def close(self) -> None:
+        """Drop the model; a stage call under way gets a moment to end."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+            self._staging.close(_CLOSE_WAIT)
+
+
+def _run(
+    worker: Worker,
+    method: str,
+    args: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None,
+    future: Future[Reply],
+) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        reply = worker.handle(method, args, tensors or {})
+    except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the reply
+        future.set_exception(error)
+    else:
+        future.set_result(reply)

@@ -1,0 +1,137 @@
+"""Every rank in a process of its own, reached over a socket pair in our wire format."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.distributed import RendezvousServer, choose_device
+from rollout.engine.executors import Reply
+from rollout.engine.executors.rank_link import RankLink, encode_call, fail
+from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
+from rollout.update_wire import rendezvous_to_wire
+from rollout.wire import encode
+
+_CLOSE_WAIT = 2.0  # seconds for a rank to end by itself
+
+
+class MultiprocessExecutor:
+    """Ranks as subprocesses of ``python -m rollout.engine.worker``.
+
+    One lock makes the order of calls the same on every rank. When a rank ends, all others are
+    killed, every pending future fails with ``WorkerDied`` naming the one that ended, and
+    ``on_death`` is called once.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.size = config.tensor_parallel_size
+        self.on_death: Callable[[WorkerDied], None] | None = None
+        self._config = config
+        self._links: list[RankLink] = []
+        self._rendezvous: RendezvousServer | None = None
+        self._order = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._next_id = 0
+        self._dead: WorkerDied | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start all ranks and load; raises the first error of any rank and leaves none behind."""
+        config = self._config
+        deadline = time.monotonic() + config.start_timeout
+        try:
+            args: dict[str, Any] = {}
+            if self.size > 1:
+                backend = "nccl" if choose_device(config.device).type == "cuda" else "gloo"
+                self._rendezvous = RendezvousServer(self.size, backend)
+                args["rendezvous"] = rendezvous_to_wire(self._rendezvous.info)
+            self._spawn()
+            futures = self.call("start", args)
+            done, silent = wait(futures, deadline - time.monotonic(), FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if silent:
+                ranks = ", ".join(str(i) for i, f in enumerate(futures) if f in silent)
+                raise DeadlineExceeded(
+                    f"rank {ranks} did not load its model within start_timeout="
+                    f"{config.start_timeout:g} s (phase: start)"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]:
+        """Enqueue one call on every rank; never blocks. ``tensors`` stay unchanged until the
+        replies are there. After a death every future fails with ``WorkerDied``.
+        """
+        futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
+        with self._order:
+            self._next_id += 1
+            buffers = encode_call(self._next_id, method, args, tensors)
+            for link, future in zip(self._links, futures, strict=False):
+                link.send(buffers, self._next_id, future)
+        with self._state_lock:
+            over = self._dead or (EngineClosed("the engine is closed") if self._closed else None)
+        if over is not None:  # it may have ended between our look and our send
+            self._fail_pending(over)
+            for future in futures:
+                fail(future, over)
+        return futures
+
+    def close(self) -> None:
+        """End every rank within bounded time; pending futures fail with ``EngineClosed``."""
+        with self._state_lock:
+            if self._closed:
+                return
+            self._closed = True
+        for link in self._links:
+            link.hang_up()
+        deadline = time.monotonic() + _CLOSE_WAIT
+        for link in self._links:
+            link.reap(max(0.0, deadline - time.monotonic()))
+        self._fail_pending(EngineClosed("the engine was shut down"))
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def _spawn(self) -> None:
+        config = self._config
+        threads = config.resolved_num_threads
+        for rank in range(self.size):
+            link = RankLink(rank, threads, self._rank_ended)
+            self._links.append(link)
+            first = {
+                "rank": rank,
+                "size": self.size,
+                "num_threads": threads,
+                "config": config.to_dict(),
+            }
+            link.send(encode(first), 0, None)
+
+    def _rank_ended(self, rank: int, how: str) -> None:
+        """A rank's process or socket is gone; called from that rank's reader thread."""
+        with self._state_lock:
+            first = not self._closed and self._dead is None
+            if first:
+                self._dead = WorkerDied(f"{how}; the engine must be started again")
+        if not first:
+            return
+        assert self._dead is not None
+        for link in self._links:
+            link.blame.set()
+            link.kill()
+        self._fail_pending(self._dead)
+        if self.on_death is not None:
+            self.on_death(self._dead)
+
+    def _fail_pending(self, error: Exception) -> None:
+        for link in self._links:
+            for future in link.take_pending():
+                fail(future, error)

@@ -1,0 +1,224 @@
+"""The engine's end of one rank: its process, its socket, and the replies it owes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import rollout
+from rollout.engine.executors import Reply
+from rollout.errors import RolloutError, from_wire
+from rollout.wire import encode, recv_frame
+
+_EXIT_WAIT = 1.0  # seconds for a rank whose socket closed to be reaped
+_BLAME_WAIT = 0.5  # seconds in which an internal error may turn out to be another rank's death
+
+
+class RankLink:
+    """Starts a rank's process. ``send`` never blocks; a thread reads replies into futures.
+
+    ``on_end(rank, why)`` is called once, from the reader thread, when the process has ended or
+    its socket broke. Whoever owns the link then fails what ``take_pending`` gives.
+    """
+
+    def __init__(self, rank: int, num_threads: int, on_end: Callable[[int, str], None]) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rollout.engine.worker", "--fd", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # libraries print there; this process's own output stays clean
+                env=_environment(num_threads),
+            )
+        self._sock = ours
+        self._on_end = on_end
+        self._pending: dict[int, Future[Reply]] = {}
+        self._pending_lock = threading.Lock()
+        self._outbox = _Outbox(ours, f"rollout-writer-{rank}")
+        self._last_error = ""
+        self.blame = threading.Event()  # set once some rank is known to have died
+        self._reader = threading.Thread(
+            target=self._read, name=f"rollout-reader-{rank}", daemon=True
+        )
+        self._reader.start()
+
+    def send(self, buffers: list[Any], call_id: int, future: Future[Reply] | None) -> None:
+        """Queue one encoded frame; its reply resolves ``future``."""
+        if future is not None:
+            with self._pending_lock:
+                self._pending[call_id] = future
+        self._outbox.put(buffers)
+
+    def take_pending(self) -> list[Future[Reply]]:
+        """Every future without a reply; the caller must resolve them."""
+        with self._pending_lock:
+            pending, self._pending = self._pending, {}
+        return list(pending.values())
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def hang_up(self) -> None:
+        """Close the life line: the rank's process ends by itself, and our threads too."""
+        self._outbox.close()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other end was gone already
+
+    def reap(self, timeout: float) -> None:
+        """After ``hang_up``: wait for the process, kill it at the deadline, free everything."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_EXIT_WAIT)
+        self._outbox.join()
+        self._sock.close()
+
+    def _read(self) -> None:
+        why = ""
+        try:
+            while (frame := recv_frame(self._sock)) is not None:
+                self._resolve(*frame)
+        except (RolloutError, OSError) as error:
+            why = str(error)
+        self._on_end(self.rank, self._describe_end(why))
+
+    def _resolve(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if "error" in header and header["internal"]:
+            # Often a collective that broke because a peer died: let that be found first.
+            self._last_error = str(header["error"]["message"])
+            self.blame.wait(_BLAME_WAIT)
+            if header["fatal"]:
+                return  # the rank ends now: its future fails with the others
+        with self._pending_lock:
+            future = self._pending.pop(header["id"], None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if "error" in header:
+            future.set_exception(from_wire(header["error"]))
+        else:
+            future.set_result((header["reply"], tensors))
+
+    def _describe_end(self, why: str) -> str:
+        try:
+            code = self.process.wait(_EXIT_WAIT)
+        except subprocess.TimeoutExpired:
+            how = f"lost its connection{f' ({why})' if why else ''}"
+        else:
+            how = f"ended {_exit_name(code)}"
+        cause = f" after {self._last_error}" if self._last_error else ""
+        return f"rank {self.rank} (pid {self.process.pid}) {how}{cause}"
+
+
+class _Outbox:
+    """Writes frames in order without blocking the caller: at once where the socket takes them,
+    else from a thread."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self._sock = sock
+        self._queue: deque[memoryview] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
+
+    def put(self, buffers: list[Any]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            views = [memoryview(b).cast("B") for b in buffers if len(b)]
+            if not self._queue:
+                views = self._send_now(views)
+            if views:
+                self._queue.extend(views)
+                if self._thread.ident is None:
+                    self._thread.start()
+                self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(_EXIT_WAIT)
+
+    def _send_now(self, views: list[memoryview]) -> list[memoryview]:
+        """What the socket would not take without waiting; the caller holds the lock."""
+        try:
+            sent = self._sock.sendmsg(views, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return views
+        except OSError:
+            return []  # the reader thread reports the end of the rank
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if views and sent:
+            views[0] = views[0][sent:]
+        return views
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                views = self._send_now([self._queue.popleft() for _ in range(len(self._queue))])
+                self._queue.extendleft(reversed(views))
+            if views:
+                select.select([], [self._sock], [], 0.1)
+
+
+def fail(future: Future[Reply], error: Exception) -> None:
+    """Fail a future that another thread may have resolved or failed meanwhile."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def encode_call(call_id: int, method: str, args: Mapping[str, Any], tensors: Any) -> list[Any]:
+    return encode({"id": call_id, "method": method, "args": dict(args)}, tensors)
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    """The rank's environment: ours, this package importable, and its share of the cores.
+
+    The one place where the executors read the environment. Threads that wait for the next
+    parallel loop spin briefly instead of for ever: a trainer may run on the same cores.
+    """
+    env = dict(os.environ)
+    root = str(Path(rollout.__file__).parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    env["OMP_NUM_THREADS"] = str(num_threads)
+    if "OMP_WAIT_POLICY" not in env:
+        env.setdefault("GOMP_SPINCOUNT", "20000")
+    return env
+
+
+def _exit_name(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"

@@ -1,0 +1,128 @@
+"""One rank's forward pass: weights in, KV pages beside them, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
+from rollout.engine.batch import decode_batch
+from rollout.engine.instances import ModelInstances
+from rollout.engine.kv_cache import KVCache, KVShape
+from rollout.engine.memory import available_bytes, release_unused
+from rollout.engine.sampler import Sampler
+from rollout.engine.step_output import encode_step
+from rollout.loader import open_checkpoint
+from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.config import ModelConfig
+from rollout.models.forward import ForwardBatch
+from rollout.wire import dtype_from_name
+
+Reply = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class ModelRunner:
+    """Built with its weights loaded; KV pages come with ``kv.allocate``.
+
+    Every rank runs the same steps in the same order; only rank 0 samples, the others answer with
+    their version alone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        tp: TensorParallel,
+        device: torch.device,
+    ) -> None:
+        started = time.perf_counter()
+        self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
+        self.dtype = model_config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
+        live = self._build(self.device)
+        self._load(live, directory)
+        self.table, self.metadata = live.table, live.weight_metadata()
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
+        shadow = torch.device("cpu") if config.staging == "host" else self.device
+        self.instances = ModelInstances(live, self._build, shadow)
+        self.kv = KVCache(self._kv_shape(), self.device)
+        self.sampler = Sampler()
+        self.load_seconds = time.perf_counter() - started
+
+    def sizes(self) -> dict[str, Any]:
+        """What the engine plans its memory with, in bytes."""
+        return {
+            "weight_bytes": self.weight_bytes,
+            "kv_block_bytes": self.kv.shape.block_bytes,
+            "free_bytes": available_bytes(self.device),
+            "seconds": self.load_seconds,
+        }
+
+    def step(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> Reply:
+        """One forward pass and, on rank 0, a token for every row that samples."""
+        kv = self.kv.layers
+        batch, sampling = decode_batch(args, tensors)
+        with torch.inference_mode():
+            logits = self.instances.live(self._to_device(batch), kv)
+            if self.tp.rank:
+                return {"version": version}, {}
+            return encode_step(version, self.sampler.sample(logits, sampling), sampling)
+
+    def sleep(self, level: int) -> None:
+        """Give up the KV pages and the shadow; at level 2 the weights as well."""
+        self.kv.free()
+        self.instances.drop_shadow()
+        self.sampler = Sampler()
+        if level == 2:
+            self.instances.drop_weights()
+        else:
+            self.instances.park()
+        release_unused(self.device)
+
+    def _to_device(self, batch: ForwardBatch) -> ForwardBatch:
+        if self.device.type == "cpu":
+            return batch
+        moved = {
+            f.name: getattr(batch, f.name).to(self.device, non_blocking=True)
+            for f in fields(ForwardBatch)
+        }
+        return ForwardBatch(**moved)
+
+    def _build(self, device: torch.device) -> CausalLM:
+        return build_model(
+            self.model_config,
+            self.tp,
+            self.dtype,
+            device,
+            self.config.weight_layout,
+            max_model_len=self.config.max_model_len,
+        )
+
+    def _load(self, model: CausalLM, directory: Path) -> None:
+        """Read this rank's part of the checkpoint; the first rank shows the progress."""
+        with open_checkpoint(
+            str(directory),
+            None,
+            self.config.load_format,
+            metadata=model.weight_metadata(),
+            seed=self.config.seed,
+            progress=self.config.progress and self.tp.rank == 0,
+        ) as checkpoint:
+            model.load_weights(checkpoint.items())
+
+    def _kv_shape(self) -> KVShape:
+        config = self.model_config
+        return KVShape(
+            num_layers=config.num_layers,
+            kv_heads=max(1, config.num_kv_heads // self.tp.size),
+            block_size=self.config.block_size,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )

@@ -1,0 +1,117 @@
+"""The process of one rank: reads calls from its engine's socket, runs them, replies.
+
+    reader thread --+-- stage_* --> staging thread --+--> replies, in any order,
+       (socket)     +-- the rest -> main thread -----+    matched by the call's id
+
+The engine's end of the socket is this process's life line: when it closes, the process ends at
+once, even inside a collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import torch
+
+from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
+from rollout.engine.staging_thread import StagingThread
+from rollout.engine.worker import Worker
+from rollout.errors import RolloutError, to_wire
+from rollout.wire import Frame, recv_frame, send_frame
+
+_SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one rank on the inherited socket ``--fd`` until the other end closes."""
+    parser = argparse.ArgumentParser(prog="python -m rollout.engine.worker")
+    parser.add_argument("--fd", type=int, required=True)
+    sock = socket.socket(fileno=parser.parse_args(argv).fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its ranks end
+    first = recv_frame(sock)
+    if first is None:
+        return
+    header, _ = first
+    rank, size = int(header["rank"]), int(header["size"])
+    logging.basicConfig(
+        level=logging.WARNING,
+        stream=sys.stderr,
+        format=f"rollout rank {rank}: %(levelname)s %(name)s: %(message)s",
+    )
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    staging = StagingThread("rollout-staging", num_threads=1)
+    torch.set_num_threads(int(header["num_threads"]))
+    config = EngineConfig.from_dict(header["config"])
+    RankLoop(sock, Worker(config, TensorParallel(rank, size)), staging).run()
+
+
+class RankLoop:
+    """Moves calls from the socket to the thread they belong to, and their replies back."""
+
+    def __init__(self, sock: socket.socket, worker: Worker, staging: StagingThread) -> None:
+        self._sock, self._worker, self._staging = sock, worker, staging
+        self._calls: SimpleQueue[Frame] = SimpleQueue()
+        self._send_lock = threading.Lock()
+
+    def run(self) -> None:
+        """Run the main thread's calls for ever; the reader ends the process."""
+        threading.Thread(target=self._read, name="rollout-reader", daemon=True).start()
+        while True:
+            self._run(self._calls.get())
+
+    def _read(self) -> None:
+        try:
+            while (frame := recv_frame(self._sock)) is not None:
+                if frame[0]["method"].startswith("stage_"):
+                    self._staging.submit(_Job(self, frame))
+                else:
+                    self._calls.put(frame)
+        except (RolloutError, OSError) as error:
+            log.error("lost the engine: %s", error)
+        os._exit(0)
+
+    def _run(self, frame: Frame) -> None:
+        header, tensors = frame
+        method = header["method"]
+        fatal = False
+        try:
+            reply, values = self._worker.handle(method, header["args"], tensors)
+            answer = {"id": header["id"], "reply": reply}
+        except Exception as error:
+            internal = not isinstance(error, RolloutError)
+            if internal:
+                log.exception("%s failed", method)
+            # Other ranks may be inside this step's collectives: they are freed by our end alone.
+            fatal = internal and method == "step" and self._worker.tp.size > 1
+            values = {}
+            answer = {
+                "id": header["id"],
+                "error": to_wire(error),
+                "internal": internal,
+                "fatal": fatal,
+            }
+        with self._send_lock:
+            send_frame(self._sock, answer, values)
+        if fatal:
+            os._exit(1)
+
+
+class _Job:
+    """One call for the staging thread; kept small, so that its tensors go when it is done."""
+
+    def __init__(self, loop: RankLoop, frame: Frame) -> None:
+        self._loop, self._frame = loop, frame
+
+    def __call__(self) -> None:
+        self._loop._run(self._frame)

@@ -1,0 +1,221 @@
+"""One rank of the engine: the methods that an executor calls, and ``python -m`` for a process.
+
+``stage_*`` methods run on the rank's staging thread, all others on its main thread, each in the
+order in which they were called. Arguments and replies are JSON-able values and tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel, choose_device, join_group
+from rollout.engine.model_runner import ModelRunner, Reply
+from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
+from rollout.loader import resolve_model
+from rollout.models.config import ModelConfig
+from rollout.update_wire import meta_to_wire, rendezvous_from_wire
+from rollout.weight_sync.digests import slot_digests
+from rollout.weight_sync.receiver import RankUpdates
+from rollout.wire import dtype_name
+
+Args = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
+
+class Worker:
+    """Built empty; ``start`` loads. An error of one call is that call's alone.
+
+    ``version`` is the live weights' and travels with every reply of ``step``. A commit swaps live
+    and shadow, ``revert`` goes back to the version before it.
+    """
+
+    def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
+        self.config, self.tp = config, tp
+        self.device = _own_device(choose_device(config.device), tp.rank)
+        self.version = 0
+        self._before: int | None = None  # the version that the shadow still holds
+        self._runner: ModelRunner | None = None
+        self._updates: RankUpdates | None = None
+        self._asleep = 0  # the level of the sleep
+        self._methods: dict[str, Callable[[Args, Tensors], Reply]] = {
+            "step": lambda args, tensors: self.runner.step(args, tensors, self.version),
+            "start": self._plain(self.start),
+            "init_kv": self._plain(self.init_kv),
+            "commit": self._plain(self.commit),
+            "revert": self._plain(self.revert),
+            "sleep": self._plain(self.sleep),
+            "wake_up": self._plain(self.wake_up),
+            "info": self._plain(self.info),
+            "weight_info": self._plain(self.weight_info),
+            "interrupt_update": self._plain(self.interrupt_update),
+            "stage_begin": self._plain(self.stage_begin),
+            "stage_connect": self._plain(lambda args: self.updates.connect(args)),
+            "stage_bucket": lambda args, tensors: (self.updates.bucket(args, tensors), {}),
+            "stage_seal": self._plain(lambda args: self.updates.seal(args)),
+            "stage_abort": self._plain(lambda args: self.updates.abort(args)),
+            "stage_digests": self._plain(self.digests),
+            "digests": self._plain(self.digests),
+        }
+
+    def handle(self, method: str, args: Args, tensors: Tensors) -> Reply:
+        """Run one call on the calling thread; raises whatever it raises."""
+        run = self._methods.get(method)
+        if run is None:
+            known = ", ".join(self._methods)
+            raise InvalidRequest(f"a rank has no method {method!r}; known: {known}")
+        return run(args, tensors)
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineClosed(f"rank {self.tp.rank} has not loaded its model: call start first")
+        return self._runner
+
+    @property
+    def updates(self) -> RankUpdates:
+        if self._updates is None:
+            raise EngineClosed(f"rank {self.tp.rank} has not loaded its model: call start first")
+        return self._updates
+
+    def close(self) -> None:
+        """Let go of the model; calls fail from now on."""
+        self._runner = self._updates = None
+
+    # ---- main thread ----
+
+    def start(self, args: Args) -> dict[str, Any]:
+        """Build the model and load its weights; replies what ``info`` does. Idempotent.
+
+        Collective where ``rendezvous`` names a place: the ranks form their group first.
+        """
+        if self._runner is None:
+            config = self.config
+            directory = resolve_model(config.model, config.revision, config.load_format)
+            model_config = ModelConfig.from_directory(directory)
+            model_config.check_tensor_parallel(self.tp.size)
+            if args.get("rendezvous") is not None:
+                self._join(args["rendezvous"])
+            self._runner = ModelRunner(config, model_config, directory, self.tp, self.device)
+            device = str(self.device)
+            self._updates = RankUpdates(self._runner.instances, self.tp.rank, device)
+        return self.info(args)
+
+    def init_kv(self, args: Args) -> dict[str, Any]:
+        """Allocate ``num_blocks`` KV blocks."""
+        self.runner.kv.allocate(int(args["num_blocks"]))
+        return {}
+
+    def commit(self, args: Args) -> dict[str, Any]:
+        """Make the other instance live as ``version``; the vote came before."""
+        self.runner.instances.commit()
+        self._before, self.version = self.version, int(args["version"])
+        return {"version": self.version}
+
+    def revert(self, args: Args) -> dict[str, Any]:
+        """Be at ``version`` again: undo the last commit if this rank has made it, else nothing."""
+        version = int(args["version"])
+        if version != self.version:
+            if version != self._before:
+                raise VersionConflict(
+                    f"rank {self.tp.rank} is at version {self.version} and cannot go back to "
+                    f"{version}"
+                )
+            self.runner.instances.swap()
+            self.version, self._before = version, None
+        return {"version": self.version}
+
+    def sleep(self, args: Args) -> dict[str, Any]:
+        """Level 1 frees the KV pages and the shadow, and moves the weights to host memory (on a
+        CPU they are there already); level 2 frees the weights too. Steps fail until ``wake_up``.
+        """
+        self._asleep, self._before = int(args["level"]), None
+        self.runner.sleep(self._asleep)
+        return self.info(args)
+
+    def wake_up(self, args: Args) -> dict[str, Any]:
+        """Take back what ``tags`` name, "weights" or "kv_cache"; None means both."""
+        tags = args.get("tags") or ("weights", "kv_cache")
+        if "weights" in tags:
+            self.runner.instances.unpark()
+        if "kv_cache" in tags:
+            self.runner.kv.restore()
+            self._asleep = 0
+        return self.info(args)
+
+    def info(self, args: Args) -> dict[str, Any]:
+        """Who this rank is, and the sizes its engine plans with, in bytes."""
+        return {
+            "rank": self.tp.rank,
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "dtype": dtype_name(self.runner.dtype),
+            "version": self.version,
+            "asleep": self._asleep,
+            "num_kv_blocks": self.runner.kv.num_blocks,
+            "has_shadow": self.runner.instances.has_shadow,
+            "all_reduces": self.tp.all_reduces,
+            **self.runner.sizes(),
+        }
+
+    def weight_info(self, args: Args) -> dict[str, Any]:
+        """The complete set that a full update sends, in file form, and the accepted aliases."""
+        runner = self.runner
+        return {
+            "tensors": [meta_to_wire(meta) for meta in runner.metadata],
+            "aliases": dict(runner.table.aliases),
+            "dtype": dtype_name(runner.dtype),
+        }
+
+    def interrupt_update(self, args: Args) -> dict[str, Any]:
+        """Free the staging thread if it waits for the sender of update ``update_id``."""
+        self.updates.interrupt(args["update_id"])
+        return {}
+
+    # ---- staging thread ----
+
+    def stage_begin(self, args: Args) -> dict[str, Any]:
+        self._before = None  # the shadow is about to be overwritten
+        return self.updates.begin(args)
+
+    def digests(self, args: Args) -> dict[str, Any]:
+        """Digest per slot of the live weights, of the tensors in ``names`` or of all."""
+        names = args.get("names")
+        wanted = None if names is None else frozenset(names)
+        slots = self.runner.instances.read_slots(live=True)
+        rows = slot_digests(row for row in slots if wanted is None or row[0].source in wanted)
+        return {"digests": rows, "version": self.version}
+
+    def _join(self, rendezvous: Any) -> None:
+        """Form the ranks' group, then bound its collectives by the timeout of one wait."""
+        where = rendezvous_from_wire(rendezvous)
+        group = join_group(
+            where,
+            self.tp.rank,
+            self.config.start_timeout,
+            tag="tensor-parallel",
+            device=self.device.type,
+        )
+        self.tp.group = group
+
+    @staticmethod
+    def _plain(run: Callable[[Args], dict[str, Any]]) -> Callable[[Args, Tensors], Reply]:
+        return lambda args, tensors: (run(args), {})
+
+
+def _own_device(device: torch.device, rank: int) -> torch.device:
+    """Each rank of a machine takes a GPU of its own."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return device
+
+
+if __name__ == "__main__":
+    from rollout.engine.rank_process import main
+
+    main()
