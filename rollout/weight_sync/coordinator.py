@@ -38,6 +38,7 @@ class EngineControl(Protocol):
 
     epoch: int
     version: int
+    broken: str | None  # why live weights are not one version, if so
 
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
@@ -67,6 +68,10 @@ class EngineControl(Protocol):
         """Refuse generation until called with None."""
         ...
 
+    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
+        """Count an update that ended; ``stall`` in seconds."""
+        ...
+
 
 class Coordinator:
     """Transactions on one engine's weights. Thread-safe; one update at a time holds the lease."""
@@ -93,7 +98,6 @@ class Coordinator:
         self._free = threading.Condition()
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._can_roll_back = False
-        self.num_failed = 0
 
     def open(self) -> Lease:
         """A channel for one update; it takes the lease at its ``begin``."""
@@ -196,12 +200,9 @@ class Coordinator:
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
-        if request.partial and self.state_was_broken():
+        if request.partial and self.engine.broken is not None:
             raise EngineBroken("live weights are not one version: send a full update")
         return version
-
-    def state_was_broken(self) -> bool:
-        return getattr(self.engine, "broken", None) is not None
 
     def gather(
         self, method: str, args: Mapping[str, Any], timeout: float, *, phase: str
@@ -259,6 +260,7 @@ class Coordinator:
         self._label = label
         self._can_roll_back = reversible
         self.engine.mark_broken(None)
+        self.engine.record_update(failed=False, stall=receipt.timings.get("stall", 0.0))
 
     def _at_boundary(self, fn: Callable[[], T], timeout: float) -> T:
         future = self.engine.at_step_boundary(fn)

@@ -149,7 +149,7 @@ class Lease:
         broken = None
         if request is not None:
             if failed:
-                of.num_failed += 1
+                of.engine.record_update(failed=True)
                 self._tell_ranks(request)
                 if request.staging == "none":
                     broken = f"an update without staging failed midway: {reason}"

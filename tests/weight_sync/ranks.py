@@ -96,6 +96,7 @@ class Engine:
         self.ranks = [Rank(config, r, size, weights, layout) for r in range(size)]
         self.epoch, self.version, self.broken = 7, 0, None
         self.committed: list[tuple[int, str]] = []
+        self.ended: list[bool] = []  # one per update: whether it failed
         self.held = False
         self._order = threading.Lock()
         model = self.ranks[0].instances.live
@@ -152,6 +153,9 @@ class Engine:
 
     def mark_broken(self, reason: str | None) -> None:
         self.broken = reason
+
+    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
+        self.ended.append(failed)
 
     def live(self) -> list[dict[str, Tensor]]:
         return [rank.live() for rank in self.ranks]
