@@ -52,7 +52,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     known = next((cls for cls in type(error).__mro__ if cls in STATUS), EngineError)
     code = getattr(grpc.StatusCode, STATUS[known][0])
     # Details travel beside the metadata and under the same limit: a first line is enough there.
-    return code, wire["message"][:256], ((ERROR_KEY, json.dumps(wire).encode()),)
+    return code, wire["message"][:256], ((ERROR_KEY, json.dumps(wire, ensure_ascii=False).encode()),)
 
 
 def is_typed(error: Any) -> bool:

@@ -1,0 +1,80 @@
+"""The error tree, its status table and its wire form."""
+
+import http
+
+import grpc
+import pytest
+
+from rollout import errors
+from rollout.grpc_status import MAX_ERROR_TEXT, error_from_rpc, status_of
+
+
+def _tree(cls=errors.RolloutError):
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _tree(child)
+
+
+TREE = sorted(set(_tree()), key=lambda cls: cls.__name__)
+
+
+class Failed:
+    """A failed call as a client sees it."""
+
+    def __init__(self, code, details, trailing):
+        self._parts = code, details, trailing
+
+    def code(self):
+        return self._parts[0]
+
+    def details(self):
+        return self._parts[1]
+
+    def trailing_metadata(self):
+        return self._parts[2]
+
+
+def test_every_error_has_a_status_row_and_every_row_an_error():
+    assert set(TREE) == set(errors.STATUS)
+
+
+@pytest.mark.parametrize("cls", TREE)
+def test_statuses_exist_in_grpc_and_http(cls):
+    code, status = errors.STATUS[cls]
+    assert hasattr(grpc.StatusCode, code)
+    assert status == 499 or http.HTTPStatus(status)
+    assert 400 <= status < 600
+
+
+@pytest.mark.parametrize("cls", TREE)
+def test_an_error_crosses_grpc_as_its_own_class(cls):
+    back = error_from_rpc(Failed(*status_of(cls("q_proj: 3 of 4 äöü"))), "host:1")
+    assert type(back) is cls
+    assert str(back) == "q_proj: 3 of 4 äöü"
+
+
+def test_an_error_from_outside_the_tree_crosses_as_an_engine_error_that_names_it():
+    back = error_from_rpc(Failed(*status_of(KeyError("lost"))), "host:1")
+    assert type(back) is errors.EngineError
+    assert "KeyError" in str(back)
+
+
+def test_a_long_message_is_cut_below_the_metadata_limit():
+    _, details, trailing = status_of(errors.WeightMismatch("ä" * 100_000))
+    assert len(details.encode()) <= 1024
+    assert len(trailing[0][1]) < 8192 - 1024
+    back = error_from_rpc(Failed(None, "", trailing), "host:1")
+    assert len(str(back).encode()) <= MAX_ERROR_TEXT + 16
+
+
+def test_an_unreachable_server_is_engine_closed_with_the_address_and_the_remedy():
+    back = error_from_rpc(Failed(grpc.StatusCode.UNAVAILABLE, "refused", ()), "host:1")
+    assert type(back) is errors.EngineClosed
+    assert "host:1" in str(back)
+    assert "rollout serve" in str(back)
+
+
+def test_value_errors_of_a_caller_are_value_errors():
+    for cls in (errors.ConfigError, errors.InvalidRequest, errors.PromptTooLong):
+        assert issubclass(cls, ValueError)
+    assert issubclass(errors.DeadlineExceeded, TimeoutError)

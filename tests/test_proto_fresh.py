@@ -1,0 +1,50 @@
+"""The committed stubs say what ``proto/rollout.proto`` says, and load on every allowed runtime."""
+
+import importlib.util
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2, descriptor_pool
+
+from rollout import rollout_pb2
+
+ROOT = Path(__file__).parents[1]
+
+
+def _generator():
+    spec = importlib.util.spec_from_file_location("generate_proto", ROOT / "proto" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _descriptor(text):
+    """The file descriptor inside generated code, without registering it a second time."""
+    start = text.index("AddSerializedFile(") + len("AddSerializedFile(")
+    literal = text[start : text.index("\n", start)].rstrip(")")
+    serialized = eval(literal, {"__builtins__": {}})  # a bytes literal
+    descriptor = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+    descriptor_pool.DescriptorPool().Add(descriptor)  # complete: everything it names is there
+    return descriptor
+
+
+def test_committed_stubs_hold_the_descriptor_of_the_proto_file(tmp_path):
+    _generator().generate(tmp_path)
+    fresh = _descriptor((tmp_path / "rollout_pb2.py").read_text())
+    committed = descriptor_pb2.FileDescriptorProto()
+    rollout_pb2.DESCRIPTOR.CopyToProto(committed)
+    assert fresh == committed
+
+
+def test_committed_service_stubs_are_those_of_the_proto_file(tmp_path):
+    _generator().generate(tmp_path)
+    text = (ROOT / "rollout" / "rollout_pb2_grpc.py").read_text()
+    for service in rollout_pb2.DESCRIPTOR.services_by_name.values():
+        for method in service.methods:
+            assert f"'/{service.full_name}/{method.name}'" in text
+
+
+def test_stubs_do_not_refuse_older_runtimes():
+    for name in ("rollout_pb2.py", "rollout_pb2_grpc.py"):
+        text = (ROOT / "rollout" / name).read_text()
+        assert "ValidateProtobufRuntimeVersion" not in text
+        assert "GRPC_GENERATED_VERSION" not in text
