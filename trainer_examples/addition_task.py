@@ -114,7 +114,7 @@ def expected_reward(model: nn.Module, batch: Sequence[Problem]) -> float:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, *, target: float, seed: int, max_steps: int, lr: float = 1e-3
+    model: Qwen3ForCausalLM, *, target: float, seed: int, max_steps: int, lr: float = 5e-4
 ) -> tuple[int, float]:
     """Supervised steps until the expected reward reaches ``target``; returns (steps, reward)."""
     rng = random.Random(f"warm-up-{seed}")

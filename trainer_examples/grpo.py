@@ -73,3 +73,12 @@ def clipped_loss(batch: Batch, logprobs: Tensor, clip: float) -> Tensor:
 def largest_difference(batch: Batch, logprobs: Tensor) -> float:
     """Largest |trainer logprob - rollout logprob| over the sampled tokens."""
     return float((logprobs.detach() - batch.logprobs).abs()[batch.mask].max())
+
+
+def scheduled_lr(peak: float, step: int, steps: int, rise: int = 10, last: float = 0.1) -> float:
+    """Rises over the first ``rise`` steps, while AdamW's moments settle, and falls to ``last``.
+
+    ``step`` counts from 1 to ``steps``; the result is a fraction of ``peak``, linear in both parts.
+    """
+    done = (step - 1) / max(1, steps)
+    return peak * min(1.0, step / rise) * (1 - (1 - last) * done)

@@ -74,6 +74,8 @@ def _explain(error: RequestValidationError) -> str:
     """The first complaints, each with the field it is about."""
     lines = []
     for row in error.errors()[:4]:
+        if row["type"] == "json_invalid":
+            return f"the body is not JSON: {row['ctx']['error']} at byte {row['loc'][-1]}"
         where = ".".join(str(part) for part in row["loc"] if part != "body")
         message = str(row["msg"]).removeprefix("Value error, ")
         lines.append(f"{where}: {message}" if where else message)

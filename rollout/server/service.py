@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import uvicorn
 
 from rollout.api import AsyncRollout
+from rollout.api.embedded import EmbeddedBackend
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError
 from rollout.server.auth import Tokens
 from rollout.server.http import build_app
+from rollout.server.http_answers import TokenText
 
 GRACE = 5.0  # seconds that open HTTP connections get at the end
 
@@ -80,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
 @asynccontextmanager
 async def _http(rollout: AsyncRollout, sock: socket.socket, tokens: Tokens) -> AsyncIterator[None]:
     settings = uvicorn.Config(
-        build_app(rollout, tokens=tokens),
+        build_app(rollout, tokens=tokens, token_text=_token_text(rollout)),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -101,6 +103,15 @@ async def _http(rollout: AsyncRollout, sock: socket.socket, tokens: Tokens) -> A
             await rollout.abort()
         server.should_exit = True
         await task
+
+
+def _token_text(rollout: AsyncRollout) -> TokenText | None:
+    """How an embedded engine's tokenizer writes one token; None where there is none."""
+    backend = rollout.backend
+    tokenizer = backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
+    if tokenizer is None:
+        return None
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
 
 class _Server(uvicorn.Server):
