@@ -18,7 +18,8 @@ from rollout import errors, wire
 from rollout.distributed import LOOPBACK
 from rollout.errors import DeadlineExceeded, SourceFailed, TransferFailed
 
-MAX_FRAME = 64 << 20  # a status or an announcement; bounds what a peer can make us allocate
+GRACE = 0.5  # seconds that the centre still listens once it knows that the update failed
+_HELLO = 8 + 1 + 32  # bytes: the member's index, a blank, the secret
 
 
 class Agreement:
@@ -60,14 +61,18 @@ class Agreement:
 
     def exchange(
         self, status: Mapping[str, Any], timeout: float, phase: str = "exchange"
-    ) -> list[dict[str, Any]]:
-        """Every member's ``status`` (JSON-able), in member order, on every member."""
+    ) -> list[Any]:
+        """Every member's ``status`` (a JSON-able object), in member order, on every member.
+
+        Where one status has a true ``"error"``, members that do not come soon are None.
+        """
         if self.size == 1:
             return [dict(status)]
         try:
             if self.is_sender:
                 return self._collect(dict(status), time.monotonic() + timeout, phase)
-            self._send(0, {"phase": phase, "status": dict(status)}, timeout, phase)
+            with suppress(TransferFailed):  # the centre may have left after an earlier verdict
+                self._send(0, {"phase": phase, "status": dict(status)}, timeout, phase)
             # The centre waits ``timeout`` for the slowest member, and then says who it was.
             reply = self._receive_one(0, timeout + min(1.0, timeout / 4), phase)
             if reply.get("error"):
@@ -98,12 +103,14 @@ class Agreement:
         mine = None if error is None else errors.to_wire(_typed(error, f"{who}, {phase}: "))
         try:
             replies = self.exchange({"error": mine}, timeout, phase)
-        except errors.RolloutError as lost:
-            # The others are gone or late; what went wrong here says more than that.
+        except DeadlineExceeded:
             if error is None:
                 raise
-            raise _typed(error, f"{who}, {phase}: ") from (_origin(error) or lost)
-        failed = [i for i, reply in enumerate(replies) if reply["error"] is not None]
+            # The others hang in the gather that failed here; the failure says more than that.
+            raise _typed(error, f"{who}, {phase}: ") from _origin(error)
+        except TransferFailed as lost:
+            raise lost from error  # a gather that fails because a peer died names only a socket
+        failed = [i for i, reply in enumerate(replies) if reply and reply["error"]]
         if not failed:
             return
         self.close()
@@ -134,7 +141,7 @@ class Agreement:
             link.close()
         self._links.clear()
 
-    def _collect(self, mine: dict[str, Any], deadline: float, phase: str) -> list[dict[str, Any]]:
+    def _collect(self, mine: dict[str, Any], deadline: float, phase: str) -> list[Any]:
         """The centre: take one status of every peer, answer all of them alike."""
         replies: dict[int, dict[str, Any]] = {0: mine}
         error: errors.RolloutError | None = None
@@ -142,14 +149,17 @@ class Agreement:
             for index, link in self._links.items():
                 ready.register(link, selectors.EVENT_READ, index)
             while error is None and len(replies) < self.size:
+                known = any(reply.get("error") for reply in replies.values())
+                if known:  # the verdict is clear: a peer may be stuck in the gather that failed
+                    deadline = min(deadline, time.monotonic() + GRACE)
                 events = ready.select(max(0.0, deadline - time.monotonic()))
+                if not events and known:
+                    break
                 if not events:
                     error = self._late(set(range(self.size)) - set(replies), phase)
                 for key, _ in events:
                     try:
-                        frame = self._receive_one(key.data, deadline - time.monotonic(), phase)
-                        self._check_phase(key.data, frame, phase)
-                        replies[key.data] = frame["status"]
+                        replies[key.data] = self._status(key.data, deadline, phase)
                         ready.unregister(key.fileobj)
                     except errors.RolloutError as failure:
                         error = failure
@@ -166,12 +176,16 @@ class Agreement:
             raise error
         return answer["all"]  # type: ignore[no-any-return]
 
-    def _check_phase(self, index: int, frame: dict[str, Any], phase: str) -> None:
-        if frame.get("phase") != phase or not isinstance(frame.get("status"), dict):
-            raise TransferFailed(
-                f"trainer rank {self.ranks[index]} is at {frame.get('phase')!r} while rank "
-                f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
-            )
+    def _status(self, index: int, deadline: float, phase: str) -> dict[str, Any]:
+        """What a peer has to say at ``phase``; ``TransferFailed`` when it is somewhere else."""
+        frame = self._receive_one(index, deadline - time.monotonic(), phase)
+        status = frame.get("status")
+        if frame.get("phase") == phase and isinstance(status, dict):
+            return status
+        raise TransferFailed(
+            f"trainer rank {self.ranks[index]} is at {frame.get('phase')!r} while rank "
+            f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
+        )
 
     def _late(self, members: set[int], phase: str) -> DeadlineExceeded:
         names = ", ".join(str(self.ranks[i]) for i in sorted(members))
@@ -247,11 +261,9 @@ def _meet(me: int, ranks: tuple[int, ...], deadline: float) -> dict[int, socket.
         if me:
             return {0: _join(mine, me, ranks, deadline)}
         return _gather_peers(mine, host, ranks, deadline)
-    except (dist.DistError, OSError) as error:
-        raise TransferFailed(
-            f"trainer rank {ranks[me]} could not meet ranks {list(ranks)}: {error}"
-        ) from error
-    except RuntimeError as error:  # stores raise plain ones, too
+    except errors.RolloutError:
+        raise  # DeadlineExceeded is an OSError, too
+    except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
         raise TransferFailed(
             f"trainer rank {ranks[me]} could not meet ranks {list(ranks)}: {error}"
         ) from error
@@ -310,12 +322,14 @@ def _accept(
         ) from None
     try:
         link.settimeout(max(0.01, min(2.0, deadline - time.monotonic())))
-        frame = wire.recv_frame(link)
-    except (OSError, TransferFailed):
-        frame = None
-    index = frame[0].get("member") if frame else None
-    known = frame is not None and secrets.compare_digest(str(frame[0].get("secret")), secret)
-    if not known or not isinstance(index, int) or not 0 < index < len(ranks) or index in links:
+        with link.makefile("rb") as reader:
+            hello = reader.read(_HELLO)
+    except OSError:
+        hello = b""
+    member, _, theirs = hello.decode("ascii", "replace").partition(" ")
+    index = int(member) if member.isdecimal() else 0
+    known = secrets.compare_digest(theirs.encode(), secret.encode())
+    if not known or not 0 < index < len(ranks) or index in links:
         link.close()
         return
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -338,7 +352,7 @@ def _join(store: Any, me: int, ranks: tuple[int, ...], deadline: float) -> socke
         (where["host"], where["port"]), timeout=max(0.01, deadline - time.monotonic())
     )
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    wire.send_frame(link, {"member": me, "secret": where["secret"]})
+    link.sendall(f"{me:08d} {where['secret']}".encode())
     return link
 
 
@@ -347,8 +361,8 @@ def _take(store: Any, key: str, deadline: float) -> str | None:
     left = max(0.01, deadline - time.monotonic())
     try:
         store.wait([key], timedelta(seconds=left))
-    except RuntimeError:
-        if time.monotonic() < deadline - 0.05:
+    except RuntimeError as error:  # DistStoreError from a TCPStore, a plain one from a FileStore
+        if "timeout" not in str(error).lower():
             raise
         return None
     value = store.get(key).decode()

@@ -66,10 +66,10 @@ class ZeroSource:
     @torch.no_grad()
     def _gather(self, run: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Collective: the run's tensors whole on the sender, as meta tensors elsewhere."""
-        from deepspeed.zero import GatheredParameters
+        import deepspeed  # there already: only its engines reach this gatherer
 
         partitioned = [tensor for _, tensor in run if hasattr(tensor, "ds_id")]
-        with GatheredParameters(partitioned, enabled=bool(partitioned)):
+        with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             # A copy, as leaving the context frees what was gathered.
             return [
                 (name, self._cast(tensor, copy=hasattr(tensor, "ds_id"))) for name, tensor in run

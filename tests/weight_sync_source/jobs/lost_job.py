@@ -1,0 +1,30 @@
+"""Three ranks: rank 1 is killed in the middle of an update, then the sender in the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from weight_sync_source.jobs.rank import TIMEOUT, Rank
+from weight_sync_source.jobs.tiny import ALIASES, Tiny
+
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.source import source_for
+
+if __name__ == "__main__":
+    job = Rank()
+
+    def killed(victim: int, index: int) -> None:
+        if job.rank == victim and index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    source = source_for(
+        fully_shard(Tiny()), aliases=ALIASES, dtype=torch.bfloat16, timeout=10 * TIMEOUT
+    )
+    job.failing("gather", source.agreement, source, lambda index: killed(1, index))
+    agreement = Agreement.over((0, 2), 10 * TIMEOUT)
+    job.failing("vote", agreement, range(100), lambda index: killed(0, index))
+    job.finish()
+    os._exit(0)  # the job's own group cannot be taken down with dead members

@@ -1,0 +1,88 @@
+"""What every job script does on its rank: join the job, stream sources, write down outcomes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from weight_sync_source.jobs.tiny import ALIASES
+
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.bucket import BucketPacker
+from rollout.weight_sync.source import source_for
+
+TIMEOUT = 3.0
+
+
+class Rank:
+    def __init__(self) -> None:
+        rank, world, port, out = sys.argv[1:5]
+        self.rank, self.world, self.out = int(rank), int(world), Path(out)
+        self.args = sys.argv[5:]
+        self.outcome: dict[str, Any] = {}
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
+
+    def gather(self, name: str, obj: Any, dtype: torch.dtype) -> None:
+        """Stream ``obj`` as the publisher does: a vote after each bucket; the sender saves all."""
+        source = source_for(obj, aliases=ALIASES, dtype=dtype, timeout=TIMEOUT)
+        metadata = source.metadata()
+        found: dict[str, Tensor] = {}
+        headers = []
+        agreement = source.agreement
+        packer = BucketPacker(400, "cpu" if agreement.is_sender else "meta")
+        for tensor_name, tensor in source:
+            if agreement.is_sender:
+                found[tensor_name] = tensor.clone()
+            for header, _ in packer.add(tensor_name, tensor):
+                headers.append(header)
+                agreement.vote(None, TIMEOUT, f"bucket {header.index}")
+        agreement.close()
+        if agreement.is_sender:
+            save_file(found, self.out / f"{name}.safetensors")
+        self.outcome[name] = {
+            "sender": agreement.is_sender,
+            "kind": type(source).__name__,
+            "names": list(found),
+            "metadata": metadata and [[m.name, str(m.dtype), list(m.shape)] for m in metadata],
+            "buckets": len(headers),
+            "boxes": [
+                [n, [[b.starts, b.stops] for b in boxes]] for n, boxes in source.local_boxes()
+            ],
+        }
+
+    def failing(self, name: str, agreement: Agreement, items: Iterable[Any], step: Any) -> None:
+        """Stream with a vote per tensor; records the error that ends it, and how long it took."""
+        before = time.monotonic()
+        error: BaseException | None = None
+        iterator: Iterator[Any] = iter(items)
+        try:
+            for index in range(100):
+                try:
+                    before = time.monotonic()
+                    step(index)
+                    next(iterator)
+                except Exception as failure:
+                    error = failure
+                agreement.vote(error, TIMEOUT, f"tensor {index}")
+        except Exception as final:
+            self.outcome[name] = {
+                "type": type(final).__name__,
+                "message": str(final),
+                "cause": type(final.__cause__).__name__,
+                "seconds": time.monotonic() - before,
+            }
+        finally:
+            agreement.close()
+
+    def finish(self) -> None:
+        (self.out / f"{self.rank}.json").write_text(json.dumps(self.outcome))

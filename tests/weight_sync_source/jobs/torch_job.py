@@ -1,0 +1,126 @@
+"""DDP, FSDP1 and FSDP2 in one job of two ranks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from weight_sync_source.jobs.rank import TIMEOUT, Rank
+from weight_sync_source.jobs.tiny import ALIASES, Tiny
+
+from rollout.weight_sync.source import agreement_for, source_for
+
+BF16, FP32 = torch.bfloat16, torch.float32
+IDS = torch.arange(12).view(2, 6)
+
+
+def sharded(model: Tiny, **settings: object) -> Tiny:
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    return fully_shard(model, **settings)
+
+
+def flat(use_orig_params: bool) -> FullyShardedDataParallel:
+    settings = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model = Tiny()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = FullyShardedDataParallel(layer, **settings)
+    return FullyShardedDataParallel(model, **settings)
+
+
+def wrapped() -> nn.Module:
+    """Activation checkpointing and torch.compile put their components into names."""
+    model = Tiny()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    return torch.compile(model)
+
+
+def gathers(job: Rank) -> None:
+    job.gather("ddp", DistributedDataParallel(Tiny()), BF16)
+    job.gather("ddp_wrapped", DistributedDataParallel(wrapped()), FP32)
+    job.gather("fsdp2_fp32", sharded(Tiny()), FP32)
+    job.gather("fsdp2_cast", sharded(Tiny()), BF16)
+    mixed = sharded(Tiny(), mp_policy=MixedPrecisionPolicy(BF16, FP32), reshard_after_forward=False)
+    mixed(IDS)  # leaves every parameter unsharded, in bf16; the fp32 masters must be sent
+    job.gather("fsdp2_mixed", mixed, FP32)
+    job.gather("fsdp2_untied", sharded(Tiny(tied=False)), BF16)
+    job.gather("fsdp2_wrapped", fully_shard(wrapped()), BF16)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    job.gather("hsdp", sharded(Tiny(), mesh=mesh), BF16)
+    job.gather("fsdp1", flat(use_orig_params=True), BF16)
+    job.gather("fsdp1_flat", flat(use_orig_params=False), BF16)
+
+
+def failures(job: Rank) -> None:
+    model = sharded(Tiny())
+
+    def on_rank_1(index: int) -> None:
+        if job.rank == 1 and index == 2:
+            raise ValueError("the trainer tripped")
+
+    source = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    job.failing("raises", source.agreement, list(source), on_rank_1)
+
+    agreement = agreement_for(model, timeout=TIMEOUT)
+    try:
+        agreement.vote(None, TIMEOUT, "seal" if job.rank else "bucket 7")
+    except Exception as error:
+        job.outcome["out_of_step"] = {"type": type(error).__name__, "message": str(error)}
+
+    def stuck(index: int) -> None:
+        if job.rank == 1:
+            time.sleep(TIMEOUT + 1.5)
+
+    job.failing("late", agreement_for(model, timeout=TIMEOUT), [0], stuck)
+    dist.barrier()
+
+    def fails(index: int) -> None:
+        if job.rank == 1:
+            time.sleep(2)
+        else:
+            raise ValueError("tripped alone")
+
+    job.failing("early", agreement_for(model, timeout=TIMEOUT), [0], fails)
+    dist.barrier()
+
+    agreement = agreement_for(model, timeout=TIMEOUT)
+    job.outcome["broadcast"] = agreement.broadcast({"from": job.rank}, TIMEOUT)
+    job.outcome["exchange"] = agreement.exchange({"rank": job.rank}, TIMEOUT)
+    agreement.close()
+
+    if job.rank == 1:  # does not come at all; the next meeting must not trip over it
+        dist.barrier()
+    else:
+        try:
+            agreement_for(model, timeout=0.5)
+        except Exception as error:
+            job.outcome["absent"] = {"type": type(error).__name__, "message": str(error)}
+        dist.barrier()
+    if job.rank == 0:
+        dist.barrier()
+    else:
+        try:
+            agreement_for(model, timeout=0.5)
+        except Exception as error:
+            job.outcome["absent"] = {"type": type(error).__name__, "message": str(error)}
+        dist.barrier()
+    agreement = agreement_for(model, timeout=TIMEOUT)
+    agreement.vote(None, TIMEOUT)
+    agreement.close()
+
+
+if __name__ == "__main__":
+    rank = Rank()
+    gathers(rank)
+    failures(rank)
+    rank.finish()
+    dist.barrier()
+    dist.destroy_process_group()

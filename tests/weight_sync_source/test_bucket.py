@@ -1,0 +1,180 @@
+"""Buckets: what goes in comes out, whatever its size, and nothing malformed is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.update_wire import header_from_wire, header_to_wire
+from rollout.updates import BucketEntry, BucketHeader
+from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker, check_header, unpack
+from rollout.weights import Box, TensorPiece
+from rollout.wire import DTYPES
+
+Named = list[tuple[str, Tensor]]
+
+
+def random_tensor(shape: Iterable[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """Random bits (no bool or float has to survive arithmetic, only copying)."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, size, generator=generator).bool()
+    raw = torch.randint(0, 256, (size.numel() * dtype.itemsize,), generator=generator)
+    return raw.to(torch.uint8).view(dtype).view(size)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def round_trip(tensors: Named, bucket_bytes: int) -> tuple[dict[str, Tensor], list[BucketHeader]]:
+    packer = BucketPacker(bucket_bytes)
+    shadow = BucketPacker(bucket_bytes, "meta")
+    found = {name: random_tensor(t.shape, t.dtype, 99) for name, t in tensors}
+    covered = {name: torch.zeros(t.shape, dtype=torch.int32) for name, t in tensors}
+    headers: list[BucketHeader] = []
+    followed: list[BucketHeader] = []
+
+    def take(made: Iterable[tuple[BucketHeader, Tensor]]) -> None:
+        for header, payload in made:
+            assert payload.numel() == header.nbytes <= bucket_bytes
+            headers.append(header)
+            again = header_from_wire(header_to_wire(header))
+            assert again == header
+            for name, value in unpack(again, payload):
+                piece = isinstance(value, TensorPiece)
+                where = value.box.slices if piece else ...
+                found[name][where] = value.values if piece else value
+                covered[name][where] += 1
+
+    for name, tensor in tensors:
+        take(packer.add(name, tensor))
+        followed += [h for h, _ in shadow.add(name, tensor.to("meta"))]
+    take(packer.flush())
+    followed += [h for h, _ in shadow.flush()]
+    assert followed == headers
+    assert [h.index for h in headers] == list(range(len(headers)))
+    assert all((count == 1).all() for count in covered.values())
+    assert packer.num_bytes == sum(t.numel() * t.dtype.itemsize for _, t in tensors)
+    return found, headers
+
+
+shapes = st.lists(st.integers(0, 9), max_size=4)
+specs = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPES))), max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(specs=specs, bucket_bytes=st.integers(ALIGNMENT, 700), seed=st.integers(0, 9))
+def test_any_tensors_come_out_of_any_bucket_size_bit_for_bit(
+    specs: list[tuple[list[int], str]], bucket_bytes: int, seed: int
+) -> None:
+    tensors = [
+        (f"t{i}", random_tensor(shape, DTYPES[dtype], seed + i))
+        for i, (shape, dtype) in enumerate(specs)
+    ]
+    found, headers = round_trip(tensors, bucket_bytes)
+    for name, tensor in tensors:
+        assert bits(found[name]) == bits(tensor)
+    assert {e.name for h in headers for e in h.entries} == {name for name, _ in tensors}
+
+
+def test_a_tensor_that_fits_is_not_cut_and_a_larger_one_is_cut_by_rows() -> None:
+    tensors = [("a", torch.randn(5)), ("b", torch.randn(30)), ("big", torch.randn(20, 10))]
+    _, headers = round_trip(tensors, 128)
+    entries = [entry for header in headers for entry in header.entries]
+    assert [e.box for e in entries if e.name == "b"] == [Box.full((30,))]
+    rows = [e.box for e in entries if e.name == "big"]
+    assert all(box.shape[1] == 10 for box in rows)
+    assert sum(box.shape[0] for box in rows) == 20
+
+
+def test_a_row_larger_than_a_bucket_is_cut_too() -> None:
+    tensors = [("wide", torch.randn(3, 100))]
+    found, headers = round_trip(tensors, 64)
+    assert torch.equal(found["wide"], tensors[0][1])
+    assert len(headers) > 18
+
+
+def test_strided_tensors_are_packed_in_row_major_order() -> None:
+    tensor = torch.randn(6, 8).t()[::2]
+    found, _ = round_trip([("t", tensor)], 96)
+    assert torch.equal(found["t"], tensor)
+
+
+def test_a_buffer_is_reused_only_after_it_was_reported_free() -> None:
+    asked: list[int] = []
+    packer = BucketPacker(64, num_buffers=2, wait_free=asked.append)
+    payloads = []
+    for i in range(5):
+        for header, payload in packer.add(f"t{i}", torch.full((16,), float(i))):
+            payloads.append((header.index, payload.data_ptr()))
+            assert asked == list(range(max(0, header.index - 1)))
+    payloads += [(header.index, payload.data_ptr()) for header, payload in packer.flush()]
+    assert asked == [0, 1, 2]
+    assert len({pointer for _, pointer in payloads}) == 2
+    assert payloads[0][1] == payloads[2][1] == payloads[4][1]
+
+
+def test_unpack_makes_views_and_no_copies() -> None:
+    packer = BucketPacker(1024)
+    list(packer.add("t", torch.randn(4, 4)))
+    ((header, payload),) = packer.flush()
+    ((_, value),) = unpack(header, payload)
+    assert isinstance(value, Tensor)
+    assert value.data_ptr() == payload.data_ptr()
+
+
+ENTRY = BucketEntry("t", torch.float32, (4, 4), Box((1, 0), (3, 4)), 64, 32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 32},
+        {"offset": 0, "nbytes": 33},
+        {"offset": -64},
+        {"offset": 128},
+        {"nbytes": -32},
+        {"box": Box((3, 0), (5, 4))},
+        {"box": Box((1,), (3,))},
+        {"box": Box((0, 0), (4, 4))},
+        {"dtype": torch.complex64},
+        {"dtype": torch.float16},
+        {"shape": (4, -4)},
+        {"shape": (1 << 50, 4)},
+        {"name": ""},
+        {"name": "n" * 2000},
+    ],
+)
+def test_a_malformed_entry_is_refused_before_memory_is_touched(
+    change: dict[str, object],
+) -> None:
+    payload = torch.zeros(128, dtype=torch.uint8)
+    list(unpack(BucketHeader(0, (ENTRY,), 128), payload))
+    with pytest.raises(TransferFailed, match="bucket 0"):
+        unpack(BucketHeader(0, (dataclasses.replace(ENTRY, **change),), 128), payload)
+
+
+def test_overlapping_entries_and_payloads_of_another_length_are_refused() -> None:
+    payload = torch.zeros(128, dtype=torch.uint8)
+    with pytest.raises(TransferFailed, match="overlap"):
+        unpack(BucketHeader(0, (ENTRY, ENTRY), 128), payload)
+    with pytest.raises(TransferFailed, match="payload"):
+        unpack(BucketHeader(0, (ENTRY,), 128), payload[:96])
+    with pytest.raises(TransferFailed, match="agreed"):
+        check_header(BucketHeader(0, (ENTRY,), 128), max_bytes=100)
+
+
+def test_what_cannot_travel_is_refused_by_name() -> None:
+    with pytest.raises(WeightMismatch, match=r"phases.*complex64"):
+        list(BucketPacker(1024).add("phases", torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(ConfigError, match="bucket_bytes"):
+        BucketPacker(8)

@@ -1,0 +1,189 @@
+"""What a trainer may pass in one process: modules, dicts, iterables, directories; and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from weight_sync_source.jobs.tiny import ALIASES, Tiny, expected
+
+from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.gatherers.zero import flat_boxes
+from rollout.weight_sync.names import bind, file_form
+from rollout.weight_sync.source import WeightSource, source_for
+from rollout.weights import TensorMeta
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OWNER = "model.embed_tokens.weight"
+
+
+def streamed(obj: Any, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    source = source_for(obj, aliases=ALIASES, dtype=dtype)
+    metadata = source.metadata()
+    for name, tensor in source:
+        assert name not in found
+        found[name] = tensor.clone()
+    if metadata is not None:
+        assert [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in found.items()] == list(metadata)
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_names_lose_whole_wrapper_components_and_nothing_else() -> None:
+    assert file_form("module._orig_mod.model.layers.0._checkpoint_wrapped_module.q.weight") == (
+        "model.layers.0.q.weight"
+    )
+    assert file_form("_fsdp_wrapped_module.module.a.module.b") == "a.module.b"
+    assert file_form("my_orig_mod.modules.module") == "my_orig_mod.modules.module"
+    assert file_form("module") == "module"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_module_sends_its_state_dict_cast_once_with_a_tied_head_once(
+    dtype: torch.dtype, tied: bool
+) -> None:
+    assert_equal(streamed(Tiny(tied), dtype), expected(Tiny(tied), dtype, tied))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_state_dict_and_its_items_send_the_same_as_the_module(tied: bool) -> None:
+    state = Tiny(tied).state_dict()
+    wanted = expected(Tiny(tied), BF16, tied)
+    assert_equal(streamed(state, BF16), wanted)
+    if not tied:
+        assert_equal(streamed(iter(state.items()), BF16), wanted)
+
+
+def test_an_iterables_alias_goes_under_its_own_name_only_beside_its_owner() -> None:
+    weight = torch.randn(3)
+    both = [("lm_head.weight", weight), ("x", weight), (OWNER, weight)]
+    assert list(streamed(iter(both))) == ["x", OWNER, "lm_head.weight"]
+    assert list(streamed(iter(both[:2]))) == ["x", OWNER]
+    assert list(streamed(iter(reversed(both)))) == [OWNER, "x", "lm_head.weight"]
+
+
+def test_a_head_without_its_owner_is_sent_under_the_owners_name() -> None:
+    weight = torch.randn(3)
+    assert list(streamed({"lm_head.weight": weight})) == [OWNER]
+    assert list(streamed({"lm_head.weight": weight, OWNER: weight})) == [OWNER]
+    untied = {"lm_head.weight": weight, OWNER: weight.clone()}
+    assert list(streamed(untied)) == ["lm_head.weight", OWNER]
+
+
+def test_two_tensors_of_one_name_are_a_mismatch_and_one_tensor_twice_is_not() -> None:
+    weight = torch.randn(3)
+    assert list(bind([("a.w", weight), ("module.a.w", weight)], {})) == ["a.w"]
+    with pytest.raises(WeightMismatch, match=r"a\.w"):
+        bind([("a.w", weight), ("module.a.w", weight.clone())], {})
+
+
+def test_integers_travel_as_they_are() -> None:
+    found = streamed({"steps": torch.arange(3), "flags": torch.tensor([True])}, BF16)
+    assert [t.dtype for t in found.values()] == [torch.int64, torch.bool]
+
+
+def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(1)
+        raise ZeroDivisionError("no luck")
+
+    source = source_for(broken(), aliases={}, dtype=FP32)
+    with pytest.raises(SourceFailed, match="'a'.*no luck") as caught:
+        list(source)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("item", ["a", ("a",), ("a", 1), (1, torch.zeros(1))])
+def test_items_that_are_no_pairs_are_named(item: object) -> None:
+    with pytest.raises(SourceFailed, match="expected"):
+        list(source_for([item], aliases={}, dtype=FP32))
+
+
+def test_a_source_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
+    for empty in (nn.ReLU(), {}):
+        with pytest.raises(SourceFailed, match="no tensor"):
+            source_for(empty, aliases={}, dtype=FP32)
+    with pytest.raises(SourceFailed, match="no tensor"):
+        list(source_for(iter([]), aliases={}, dtype=FP32))
+    with pytest.raises(SourceFailed, match="safetensors"):
+        source_for(tmp_path, aliases={}, dtype=FP32)
+
+
+@pytest.mark.parametrize("odd", [3, None, torch.zeros(2), b"bytes", "no/such/directory"])
+def test_an_unknown_object_is_refused_naming_what_is_accepted(odd: object) -> None:
+    with pytest.raises(ConfigError, match="FSDP2"):
+        source_for(odd, aliases={}, dtype=FP32)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_a_directory_sends_its_checkpoint(tmp_path: Path, form: str) -> None:
+    state = {k: v.clone() for k, v in Tiny(tied=False).state_dict().items()}
+    names = sorted(state)
+    for part, chosen in enumerate((names[:5], names[5:])):
+        tensors = {name: state[name] for name in chosen}
+        if form == "bin":
+            torch.save(tensors, tmp_path / f"pytorch_model-{part}.bin")
+        else:
+            save_file(tensors, tmp_path / f"model-{part}.safetensors")
+    wanted = expected(Tiny(tied=False), BF16, tied=False)
+    assert_equal(streamed(tmp_path, BF16), wanted)
+    assert_equal(streamed(str(tmp_path), BF16), wanted)
+
+
+def test_a_broken_checkpoint_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
+    with pytest.raises(SourceFailed, match=r"model\.safetensors"):
+        source_for(tmp_path, aliases={}, dtype=FP32)
+
+
+def test_a_weight_source_is_taken_as_it_is() -> None:
+    inner = source_for(Tiny(), aliases={}, dtype=FP32)
+    assert isinstance(inner, WeightSource)
+    assert source_for(inner, aliases={}, dtype=FP32) is inner
+
+
+def test_a_rank_that_only_follows_holds_no_values() -> None:
+    follower = Agreement(rank=1, ranks=(0, 1))
+    source = source_for(Tiny(), aliases=ALIASES, dtype=BF16, agreement=follower)
+    assert all(t.device.type == "meta" and t.dtype == BF16 for _, t in source)
+
+
+def test_an_agreement_of_one_raises_the_error_itself() -> None:
+    alone = Agreement()
+    alone.vote(None, 1.0)
+    assert alone.broadcast({"a": 1}, 1.0) == {"a": 1}
+    with pytest.raises(TransferFailed, match="^link$"):
+        alone.vote(TransferFailed("link"), 1.0)
+    trip = ValueError("tripped")
+    with pytest.raises(SourceFailed, match="ValueError: tripped") as caught:
+        alone.vote(trip, 1.0)
+    assert caught.value.__cause__ is trip
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_flat_ranges_are_covered_by_disjoint_boxes(shape: list[int], data: Any) -> None:
+    total = torch.Size(shape).numel()
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    count = torch.zeros(shape, dtype=torch.int64)
+    for box in flat_boxes(tuple(shape), start, stop):
+        count[box.slices] += 1
+    wanted = torch.zeros(total, dtype=torch.int64)
+    wanted[start:stop] = 1
+    assert torch.equal(count.flatten(), wanted)

@@ -1,0 +1,133 @@
+"""DDP, FSDP1 and FSDP2 jobs of two ranks: what is sent, and how ranks fail together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weight_sync_source.jobs.launch import run_job
+from weight_sync_source.jobs.tiny import Tiny, expected
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Job = tuple[Path, list[Any]]
+SCENARIOS = [
+    ("ddp", "PlainSource", BF16, True),
+    ("ddp_wrapped", "PlainSource", FP32, True),
+    ("fsdp2_fp32", "FSDP2Source", FP32, True),
+    ("fsdp2_cast", "FSDP2Source", BF16, True),
+    ("fsdp2_mixed", "FSDP2Source", FP32, True),
+    ("fsdp2_untied", "FSDP2Source", BF16, False),
+    ("fsdp2_wrapped", "FSDP2Source", BF16, True),
+    ("hsdp", "FSDP2Source", BF16, True),
+    ("fsdp1", "FSDP1Source", BF16, True),
+    ("fsdp1_flat", "FSDP1Source", BF16, True),
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    out = tmp_path_factory.mktemp("torch_job")
+    return out, run_job("torch_job.py", out)
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype", "tied"), SCENARIOS)
+def test_every_gathered_tensor_equals_the_unsharded_model_bit_for_bit(
+    job: Job, name: str, kind: str, dtype: torch.dtype, tied: bool
+) -> None:
+    out, (first, second) = job
+    wanted = expected(Tiny(tied), dtype, tied)
+    found = load_file(out / f"{name}.safetensors")
+    assert first[name]["kind"] == second[name]["kind"] == kind
+    assert set(found) == set(wanted)
+    for key, tensor in wanted.items():
+        assert found[key].dtype == dtype
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("name", [row[0] for row in SCENARIOS])
+def test_one_rank_sends_and_the_others_see_the_same_buckets(job: Job, name: str) -> None:
+    first, second = job[1]
+    assert first[name]["sender"] is True
+    assert second[name]["sender"] is False
+    assert first[name]["buckets"] == second[name]["buckets"] > 3
+
+
+@pytest.mark.parametrize("name", [row[0] for row in SCENARIOS if "fsdp1" not in row[0]])
+def test_metadata_is_known_before_and_equals_what_is_yielded_in_order(job: Job, name: str) -> None:
+    out, (first, second) = job
+    found = load_file(out / f"{name}.safetensors")
+    sent = [[n, str(found[n].dtype), list(found[n].shape)] for n in first[name]["names"]]
+    assert first[name]["metadata"] == second[name]["metadata"] == sent
+
+
+@pytest.mark.parametrize("name", ["fsdp2_fp32", "fsdp2_untied"])
+def test_the_local_boxes_of_all_ranks_partition_every_sharded_tensor(job: Job, name: str) -> None:
+    first, second = (dict(rank[name]["boxes"]) for rank in job[1])
+    for tensor_name, _, shape in job[1][0][name]["metadata"]:
+        if "correction" in tensor_name:  # buffers are whole on every rank
+            continue
+        count = torch.zeros(shape)
+        for starts, stops in first[tensor_name] + second[tensor_name]:
+            count[tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))] += 1
+        assert (count == 1).all(), tensor_name
+
+
+def test_an_error_on_one_rank_is_raised_alike_on_all(job: Job) -> None:
+    first, second = (rank["raises"] for rank in job[1])
+    assert first["type"] == second["type"] == "SourceFailed"
+    assert first["message"] == second["message"]
+    assert "rank 1" in first["message"]
+    assert "tensor 2" in first["message"]
+    assert "the trainer tripped" in first["message"]
+    assert (first["cause"], second["cause"]) == ("NoneType", "ValueError")
+
+
+def test_ranks_that_are_out_of_step_are_told_so(job: Job) -> None:
+    first, second = (rank["out_of_step"] for rank in job[1])
+    assert first == second
+    assert first["type"] == "TransferFailed"
+    assert "rank 1 is at 'seal' while rank 0 is at 'bucket 7'" in first["message"]
+
+
+def test_the_sender_is_heard_by_all_and_all_by_all(job: Job) -> None:
+    for rank in job[1]:
+        assert rank["broadcast"] == {"from": 0}
+        assert rank["exchange"] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_rank_that_does_not_come_is_named_and_later_meetings_work(job: Job) -> None:
+    first, second = (rank["absent"] for rank in job[1])
+    assert first["type"] == second["type"] == "DeadlineExceeded"
+    assert "rank 1 did not come" in first["message"]
+    assert "rank 0 did not come" in second["message"]
+
+
+def test_a_late_rank_is_named_within_the_deadline(job: Job) -> None:
+    first, second = (rank["late"] for rank in job[1])
+    assert first["type"] == second["type"] == "DeadlineExceeded"
+    assert "rank 1 did not reach 'tensor 0'" in first["message"]
+    assert first["message"] == second["message"]
+    assert 2.5 < first["seconds"] < 5
+
+
+def test_an_error_does_not_wait_for_ranks_that_hang_and_reaches_them_later(job: Job) -> None:
+    first, second = (rank["early"] for rank in job[1])
+    assert first["type"] == second["type"] == "SourceFailed"
+    assert "tripped alone" in first["message"]
+    assert first["message"] == second["message"]
+    assert first["cause"] == "ValueError"
+    assert first["seconds"] < 1.5
+
+
+def test_a_killed_rank_is_named_at_once_on_all_others(tmp_path: Path) -> None:
+    results = run_job("lost_job.py", tmp_path, world=3)
+    assert results[:2] == [-9, -9]
+    # Rank 1 died inside a gather, whose own error names but a socket; then the sender, at a vote.
+    for when, victim in (("gather", 1), ("vote", 0)):
+        lost = results[2][when]
+        assert lost["type"] == "TransferFailed"
+        assert f"rank {victim} is gone, at 'tensor 2'" in lost["message"]
+        assert lost["seconds"] < 3
