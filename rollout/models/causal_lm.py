@@ -12,9 +12,10 @@ from rollout.models.blocks import Decoder, DecoderBlock
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, storage_of
-from rollout.models.layers.embedding import Embedding, Head, VocabParallel
+from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
 from rollout.models.registry import Registry
+from rollout.models.slot_io import SlotIO
 from rollout.models.weight_load import LoadReport, WeightLoad
 from rollout.models.weight_table import WeightTable, build_table
 from rollout.weights import TensorMeta, WeightSlot, WeightValue
@@ -100,8 +101,7 @@ class CausalLM(nn.Module):
         """The live values of a slot, shaped like its take."""
         module, _, name = slot.param.rpartition(".")
         storage = storage_of(self.get_submodule(module), name)
-        spec = self.table.params[slot.param]
-        return spec.layout.read(storage, spec.shape, slot.put).reshape(slot.take.shape)
+        return SlotIO(self.table, {slot.param: storage}).read_box(slot, slot.take)
 
     def empty_like(self) -> CausalLM:
         """Another instance with its own uninitialised parameters; shares only the rope table."""
@@ -148,4 +148,4 @@ def build_tables(
     ]
 
 
-__all__ = ["CausalLM", "Embedding", "build_model", "build_tables"]
+__all__ = ["CausalLM", "build_model", "build_tables"]

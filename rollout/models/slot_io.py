@@ -47,10 +47,11 @@ class SlotIO:
     def read_box(self, slot: WeightSlot, box: Box) -> Tensor:
         """The values of ``box`` (inside the slot's take, source coordinates), shaped like it."""
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
-        if box == slot.take:
-            return spec.layout.read(storage, spec.shape, slot.put).reshape(box.shape)
+        if not box.numel:
+            return storage.new_empty(box.shape)
         whole = spec.layout.read(storage, spec.shape, slot.put).reshape(slot.take.shape)
-        return whole[box.shifted(tuple(-start for start in slot.take.starts)).slices]
+        return whole if box == slot.take else whole[
+            box.shifted(tuple(-start for start in slot.take.starts)).slices]
 
     def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the source's flat ``positions`` lie in the slot (indices), and their values."""

@@ -80,6 +80,8 @@ def check_table(table: WeightTable) -> None:
     problems: list[str] = []
     boxes: dict[str, list[Box]] = {name: list(spec.padding) for name, spec in table.params.items()}
     for source, slots in table.slots.items():
+        if not slots:
+            problems.append(f"{source}: has no slot; declare an empty one")
         for slot in slots:
             if slot.shape != slots[0].shape:
                 problems.append(f"{source}: shapes {slots[0].shape} and {slot.shape} disagree")
@@ -120,10 +122,10 @@ def check_tables(tables: Sequence[WeightTable]) -> None:
             problems.append(f"rank {rank}: knows other sources than rank 0: {sorted(differing)}")
         if dict(table.aliases) != dict(tables[0].aliases):
             problems.append(f"rank {rank}: knows other aliases than rank 0")
-    for source, first in tables[0].slots.items():
-        shape = first[0].shape
-        takes = [slot.take for table in tables for slot in table.slots.get(source, ())]
-        if fault := tiling_fault(list(dict.fromkeys(takes)), shape):
+    for source in tables[0].slots:
+        slots = [slot for table in tables for slot in table.slots.get(source, ())]
+        takes = list(dict.fromkeys(slot.take for slot in slots))
+        if slots and (fault := tiling_fault(takes, slots[0].shape)):
             problems.append(f"{source}: over {len(tables)} ranks: {fault}")
     _raise_all("the ranks' weight tables do not cover the checkpoint exactly once", problems)
 

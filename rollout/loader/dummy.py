@@ -1,0 +1,60 @@
+"""Made-up weights: for benchmarks, and to start an engine that a trainer will fill."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout.weights import Box, TensorMeta
+
+SPREAD = 0.05  # values are uniform in -SPREAD..SPREAD; norm weights around one
+_MIX = 0x2C1B3C6D  # odd, positive int32 multiplier of the "lowbias32" family
+
+
+class DummyFiles:
+    """Values that depend on seed, name and position alone: any two boxes agree where they meet."""
+
+    def __init__(self, metadata: Sequence[TensorMeta], seed: int) -> None:
+        self._metadata = {meta.name: meta for meta in metadata}
+        self._seed = seed
+
+    def metadata(self) -> dict[str, TensorMeta]:
+        return self._metadata
+
+    def read(self, name: str, box: Box) -> Tensor:
+        mixed = torch.zeros(box.shape, dtype=torch.int32)
+        for axis, (start, stop) in enumerate(zip(box.starts, box.stops, strict=True)):
+            where = torch.arange(start, stop, dtype=torch.int32)
+            # One salt per axis, so that (1, 2) and (2, 1) differ.
+            lane = _scramble(where + _salt(self._seed, name, axis))
+            mixed += lane.reshape([-1 if i == axis else 1 for i in range(len(box.shape))])
+        value = _scramble(mixed).float().mul_(SPREAD / 2**31)
+        if name.split(".")[-2:-1] and name.split(".")[-2].endswith("norm"):
+            value += 1.0
+        return value.to(self._metadata[name].dtype)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _salt(seed: int, name: str, axis: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{axis}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """A bijection of int32 that spreads neighbours apart; products wrap around."""
+    x = x ^ _shifted(x, 15)
+    x *= _MIX
+    x ^= _shifted(x, 13)
+    x *= _MIX
+    x ^= _shifted(x, 16)
+    return x
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """A logical right shift; torch's own copies the sign bit down."""
+    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)

@@ -1,0 +1,94 @@
+"""From a directory or a hub id to a directory that holds the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rollout.errors import ConfigError
+from rollout.loader.shards import PT, SAFETENSORS, find_shards
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
+
+
+def resolve_model(
+    model: str,
+    revision: str | None = None,
+    load_format: str = "auto",
+    token: str | None = None,
+) -> Path:
+    """A local directory as it is; a hub id from the cache, else downloaded into it.
+
+    Only the files ``load_format`` needs are fetched; ``auto`` fetches .bin files when there are no
+    safetensors. huggingface_hub's own locks let several ranks call this at once.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} holds no config.json; is it a checkpoint directory?")
+        return path
+    if path.exists():
+        raise ConfigError(f"{path} is a file; give the directory it lies in")
+    if not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"{model!r} is no directory here and no hub id; check the path")
+    kinds = {"auto": (SAFETENSORS, PT), "safetensors": (SAFETENSORS,), "pt": (PT,)}
+    wanted = kinds.get(load_format, ())
+    cached = _snapshot(model, revision, wanted, None, local=True)
+    if cached is not None:
+        return cached
+    for kind in wanted or (None,):
+        found = _snapshot(model, revision, (kind,) if kind else (), token, local=False)
+        if found is not None:
+            return found
+    raise ConfigError(f"{model}: the hub has no weights for load_format={load_format!r}")
+
+
+def _snapshot(
+    model: str,
+    revision: str | None,
+    kinds: tuple[object, ...],
+    token: str | None,
+    *,
+    local: bool,
+) -> Path | None:
+    """The snapshot when it is complete for one of ``kinds``, else None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    chosen = [kind for kind in (SAFETENSORS, PT) if kind in kinds]
+    patterns = [*_SIDE_FILES, *(p for kind in chosen for p in kind.patterns)]
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=["consolidated*"],
+            token=token,
+            local_files_only=local,
+        )
+    except LocalEntryNotFoundError as error:
+        if local:
+            return None
+        raise ConfigError(
+            f"{model} is not in the cache and the hub cannot be reached ({error}); download it "
+            "first, or give a directory"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(
+            f"{model} cannot be downloaded ({error}); check the id and revision, and for a gated "
+            "model pass a token (HF_TOKEN)"
+        ) from error
+    path = Path(found)
+    if not (path / "config.json").is_file():
+        return None
+    if not chosen:
+        return path
+    # A cache may hold a tokenizer's files alone, or an index without all of its shards.
+    try:
+        complete = any(find_shards(path, kind).files for kind in chosen)
+    except ConfigError:
+        if not local:
+            raise
+        return None
+    return path if complete else None

@@ -1,0 +1,75 @@
+"""Which files of a directory hold its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from rollout.errors import ConfigError
+
+_NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "trainer_state*")
+REPAIR = "download the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A family of weight files and its index."""
+
+    name: str
+    patterns: tuple[str, ...]
+    indexes: tuple[str, ...]
+
+
+SAFETENSORS = FileKind("safetensors", ("*.safetensors",), ("model.safetensors.index.json",))
+PT = FileKind("pt", ("*.bin", "*.pt", "*.pth"), ("pytorch_model.bin.index.json",))
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Weight files in order, and where the index (if there is one) says each tensor is."""
+
+    files: tuple[Path, ...]
+    index: Path | None = None
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_shards(directory: Path, kind: FileKind) -> Shards:
+    """The files of ``kind``: those the index names, else all (of .bin, .pt, .pth the first family).
+
+    ``consolidated*`` copies count only when nothing else is there. Raises ``ConfigError`` when the
+    index is broken or names a missing file.
+    """
+    for name in kind.indexes:
+        index = directory / name
+        if index.is_file():
+            return _from_index(directory, index)
+    for pattern in kind.patterns:
+        found = [
+            path
+            for path in sorted(directory.glob(pattern))
+            if path.is_file() and not any(fnmatch(path.name, skip) for skip in _NO_WEIGHTS)
+        ]
+        usual = [path for path in found if not path.name.startswith("consolidated")]
+        if found:
+            return Shards(tuple(usual or found))
+    return Shards(())
+
+
+def _from_index(directory: Path, index: Path) -> Shards:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index} is no weight index ({error!r}); {REPAIR}") from error
+    if not isinstance(where, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in where.values()
+    ):
+        raise ConfigError(f"{index}: weight_map must map tensors to files beside it; {REPAIR}")
+    files = tuple(directory / name for name in sorted(set(where.values())))
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ConfigError(
+            f"{directory} lacks {', '.join(missing)}, named by {index.name}; {REPAIR}"
+        )
+    return Shards(files, index, where)

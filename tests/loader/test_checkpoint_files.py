@@ -1,0 +1,300 @@
+"""Streams of lazy tensors from files: what is read, in which format, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny
+
+from rollout.distributed import TensorParallel
+from rollout.errors import ConfigError
+from rollout.loader import open_checkpoint
+from rollout.models.causal_lm import build_model
+from rollout.models.config import ModelConfig
+from rollout.weights import Box, TensorMeta
+
+NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    return path, write_tiny(path, "qwen3", vocab_size=317)
+
+
+@pytest.fixture
+def tiny(original, tmp_path):
+    """A copy that a test may damage, and the true values."""
+    path = tmp_path / "copy"
+    shutil.copytree(original[0], path)
+    return path, original[1].state_dict()
+
+
+def sharded(path, weights, parts=3):
+    """Rewrite ``path`` as shards with an index; returns the file of each tensor."""
+    (path / "model.safetensors").unlink(missing_ok=True)
+    where = {}
+    for part in range(parts):
+        name = f"model-{part + 1:05}-of-{parts:05}.safetensors"
+        names = sorted(weights)[part::parts]
+        save_file({n: weights[n].contiguous() for n in names}, path / name)
+        where.update(dict.fromkeys(names, name))
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return where
+
+
+def contents(checkpoint):
+    return {name: lazy.read(Box.full(lazy.shape)) for name, lazy in checkpoint.items()}
+
+
+def assert_equal(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in got:
+        assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("form", ["one file", "shards", "bin", "pt shards"])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_every_format_yields_the_tensors_that_were_saved(tiny, form, explicit):
+    path, weights = tiny
+    if form == "shards":
+        sharded(path, weights)
+    if form in ("bin", "pt shards"):
+        (path / "model.safetensors").unlink()
+        torch.save({"stray": 1}, path / "training_args.bin")
+    if form == "bin":
+        torch.save(weights, path / "pytorch_model.bin")
+    if form == "pt shards":
+        halves = [dict(list(weights.items())[i::2]) for i in range(2)]
+        where = {}
+        for i, half in enumerate(halves):
+            torch.save(half, path / f"pytorch_model-{i}.bin")
+            where.update(dict.fromkeys(half, f"pytorch_model-{i}.bin"))
+        index = path / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": where}))
+    kind = "pt" if form in ("bin", "pt shards") else "safetensors"
+    with open_checkpoint(str(path), load_format=kind if explicit else "auto") as checkpoint:
+        assert checkpoint.load_format == kind
+        assert checkpoint.directory == path
+        assert {m.name: (m.shape, m.dtype) for m in checkpoint.metadata()} == {
+            n: (tuple(v.shape), v.dtype) for n, v in weights.items()
+        }
+        assert checkpoint.bytes_read == 0
+        assert_equal(contents(checkpoint), weights)
+        assert checkpoint.bytes_read == sum(v.numel() * 4 for v in weights.values())
+
+
+def test_boxes_of_one_two_and_no_dimensions_are_read_exactly(tmp_path):
+    values = {
+        "scalar": torch.tensor(2.5),
+        "line": torch.randn(11),
+        "plane": torch.randn(7, 9).bfloat16(),
+        "cube": torch.randn(3, 4, 5),
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        lazy = dict(checkpoint.items())
+        assert torch.equal(lazy["scalar"].read(Box((), ())), values["scalar"])
+        for name, box, numel in [
+            ("line", Box((3,), (8,)), 5),
+            ("plane", Box((2, 3), (6, 5)), 8),
+            ("plane", Box((0, 8), (7, 9)), 7),
+            ("cube", Box((1, 0, 2), (2, 4, 3)), 4),
+        ]:
+            before = checkpoint.bytes_read
+            part = lazy[name].read(box)
+            assert torch.equal(part, values[name][box.slices])
+            assert part.dtype == values[name].dtype
+            assert checkpoint.bytes_read - before == numel * part.element_size()
+        with pytest.raises(ValueError, match="outside"):
+            lazy["line"].read(Box((0,), (12,)))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
+def test_each_rank_of_two_reads_half_of_what_is_split(tiny, form):
+    path, weights = tiny
+    if form == "pt":
+        (path / "model.safetensors").unlink()
+        torch.save(weights, path / "pytorch_model.bin")
+    config = ModelConfig.from_directory(path)
+    split = sum(v.numel() * 4 for n, v in weights.items() if "norm" not in n)
+    replicated = sum(v.numel() * 4 for n, v in weights.items() if "norm" in n)
+    total = 0
+    for rank in range(2):
+        model = build_model(config, TensorParallel(rank, 2), torch.float32, "cpu")
+        with open_checkpoint(str(path)) as checkpoint:
+            model.load_weights(checkpoint.items())
+            assert abs(checkpoint.bytes_read - (split / 2 + replicated)) < 64 * 4 * 4
+            total += checkpoint.bytes_read
+        for name, slots in model.table.slots.items():
+            for slot in slots:
+                assert torch.equal(model.read_slot(slot), weights[name][slot.take.slices])
+    assert total == split + 2 * replicated
+
+
+def test_shards_that_the_index_does_not_name_are_dropped(tiny):
+    path, weights = tiny
+    sharded(path, weights)
+    save_file({NORM: torch.zeros(64)}, path / "model-99999-of-99999.safetensors")
+    save_file({EMBED: torch.zeros(3)}, path / "consolidated.safetensors")
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+
+
+def test_a_tensor_that_a_shard_repeats_comes_from_where_the_index_says(tiny):
+    path, weights = tiny
+    where = sharded(path, weights)
+    other = next(name for name in where.values() if name != where[NORM])
+    held = load_file(path / other)
+    save_file({**held, NORM: torch.full((64,), 9.0)}, path / other)
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+
+
+def test_consolidated_files_beside_the_usual_ones_are_ignored(tiny):
+    path, weights = tiny
+    save_file({EMBED: torch.zeros(3)}, path / "consolidated.00.safetensors")
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+    (path / "model.safetensors").rename(path / "consolidated.00.safetensors")
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+
+
+def refused(path, match, load_format="auto"):
+    with pytest.raises(ConfigError, match=match) as caught:
+        open_checkpoint(str(path), load_format=load_format)
+    return str(caught.value)
+
+
+def test_missing_places_and_files_are_named(tiny, tmp_path):
+    path, weights = tiny
+    refused(tmp_path / "nowhere", "nowhere' is no directory")
+    refused(path / "config.json", "is a file; give the directory")
+    refused(tmp_path, "holds no config.json")
+    refused(path, r"holds no \*.bin or \*.pt or \*.pth weights", "pt")
+    refused(path, "Load format `nope` is not supported", "nope")
+    refused(path, "needs the model's metadata", "dummy")
+    where = sharded(path, weights)
+    (path / where[NORM]).unlink()
+    refused(path, f"lacks {where[NORM]}, named by model.safetensors.index.json; download")
+    (path / "model.safetensors.index.json").unlink()
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    refused(path, r"holds no \*.safetensors or")
+
+
+def test_a_broken_index_is_named(tiny):
+    path, weights = tiny
+    where = sharded(path, weights)
+    index = path / "model.safetensors.index.json"
+    for text in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../../etc/x"}}'):
+        index.write_text(text)
+        refused(path, "model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {**where, "extra.weight": where[NORM]}}))
+    refused(path, f"'extra.weight' in {where[NORM]}")
+
+
+def test_truncated_and_foreign_files_are_named(tiny):
+    path, weights = tiny
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:6], b"", b"\xff" * 64):
+        file.write_bytes(damaged)
+        refused(path, r"model.safetensors is truncated or no safetensors file .* download")
+    file.unlink()
+    torch.save(weights, path / "pytorch_model.bin")
+    whole = (path / "pytorch_model.bin").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b""):
+        (path / "pytorch_model.bin").write_bytes(damaged)
+        refused(path, r"pytorch_model.bin is truncated or no torch file .* download")
+
+
+def test_the_same_tensor_in_two_files_without_an_index_is_refused(tiny):
+    path, _ = tiny
+    save_file({NORM: torch.zeros(64)}, path / "other.safetensors")
+    refused(path, f"{NORM} is in both")
+
+
+class Payload:
+    def __reduce__(self):
+        return (open, ("/tmp/should-not-exist", "w"))
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_refused(tiny):
+    path, weights = tiny
+    (path / "model.safetensors").unlink()
+    torch.save({**weights, "x": Payload()}, path / "pytorch_model.bin")
+    refused(path, "holds more than tensors")
+    torch.save({"model": weights}, path / "pytorch_model.bin")
+    refused(path, "is no state dict of tensors")
+
+
+def test_files_from_before_the_zip_format_are_read(tiny):
+    path, weights = tiny
+    (path / "model.safetensors").unlink()
+    torch.save(weights, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+
+
+def test_dummy_values_depend_on_name_position_and_seed_alone(tiny):
+    path, _ = tiny
+    (path / "model.safetensors").unlink()
+    config = ModelConfig.from_directory(path)
+    whole = build_model(config, TensorParallel(), torch.bfloat16, "cpu")
+    metadata = whole.weight_metadata()
+
+    def dummy(seed=0):
+        return open_checkpoint(str(path), load_format="dummy", metadata=metadata, seed=seed)
+
+    whole.load_weights(dummy().items())
+    for rank in range(4):
+        part = build_model(config, TensorParallel(rank, 4), torch.bfloat16, "cpu", "tiles")
+        part.load_weights(dummy().items())
+        for name, slots in part.table.slots.items():
+            full = dict(dummy().items())[name].read(Box.full(slots[0].shape))
+            for slot in slots:
+                assert torch.equal(part.read_slot(slot), full[slot.take.slices])
+    values = contents(dummy())
+    assert not torch.equal(values[DOWN], contents(dummy(seed=1))[DOWN])
+    other_layer = values[DOWN.replace("layers.0", "layers.1")]
+    assert not torch.equal(values[DOWN], other_layer)
+
+
+def test_dummy_values_look_random(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    metas = [
+        TensorMeta("a.weight", torch.float32, (400, 300)),
+        TensorMeta("input_layernorm.weight", torch.float32, (4000,)),
+    ]
+    checkpoint = open_checkpoint(str(tmp_path), load_format="dummy", metadata=metas)
+    a, norm = (lazy.read(Box.full(lazy.shape)) for _, lazy in checkpoint.items())
+    assert abs(a.mean()) < 1e-3
+    assert abs(a.std() / (0.05 / 3**0.5) - 1) < 0.02
+    assert len(a.unique()) > 0.99 * a.numel()
+    centred = a - a.mean()
+    for shifted in (centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, -1), (0, 1))):
+        assert abs((centred * shifted).mean() / centred.var()) < 0.02
+    assert abs(norm.mean() - 1) < 5e-3
+
+
+def test_progress_is_drawn_on_request_alone(tiny, capfd):
+    path, _ = tiny
+    with open_checkpoint(str(path)) as checkpoint:
+        list(checkpoint.items())
+    assert "Loading weights" not in capfd.readouterr().err
+    with open_checkpoint(str(path), progress=True) as checkpoint:
+        list(checkpoint.items())
+    assert "Loading weights" in capfd.readouterr().err
+
+
+def test_closing_twice_is_harmless_and_frees_the_files(tiny):
+    path, _ = tiny
+    checkpoint = open_checkpoint(str(path))
+    checkpoint.close()
+    checkpoint.close()

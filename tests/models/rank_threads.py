@@ -1,0 +1,97 @@
+"""Ranks as threads of one process, and a paged KV cache to run a model over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.config import ModelConfig
+from rollout.models.forward import ForwardBatch, LayerKV
+
+T = TypeVar("T")
+BLOCK = 8
+
+
+def run_ranks(size: int, work: Callable[[TensorParallel], T]) -> list[T]:
+    """Run ``work`` on every rank of a fresh group; results in rank order, first error raised."""
+    if size == 1:
+        return [work(TensorParallel())]
+    server = RendezvousServer(size, "gloo")
+
+    def rank_main(rank: int) -> T:
+        return work(TensorParallel(rank, size, join_group(server.info, rank, 20.0)))
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return [f.result() for f in [pool.submit(rank_main, r) for r in range(size)]]
+    finally:
+        server.close()
+
+
+def loaded(
+    config: ModelConfig,
+    tp: TensorParallel,
+    weights: dict[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    layout: str = "plain",
+) -> CausalLM:
+    """A model of this rank with ``weights`` loaded."""
+    model = build_model(config, tp, dtype, "cpu", layout)
+    model.load_weights(weights.items())
+    return model
+
+
+class Session:
+    """A KV cache with one block table per sequence, interleaved so that no table is contiguous."""
+
+    def __init__(self, model: CausalLM, sequences: Sequence[Sequence[int]]) -> None:
+        config, tp = model.config, model.tp
+        self.model = model
+        self.sequences = [list(s) for s in sequences]
+        self.done = [0] * len(sequences)
+        per = max(-(-len(s) // BLOCK) for s in sequences)
+        tables = torch.arange(per * len(sequences), dtype=torch.int32).view(per, -1).T
+        self.tables = tables.contiguous()
+        shape = (self.tables.numel(), max(1, config.num_kv_heads // tp.size), BLOCK)
+        pages = [
+            torch.full((*shape, config.head_dim), 7.0, dtype=model.build.dtype)
+            for _ in range(2 * config.num_layers)
+        ]
+        self.kv = [LayerKV(k, v) for k, v in zip(pages[::2], pages[1::2], strict=True)]
+
+    def advance(self, counts: Sequence[int]) -> list[Tensor]:
+        """Run the next ``counts[s]`` tokens of each sequence; their logits, per sequence."""
+        batch = self.batch(counts)
+        logits = self.model(batch, self.kv)
+        parts = iter(logits.split([c for c in counts if c]))
+        return [next(parts) if c else logits[:0] for c in counts]
+
+    def batch(self, counts: Sequence[int]) -> ForwardBatch:
+        """The next ``counts[s]`` tokens of each sequence, with the logits of all of them."""
+        ids, positions, slots, starts, lengths, active = [], [], [], [0], [], []
+        for s, count in enumerate(counts):
+            first, last = self.done[s], self.done[s] + count
+            self.done[s] = last
+            if not count:
+                continue
+            active.append(s)
+            ids += self.sequences[s][first:last]
+            positions += range(first, last)
+            slots += [int(self.tables[s, p // BLOCK]) * BLOCK + p % BLOCK for p in positions[-count:]]
+            starts.append(len(ids))
+            lengths.append(last)
+        return ForwardBatch(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            torch.tensor(slots),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            self.tables[active],
+            torch.arange(len(ids)),
+        )

@@ -1,0 +1,159 @@
+"""What is read from config.json, and what is refused by name."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import write_tiny
+
+from rollout.errors import ConfigError
+from rollout.models.config import ModelConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+
+
+def read(base=LLAMA, **changes):
+    return ModelConfig.from_hf({**base, **changes}, file="here/config.json")
+
+
+def test_a_minimal_llama_config_gets_its_architectures_defaults():
+    config = read()
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)
+    assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tied))
+    assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
+    assert config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "biases"),
+    [
+        (LLAMA, {"attention_bias": True}, (True, True, False)),
+        (LLAMA, {"mlp_bias": True}, (False, False, True)),
+        ({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}, {}, (True, False, False)),
+        (QWEN3, {}, (False, False, False)),
+        (QWEN3, {"attention_bias": True}, (True, True, False)),
+    ],
+)
+def test_biases_follow_the_rules_of_the_architecture(base, changes, biases):
+    config = read(base, **changes)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
+    assert config.qk_norm == (config.architecture == "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("name", [k for k in QWEN3 if k != "architectures"])
+def test_a_missing_field_is_named_with_its_file(name):
+    values = {k: v for k, v in QWEN3.items() if k != name}
+    with pytest.raises(ConfigError, match=f"here/config.json: field '{name}' is missing"):
+        ModelConfig.from_hf(values, file="here/config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"hidden_size": 66}, "set head_dim"),
+        ({"dtype": "int8"}, "dtype 'int8' is not one of"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral' is not one of default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "field 'factor' is missing; rope_type 'linear'"),
+        ({"quantization_config": {"bits": 4}}, "unquantised"),
+        ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "use_sliding_window is true",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes, match):
+    with pytest.raises(ConfigError, match=match):
+        read(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": False, "sliding_window": 64},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+    ],
+)
+def test_a_sliding_window_that_no_layer_uses_is_allowed(changes):
+    assert read(**changes).num_layers == 2
+
+
+def test_both_forms_of_rope_parameters_read_alike():
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 128
+    old = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3})
+    older = read(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
+    new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
+    assert old.rope == older.rope == new.rope
+    assert (new.rope.kind, new.rope.theta, new.rope.original_max) == ("llama3", 5e5, 128)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
+def test_the_dtype_is_read_under_both_names(key, value):
+    assert read(**{key: value}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_a_directory_written_by_transformers_is_read(tmp_path, arch):
+    source = write_tiny(tmp_path, arch, tied=True, tokenizer=True).config
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.tied
+    assert config.eos_token_ids == (source.eos_token_id,)
+    assert (config.vocab_size, config.num_kv_heads, config.head_dim) == (320, 2, 16)
+
+
+def test_stop_ids_of_the_generation_config_join_those_of_the_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 9], "temperature": 0.1})
+    )
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (7, 9)
+
+
+def test_a_directory_without_a_readable_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.json does not exist"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no|not hold a JSON object"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_heads_that_do_not_divide_over_ranks_are_refused_in_the_expected_words():
+    config = read(num_attention_heads=40, hidden_size=640)
+    with pytest.raises(ConfigError) as caught:
+        config.check_tensor_parallel(3)
+    assert str(caught.value) == (
+        "Total number of attention heads (40) must be divisible by tensor parallel size (3)."
+    )
+
+
+def test_key_heads_divide_or_are_replicated():
+    config = read(num_attention_heads=24, num_key_value_heads=4, hidden_size=96)
+    for size in (1, 2, 4, 8):
+        config.check_tensor_parallel(size)
+    with pytest.raises(ConfigError, match=r"key/value heads \(4\)"):
+        config.check_tensor_parallel(6)
+    with pytest.raises(ConfigError, match=r"Intermediate size \(100\)"):
+        read(num_attention_heads=24, hidden_size=96, intermediate_size=100).check_tensor_parallel(8)

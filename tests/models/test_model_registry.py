@@ -1,0 +1,58 @@
+"""Architectures resolve lazily, to the first supported one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rollout.errors import ConfigError
+from rollout.models.config import ModelConfig
+from rollout.models.registry import Registry
+
+
+def test_the_first_supported_architecture_wins():
+    assert Registry().choose(["Foo", "Qwen3ForCausalLM", "LlamaForCausalLM"]) == "Qwen3ForCausalLM"
+
+
+def test_an_unknown_architecture_lists_the_supported_and_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        Registry().choose(["Qwen3ForCausalML"])
+    text = str(caught.value)
+    assert "Did you mean 'Qwen3ForCausalLM'?" in text
+    assert "Supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in text
+
+
+def test_registering_gives_a_wider_registry_and_leaves_the_first_as_it_was():
+    first = Registry()
+    wider = first.register_model("MyForCausalLM", "rollout.models.llama:LlamaForCausalLM")
+    values = {
+        "architectures": ["MyForCausalLM"],
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+    }
+    assert ModelConfig.from_hf(values, registry=wider).architecture == "MyForCausalLM"
+    assert wider.load("MyForCausalLM").__name__ == "LlamaForCausalLM"
+    with pytest.raises(ConfigError, match="MyForCausalLM"):
+        first.choose(["MyForCausalLM"])
+
+
+def test_a_class_that_cannot_be_imported_is_a_config_error():
+    with pytest.raises(ConfigError, match="cannot import nowhere:Cls"):
+        Registry().register_model("A", "nowhere:Cls").load("A")
+    with pytest.raises(ConfigError, match=r"package.module:Class"):
+        Registry().register_model("A", "nowhere.Cls")
+
+
+def test_reading_a_config_imports_neither_models_nor_transformers():
+    code = (
+        "import sys, rollout.models.config;"
+        "bad = {'transformers', 'rollout.models.llama', 'rollout.models.causal_lm'};"
+        "sys.exit(' '.join(bad & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
