@@ -140,7 +140,7 @@ class Scheduler:
                 entries.append(ScheduledEntry(seq, 1))
                 budget -= 1
         for seq in prefills:
-            if seq.status is Status.RUNNING and budget:  # it may just have been preempted
+            if budget:  # none of these was preempted since: the victims are newer
                 budget -= _schedule_chunk(entries, seq, budget)
         return budget
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from engine_core.toy import VOCAB, ToyExecutor, chain
+
 from rollout.engine.batch import encode_batch
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence, Status
 from rollout.engine.step_output import decode_step
 from rollout.generation import SamplingParams
-
-from engine_core.toy import VOCAB, ToyExecutor, chain
 
 
 class Bench:

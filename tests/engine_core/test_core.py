@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from engine_core.toy import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
+
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.errors import (
@@ -58,11 +58,13 @@ class Sink:
         return {o.request_id: o for o in self.items if isinstance(o, RequestOutput) and o.finished}
 
 
-@pytest.fixture()
+@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     engines: list[EngineCore] = []
 
-    def make(toy: ToyExecutor | None = None, tokenizer: bool = False, **settings: Any) -> EngineCore:
+    def make(
+        toy: ToyExecutor | None = None, tokenizer: bool = False, **settings: Any
+    ) -> EngineCore:
         toy = toy or ToyExecutor()
         fields = {"vocab_size": 320} if tokenizer else {}
         path = write_config(tmp_path, **fields)
@@ -175,7 +177,7 @@ def test_one_call_is_admitted_whole_in_one_step_or_not_at_all(start: Start) -> N
         assert sink.items == []
     with pytest.raises(InvalidRequest, match="twice"):
         core.submit([request("x"), request("x")], Sink(), stream=False)
-    with pytest.raises(InvalidRequest, match="97 in stop_token_ids.* vocabulary of 97"):
+    with pytest.raises(InvalidRequest, match=r"97 in stop_token_ids.* vocabulary of 97"):
         core.submit([request("x", stop_token_ids=(97,))], Sink(), stream=False)
     assert toy.steps == 1
     run(core, request("good", max_tokens=1))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_core.bench import Bench
+from engine_core.toy import continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_core.bench import Bench
-from engine_core.toy import continuation
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.sequence import Sequence, Status
 from rollout.generation import SamplingParams, VersionSpan
@@ -93,6 +93,52 @@ def test_under_keep_later_positions_carry_the_new_version_and_are_not_shared() -
     again = bench.submit(seq.token_ids[:20], 1)[0]
     bench.run()
     assert again.num_cached_tokens == 0
+
+
+def test_a_block_begun_by_one_version_and_filled_by_the_next_is_never_found() -> None:
+    bench = Bench(budget=64)
+    seq = bench.submit(prompt(2), 12)[0]
+    bench.step()
+    bench.commit("keep")
+    bench.run()
+    again = bench.submit(seq.token_ids[:13], 1)[0]
+    bench.run()
+    assert again.num_cached_tokens == 0
+
+
+def test_going_back_recomputes_what_the_later_version_has_touched_and_nothing_else() -> None:
+    bench = Bench(budget=64)
+    old, new = bench.submit(prompt(9), 40)[0], bench.submit(prompt(9, 40), 40)[0]
+    bench.step()
+    bench.scheduler.finish(new)
+    bench.commit()
+    touched = bench.submit(prompt(9, 70), 30)[0]
+    bench.scheduler.frozen = True
+    bench.step()
+    bench.go_back()
+    assert old.num_computed == 9
+    bench.commit()
+    bench.scheduler.frozen = False
+    bench.step()
+    bench.go_back()
+    assert old.num_computed == touched.num_computed == 0
+    bench.commit()  # the same number again
+    bench.run()
+
+
+def test_when_nothing_else_is_left_shared_blocks_of_waiting_samples_are_taken_back() -> None:
+    bench = Bench(num_blocks=9, budget=64, max_seqs=2, caching=False)
+    oldest = bench.submit(prompt(12), 16, n=2)[0]
+    waiting = bench.submit(prompt(16, 40), 1, n=2)[1]
+    bench.step()
+    assert len(waiting.block_table) == 3
+    computed = 0
+    while oldest.status is not Status.FINISHED:
+        assert oldest.num_computed >= computed, "the oldest lost its KV"
+        computed = oldest.num_computed
+        bench.step()
+    assert waiting.num_cached_tokens < 0  # it had to give its share back, and never ran yet
+    bench.run()
 
 
 def test_under_recompute_all_kv_is_of_the_new_version_and_the_output_stays() -> None:
@@ -210,6 +256,7 @@ OPS = st.one_of(
         st.booleans(),  # prompt logprobs
     ),
     st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("resubmit"), st.integers(0, 50), st.integers(1, 30)),
     st.tuples(st.just("abort"), st.integers(0, 50)),
     st.tuples(st.just("commit"), st.sampled_from(["keep", "recompute"])),
     st.tuples(st.just("back")),
@@ -233,6 +280,9 @@ def test_any_history_keeps_the_books_and_gives_the_models_tokens(
         match op:
             case ("submit", length, prefix, n, max_tokens, scored):
                 bench.submit(prompt(length, 30 * prefix), max_tokens, n, scored)
+            case ("resubmit", which, length) if bench.all:
+                known = bench.all[which % len(bench.all)].token_ids
+                bench.submit(known[:length], 4)
             case ("step", count):
                 for _ in range(count):
                     bench.step()
