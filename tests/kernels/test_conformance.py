@@ -56,8 +56,6 @@ def test_float32_is_near_what_float64_gives(case: Case) -> None:
     for run in op.implementations().values():
         for a, b in zip(_outputs(run, case, case.make(torch.float32)), wanted, strict=True):
             relative, absolute = _tolerance(case, torch.float32)
-            if "steep" in case.name:  # scores of several thousand: float32 keeps few digits
-                relative = absolute = 2e-3
             torch.testing.assert_close(a.double(), b, rtol=relative, atol=absolute)
 
 
@@ -158,5 +156,7 @@ def _to_double(x: Any) -> Any:
 
 
 def _tolerance(case: Case, dtype: torch.dtype) -> tuple[float, float]:
+    if case.name == "steep" and dtype == torch.float32:  # scores near 100 have fewer digits left
+        return 2e-4, 2e-4
     table = ATTENTION_TOLERANCE if case.op == "paged_attention" else TOLERANCE
     return table[dtype]

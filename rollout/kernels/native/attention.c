@@ -12,7 +12,7 @@
 #include <stdlib.h>
 
 #define ROWS 64
-#define KEYS 64
+#define KEYS 128
 #define MAX_DIM 256
 #if VW == 8
 #define ROW_BLOCK 4 /* 16 registers: 8 sums, 2 of B, a broadcast */
@@ -173,20 +173,21 @@ INLINE void locate(const Problem *p, int sequence, int head, int first, int coun
 }
 
 /* Turn a row of scores into weights; the first `visible` (at least one) of `keys` count. */
-INLINE void soften(float *row, int visible, int keys, float scale, float *sums, int padded,
-                   float *peak, float *mass) {
+INLINE void soften(float *row, int visible, int keys, float *sums, int padded, float *peak,
+                   float *mass) {
     vf high = splat(-INFINITY);
-    for (int j = 0; j < keys; j += VW) {
-        vf x = load(row, j, 0) * scale;
-        if (j + VW > visible) x = blend(LANES + j < visible, x, splat(-INFINITY));
+    int j = 0;
+    for (; j + VW <= visible; j += VW) high = vmax(high, load(row, j, 0));
+    for (; j < keys; j += VW) {
+        vf x = blend(LANES + j < visible, load(row, j, 0), splat(-INFINITY));
         store(row, j, x, 0);
         high = vmax(high, x);
     }
     float top = reduce_max(high), before = *peak;
     if (!(top > before)) top = before;
     vf sum = splat(0.0f);
-    for (int j = 0; j < keys; j += VW) {
-        vf x = vexp(load(row, j, 0) - top);
+    for (j = 0; j < keys; j += VW) {
+        vf x = exp_negative(load(row, j, 0) - top);
         store(row, j, x, 0);
         sum += x;
     }
@@ -195,7 +196,7 @@ INLINE void soften(float *row, int visible, int keys, float scale, float *sums, 
         *mass += reduce_sum(sum);
         return;
     }
-    float shrink = vexp(splat(before - top))[0];
+    float shrink = exp_negative(splat(before - top))[0];
     *mass = *mass * shrink + reduce_sum(sum);
     for (int d = 0; d < padded; d += VW) store(sums, d, load(sums, d, 0) * shrink, 0);
 }
@@ -210,7 +211,7 @@ INLINE void attend(const Problem *p, int sequence, int head, int first_query, in
         int64_t at = (first_row + r / group) * p->q_row + (head * group + r % group) * p->q_head;
         const void *q = (const char *)p->q + at * size;
         for (int d = 0; d < dim; d += VW)
-            store_at(s->q + r * dim, d, dim, load_at(q, d, dim, bf16), 0);
+            store_at(s->q + r * dim, d, dim, load_at(q, d, dim, bf16) * p->scale, 0);
         s->peak[r] = -INFINITY, s->mass[r] = 0;
     }
     memset(s->sums, 0, sizeof(float) * (size_t)(rows * padded));
@@ -227,7 +228,7 @@ INLINE void attend(const Problem *p, int sequence, int head, int first_query, in
         score(hidden, rows, whole, dim, s);
         for (int r = hidden; r < rows; r++) {
             int visible = position + r / group + 1 - key;
-            soften(s->scores[r], visible < keys ? visible : keys, whole, p->scale,
+            soften(s->scores[r], visible < keys ? visible : keys, whole,
                    s->sums + r * padded, padded, &s->peak[r], &s->mass[r]);
         }
         weigh(hidden, rows, keys, padded, s);
@@ -278,7 +279,7 @@ EXPORT int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t t
     int32_t failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Scratch *scratch = malloc(sizeof(Scratch) + 64);
+        Scratch *scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
         if (!scratch) {
 #pragma omp atomic write
             failed = -1;

@@ -39,9 +39,11 @@ INLINE vf blend(vi mask, vf yes, vf no) {
     return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)no, (__m512)yes);
 }
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 #else
 INLINE vf blend(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf vmax(vf a, vf b) { return blend(a > b, a, b); }
+INLINE vf vmin(vf a, vf b) { return blend(a < b, a, b); }
 #endif
 
 #if defined(__clang__)
@@ -65,7 +67,7 @@ INLINE float reduce_max(vf v) {
     return v[0];
 }
 
-/* bfloat16 is the upper half of a float32; rounding is to nearest even, a NaN becomes 0x7fc0. */
+/* bfloat16 is the upper half of a float32; rounding is to nearest even, a NaN stays one. */
 #if VW == 16
 INLINE vu grow(vh h) { return (vu)_mm512_cvtepu16_epi32((__m256i)h); }
 INLINE vh shrink(vu u) { return (vh)_mm512_cvtepi32_epi16((__m512i)u); }
@@ -74,12 +76,16 @@ INLINE vu grow(vh h) { return __builtin_convertvector(h, vu); }
 INLINE vh shrink(vu u) { return __builtin_convertvector(u, vh); }
 #endif
 INLINE vf widen(vh h) { return (vf)(grow(h) << 16); }
+#if VW == 16 && defined(__AVX512BF16__)
+INLINE vh narrow(vf v) { return (vh)_mm512_cvtneps_pbh((__m512)v); } /* denormals become zero */
+#else
 INLINE vh narrow(vf v) {
     vu u = (vu)v;
     u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu nan = (vu)(v != v);
     return shrink((u & ~nan) | (nan & 0x7fc0));
 }
+#endif
 INLINE vf round_to(vf v, int bf16) { return bf16 ? widen(narrow(v)) : v; }
 
 /* Elements i .. i + VW of an array of float32 or bfloat16. */
@@ -129,14 +135,11 @@ INLINE void store_at(void *p, int64_t i, int64_t size, vf v, int bf16) {
     else store_n(p, i, v, (int)(size - i), bf16);
 }
 
-/* e^x to about 1e-7: Cephes' polynomial on |r| <= ln(2) / 2. Below -87.3 it is exactly zero (so
- * -infinity is), above 88.3 infinity. */
-INLINE vf vexp(vf x) {
-    vf low = splat(-87.3f), high = splat(88.3f);
-    vf c = blend(x < low, low, blend(x > high, high, x));
-    vf n = c * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+/* e^x to about 1e-7 for -87.3 <= x <= 88.3: Cephes' polynomial on |r| <= ln(2) / 2. */
+INLINE vf exp_within(vf x) {
+    vf n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
     n = n - 12582912.0f;
-    vf r = c - n * 0.693359375f;
+    vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -144,9 +147,15 @@ INLINE vf vexp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    vf y = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
-    y = blend(x < low, splat(0.0f), y);
-    return blend(x > high, splat(INFINITY), y);
+    return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+#define EXP_LOW (-87.3f)
+#define EXP_HIGH 88.3f
+
+/* e^x for x <= 0; below EXP_LOW exactly zero, so e^-infinity is. A NaN stays one. */
+INLINE vf exp_negative(vf x) {
+    vi low = x < EXP_LOW;
+    return blend(low, splat(0.0f), exp_within(blend(low, splat(EXP_LOW), x)));
 }
 
 #endif

@@ -1,0 +1,158 @@
+"""Native CPU kernels beside torch: median times, the two taken in turn.
+
+python benchmarks/kernels.py [--threads 1] [--rounds 15] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout import kernels
+from rollout.kernels.native import native_status
+from rollout.weights import Box
+
+HEADS, KV_HEADS, DIM, BLOCK = 14, 2, 64, 32
+
+
+def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
+    """Median seconds of each, called in turn after one warm-up."""
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for run, kept in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if turn:
+                kept.append(time.perf_counter() - start)
+    return [statistics.median(kept) for kept in times]
+
+
+def compare(
+    name: str, rounds: int, native: Callable[[], object], rival: Callable[[], object]
+) -> None:
+    ours, theirs = medians(rounds, native, rival)
+    print(
+        f"{name:44} native {ours * 1e6:9.1f} us   torch {theirs * 1e6:9.1f} us   "
+        f"torch/native {theirs / ours:5.2f}"
+    )
+
+
+def paged(batch: int, queries: int, context: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    pages = -(-context // BLOCK)
+    tables = torch.randperm(batch * pages).view(batch, pages).int()
+    k, v = (torch.randn(batch * pages, KV_HEADS, BLOCK, DIM).to(dtype) for _ in "kv")
+    q = torch.randn(batch * queries, HEADS, DIM).to(dtype)
+    starts = (torch.arange(batch + 1) * queries).int()
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    return q, k, v, starts, lengths, tables, DIM**-0.5
+
+
+def sdpa(
+    arguments: tuple[Any, ...], batch: int, queries: int, context: int
+) -> Callable[[], Tensor]:
+    """torch's SDPA for sequences of one length: a decode must gather its pages first."""
+    q, k, v, _, _, tables, _ = arguments
+    q, tables = q.view(batch, queries, HEADS, DIM).transpose(1, 2), tables.long()
+
+    def gathered(cache: Tensor) -> Tensor:
+        return cache[tables].transpose(1, 2).reshape(batch, KV_HEADS, -1, DIM)[:, :, :context]
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        causal = queries == context
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    if queries == 1:
+        return lambda: attend(gathered(k), gathered(v))
+    k, v = gathered(k).contiguous(), gathered(v).contiguous()
+    return lambda: attend(k, v)
+
+
+def attention(rounds: int, quick: bool) -> None:
+    for batch in (1, 8, 32, 64):
+        arguments = paged(batch, 1, 256, torch.bfloat16)
+        compare(
+            f"paged_attention decode B={batch} ctx=256 bf16",
+            rounds,
+            lambda a=arguments: kernels.paged_attention(*a),
+            sdpa(arguments, batch, 1, 256),
+        )
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (256, 512) if quick else (256, 512, 1024, 2048):
+            arguments = paged(1, tokens, tokens, dtype)
+            compare(
+                f"paged_attention prefill T={tokens} {str(dtype)[6:]}",
+                max(3, rounds // 3),
+                lambda a=arguments: kernels.paged_attention(*a),
+                sdpa(arguments, 1, tokens, tokens),
+            )
+
+
+def small_ops(rounds: int) -> None:
+    for batch in (1, 8, 32):
+        x, residual = torch.randn(2, batch, 896).bfloat16()
+        weight = torch.randn(896).bfloat16()
+        q, k = torch.randn(batch, 16, 64).bfloat16().split((14, 2), dim=1)
+        angles = torch.randn(batch, 32).repeat(1, 2)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        gate_up = torch.randn(batch, 2 * 4864).bfloat16()
+        caches = torch.zeros(2, 64, 2, 32, 64).bfloat16()
+        slots = torch.randperm(64 * 32)[:batch]
+        calls = (
+            (kernels.rms_norm, (x, weight, 1e-6)),
+            (kernels.add_rms_norm, (x, residual, weight, 1e-6)),
+            (kernels.rotary, (q, k, cos, sin)),
+            (kernels.silu_mul, (gate_up,)),
+            (kernels.store_kv, (k, k, caches[0], caches[1], slots)),
+        )
+        for op, arguments in calls:
+            compare(
+                f"{op.name} B={batch} bf16",
+                rounds * 10,
+                lambda op=op, a=arguments: op(*a),
+                lambda op=op, a=arguments: op.reference(*a),
+            )
+
+
+def digests(rounds: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        shape = (4096, 4096)
+        values = torch.randn(shape).to(dtype)
+        half = Box((0, 1024), (4096, 3072))
+        for name, box in (("whole", Box.full(shape)), ("half of each row", half)):
+            part = values[box.slices]
+            ours, theirs = medians(
+                rounds,
+                lambda p=part, s=shape, b=box: kernels.digest(p, s, b),
+                lambda p=part: p.sum(),
+            )
+            size = part.numel() * dtype.itemsize / 1e9
+            print(
+                f"digest {str(dtype)[6:]:9} {name:18} {size / ours:6.2f} GB/s   "
+                f"(torch's plain sum {size / theirs:6.2f} GB/s)"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="shorter prefills only")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    print(f"{native_status()}; {options.threads} thread(s)")
+    with torch.inference_mode():
+        attention(options.rounds, options.quick)
+        small_ops(options.rounds)
+        digests(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
