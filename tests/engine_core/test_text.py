@@ -1,0 +1,146 @@
+"""Tokenizer, incremental text and stop strings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_core.test_core import Sink, Start, request, run, start  # noqa: F401 - a fixture
+from engine_core.toy import continuation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_tokenizer
+
+from rollout.engine.detokenizer import Detokenizer
+from rollout.engine.tokenizer import Tokenizer
+from rollout.errors import ConfigError, InvalidRequest
+from rollout.generation import RequestOutput, SamplingParams
+
+TOKENIZER = Tokenizer(make_tokenizer(320))
+
+
+def detokenize(ids: list[int], prompt: list[int], at_once: bool = False, **params: object) -> str:
+    text = Detokenizer(TOKENIZER, prompt, SamplingParams.from_dict(params))
+    if at_once:
+        text.feed(ids, final=True)
+    else:
+        for token in ids:
+            text.feed((token,))
+        text.feed((), final=True)
+    return text.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40), st.text(max_size=10))
+def test_text_grows_token_by_token_into_what_was_encoded(text: str, prompt: str) -> None:
+    ids, before = TOKENIZER.encode(text), TOKENIZER.encode(prompt)
+    assert detokenize(ids, before) == detokenize(ids, before, at_once=True) == text
+
+
+def test_an_incomplete_character_is_held_back_until_it_is_whole_or_the_end() -> None:
+    ids = TOKENIZER.encode("a🙂")
+    text = Detokenizer(TOKENIZER, [], SamplingParams())
+    seen = []
+    for token in ids:
+        text.feed((token,))
+        seen.append(text.text)
+    assert seen == ["a"] * (len(ids) - 1) + ["a🙂"]
+    cut = Detokenizer(TOKENIZER, [], SamplingParams())
+    cut.feed(ids[:-1], final=True)
+    assert cut.text.startswith("a")
+    assert "\ufffd" in cut.text
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    ids = [*TOKENIZER.encode("hi"), TOKENIZER.eos_token_id or 0, *TOKENIZER.encode("ho")]
+    assert detokenize(ids, []) == "hiho"
+    assert detokenize(ids, [], skip_special_tokens=False) == "hi<|im_end|>ho"
+
+
+def test_the_stop_string_that_ends_first_cuts_the_text() -> None:
+    params = SamplingParams(stop=("world", "lo w", "o wo"))
+    text = Detokenizer(TOKENIZER, [], params)
+    text.feed(TOKENIZER.encode("hello world"))
+    assert text.cut_at_stop(0) == "lo w"
+    assert text.text == "hel"
+    kept = Detokenizer(TOKENIZER, [], SamplingParams(stop=("lo",), include_stop_str_in_output=True))
+    kept.feed(TOKENIZER.encode("hello world"))
+    assert kept.cut_at_stop(0) == "lo"
+    assert kept.text == "hello"
+
+
+def test_text_is_the_same_streamed_or_not_and_never_shows_a_part_of_a_stop_string(
+    start: Start,  # noqa: F811
+) -> None:
+    core = start(tokenizer=True)
+    # The toy only draws tokens under 97: bytes and special tokens.
+    whole = run(core, request(max_tokens=40, ignore_eos=True))["a"].outputs[0]
+    assert whole.token_ids == continuation(list(range(5, 23)), 40)
+    assert whole.text == core.need_tokenizer().decode(whole.token_ids)
+    stop = whole.text[10:13]
+    at = whole.text.index(stop)
+    for include in (False, True):
+        params = {
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "stop": (stop,),
+            "include_stop_str_in_output": include,
+        }
+        expected = whole.text[: at + 3 * include]
+        plain = run(core, request(**params))["a"].outputs[0]
+        sink = Sink()
+        core.submit([request(**params)], sink, stream=True)
+        streamed = sink.results()["a"].outputs[0]
+        for out in (plain, streamed):
+            assert (out.text, out.finish_reason, out.stop_reason) == (expected, "stop", stop)
+            assert stop in core.need_tokenizer().decode(out.token_ids)
+        shown = [o.outputs[0].text for o in sink.items if isinstance(o, RequestOutput)]
+        assert all(expected.startswith(text) for text in shown)
+        assert shown == sorted(shown, key=len)
+
+
+def test_a_stop_string_does_not_end_a_sample_below_min_tokens(start: Start) -> None:  # noqa: F811
+    core = start(tokenizer=True)
+    whole = run(core, request(max_tokens=40, ignore_eos=True))["a"].outputs[0]
+    stop = whole.text[3:5]
+    out = run(core, request(max_tokens=40, ignore_eos=True, stop=(stop,), min_tokens=20))["a"]
+    assert len(out.outputs[0].token_ids) >= 20
+
+
+def test_a_stop_id_is_in_the_tokens_but_not_in_the_text(start: Start) -> None:  # noqa: F811
+    core = start(tokenizer=True)
+    whole = run(core, request(max_tokens=10, ignore_eos=True))["a"].outputs[0]
+    stop = whole.token_ids[6]
+    first = whole.token_ids.index(stop)
+    for stream in (False, True):
+        call = request(max_tokens=10, ignore_eos=True, stop_token_ids=(stop,))
+        out = run(core, call, stream=stream)["a"].outputs[0]
+        assert out.token_ids == whole.token_ids[: first + 1]
+        assert out.text == core.need_tokenizer().decode(whole.token_ids[:first])
+
+
+def test_the_chat_template_places_the_special_tokens() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    text = TOKENIZER.render_chat(messages)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    ids = TOKENIZER.encode_chat(messages)
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+    assert ids.count(TOKENIZER.eos_token_id or 0) == 1
+    with pytest.raises(InvalidRequest, match="refused"):
+        TOKENIZER.render_chat([{"role": "user"}, 3])  # type: ignore[list-item]
+
+
+def test_a_directory_without_tokenizer_gives_none_and_a_broken_one_says_so(tmp_path: Path) -> None:
+    assert Tokenizer.load(None) is None
+    assert Tokenizer.load(str(tmp_path)) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_without_tokenizer_text_and_stop_strings_are_refused(start: Start) -> None:  # noqa: F811
+    core = start()
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        core.encode("hello")
+    with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
+        core.submit([request(stop=("x",))], Sink(), stream=False)
