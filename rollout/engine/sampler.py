@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.logit_edits import apply_edits, apply_penalties
+from rollout.engine.nucleus import nucleus_edge, nucleus_edges
 from rollout.engine.sampling_batch import MIN_P, TEMPERATURE, TOP_P, SamplingBatch
 from rollout.engine.uniforms import uniforms
 from rollout.engine.vocab_scan import argmax_rows, draw_rows, segment_sums
@@ -21,6 +22,7 @@ from rollout.generation import GREEDY_BELOW
 
 CPU_SLICE = 4 << 20  # elements of logits worked on at a time: they stay in the caches
 GPU_SLICE = 256 << 20
+SORT_WHOLE = 4096  # vocabularies up to here are sorted for top_p in one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Samples:
 
 
 class Sampler:
-    """Draws and scores; keeps two work areas of bounded size between steps.
+    """Draws and scores; keeps a few work areas of bounded size between steps.
 
     Order: edits (min_tokens, logit_bias), penalties, temperature, min_p, top_k, top_p, draw.
     Tokens that tie with the last kept one at a filter's edge are kept with it. A greedy row takes
@@ -59,7 +61,9 @@ class Sampler:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             part = logits[start:stop]
-            parts.append(self._sample(part.float(), batch.rows(start, stop)))
+            if part.dtype != torch.float32:
+                part = self._area(2, part).copy_(part)
+            parts.append(self._sample(part, batch.rows(start, stop)))
         return _join(parts)
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
@@ -175,24 +179,18 @@ def _filter(
         largest = torch.topk(scores, int(limits[limited].max()), dim=-1).values
         last = torch.from_numpy(limits[limited] - 1).to(device)
         part[which] = part[which].masked_fill(scores < largest.gather(1, last[:, None]), 0.0)
-    top_p = batch.numbers[rows, TOP_P]
-    for row in np.flatnonzero(top_p < 1):
-        _keep_nucleus(part[row], float(top_p[row]))
+    top_p = batch.numbers[rows, TOP_P].astype(np.float64)
+    nuclei = np.flatnonzero(top_p < 1)
+    if device.type == "cpu" and probs.shape[1] > SORT_WHOLE:
+        for row in nuclei:
+            edge = nucleus_edge(part[row].numpy(), float(top_p[row]))
+            part[row].masked_fill_(part[row] < edge, 0.0)
+    elif len(nuclei):
+        chosen = torch.from_numpy(nuclei).to(device)
+        kept = part[chosen]
+        edges = nucleus_edges(kept, torch.from_numpy(top_p[nuclei]).to(device))
+        part[chosen] = kept.masked_fill_(kept < edges, 0.0)
     probs[where] = part
-
-
-def _keep_nucleus(probs: Tensor, top_p: float) -> None:
-    """Keep the most likely tokens whose mass before them is below ``top_p`` of the row's, in place.
-
-    Tokens so unlikely that all of them together could not fill the dropped mass are left out of
-    the sort; what remains is short for the distributions of a trained model.
-    """
-    mass = segment_sums(probs[None]).sum()
-    floor = mass * (0.5 * (1.0 - top_p) / len(probs))
-    ordered = probs[~(probs <= floor)].sort(descending=True).values
-    before = ordered.double().cumsum(0) - ordered
-    kept = (before < mass * top_p).sum().clamp_min(1)
-    probs.masked_fill_(probs < ordered[kept - 1], 0.0)
 
 
 def _lse(best: Tensor, best_ids: Tensor, probs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from engine_exec.sampling import repeated, sampling_batch, sequence
 from transformers.generation import logits_process as hf
 
+from rollout.engine.nucleus import nucleus_edge, nucleus_edges
 from rollout.engine.sampler import Sampler
 from rollout.engine.uniforms import uniforms
 from rollout.generation import SamplingParams
@@ -267,3 +268,11 @@ def test_logits_without_a_number_give_some_token_and_no_crash():
     out = Sampler().sample(logits, sampling_batch([sequence(p) for p in params]))
     assert ((out.tokens >= 0) & (out.tokens < 40)).all()
     assert out.raw.isnan().all()
+
+
+def test_both_ways_to_the_edge_of_a_nucleus_agree():
+    for scale in (0.1, 1.0, 4.0, 30.0):
+        probs = torch.softmax(peaked(1, 50_000, scale=scale), -1)
+        for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999, 0.9999999):
+            want = nucleus_edges(probs, torch.tensor([top_p], dtype=torch.float64))
+            assert nucleus_edge(probs[0].numpy(), top_p) == float(want), (scale, top_p)
