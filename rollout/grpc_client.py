@@ -137,9 +137,8 @@ class RolloutClient:
     # ---- weights (blocking) ----
 
     @property
-    def host(self) -> str:
-        """The host of ``address``: how this process reaches the engine."""
-        return self.address.rsplit(":", 1)[0].strip("[]")
+    def link(self) -> RolloutClient:
+        return self
 
     def info(self) -> WeightInfo:
         with self._errors():

@@ -52,7 +52,8 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     known = next((cls for cls in type(error).__mro__ if cls in STATUS), EngineError)
     code = getattr(grpc.StatusCode, STATUS[known][0])
     # Details travel beside the metadata and under the same limit: a first line is enough there.
-    return code, wire["message"][:256], ((ERROR_KEY, json.dumps(wire, ensure_ascii=False).encode()),)
+    data = json.dumps(wire, ensure_ascii=False).encode()
+    return code, wire["message"][:256], ((ERROR_KEY, data),)
 
 
 def is_typed(error: Any) -> bool:
@@ -74,6 +75,7 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
     kinds: dict[Any, type[RolloutError]] = {
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNIMPLEMENTED: ConfigError,
+        grpc.StatusCode.UNAUTHENTICATED: ConfigError,
         grpc.StatusCode.CANCELLED: RequestAborted,
         grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,

@@ -309,4 +309,4 @@ def _ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
         return [uuid.uuid4().hex for _ in range(count)]
     if len(request_ids) != count:
         raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
-    return list(request_ids)
+    return [request_id or uuid.uuid4().hex for request_id in request_ids]

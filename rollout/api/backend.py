@@ -10,6 +10,7 @@ from rollout.metrics import EngineStats
 from rollout.proto_convert import Messages
 from rollout.server_info import ServerInfo
 from rollout.updates import WeightChannel, WeightInfo
+from rollout.weight_sync.publisher import WeightLink
 from rollout.weights import UpdateReceipt
 
 Outputs = AsyncIterator[tuple[int, RequestOutput]]  # (index of the prompt in the call, output)
@@ -20,11 +21,13 @@ class Backend(Protocol):
 
     ``generate`` and ``chat`` yield cumulative outputs with ``stream``, else one finished output per
     prompt. ``params`` and ``request_ids`` have one entry per prompt. Closing the iterator aborts
-    what is still running. It is a ``WeightLink`` too: ``info``, ``open``, ``host``.
+    what is still running.
     """
 
     @property
-    def host(self) -> str | None: ...
+    def link(self) -> WeightLink:
+        """What ``publish`` goes through: ``info`` in the caller's order of transports, ``open``."""
+        ...
 
     async def start(self) -> None: ...
 

@@ -19,6 +19,7 @@ from rollout.server_info import ServerInfo
 from rollout.update_wire import meta_from_wire
 from rollout.updates import WeightChannel, WeightInfo
 from rollout.weight_sync.coordinator import Coordinator
+from rollout.weight_sync.publisher import WeightLink
 from rollout.weights import UpdateReceipt
 
 
@@ -34,11 +35,6 @@ class EmbeddedBackend:
         self._coordinator: Coordinator | None = None
         self._running: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
-
-    @property
-    def host(self) -> None:
-        """None: the engine is in this process."""
-        return
 
     async def start(self) -> None:
         if self._starting is None:
@@ -129,11 +125,12 @@ class EmbeddedBackend:
             raise EngineClosed("the engine has not been started: call start() first")
         return self._coordinator
 
+    @property
+    def link(self) -> WeightLink:
+        return _NearLink(self.coordinator)
+
     def info(self) -> WeightInfo:
-        info = self.coordinator.info()
-        # No group has to form within one process: the bytes go with the calls.
-        near = sorted(info.transports, key=lambda name: name != "inline")
-        return replace(info, transports=tuple(near))
+        return self.coordinator.info()
 
     def open(self) -> WeightChannel:
         return self.coordinator.open()
@@ -225,3 +222,18 @@ def _into(
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
     return sink
+
+
+class _NearLink:
+    """The way to the weights within one process: bytes go with the calls, no group has to form."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def info(self) -> WeightInfo:
+        info = self._coordinator.info()
+        near = sorted(info.transports, key=lambda name: name != "inline")
+        return replace(info, transports=tuple(near))
+
+    def open(self) -> WeightChannel:
+        return self._coordinator.open()

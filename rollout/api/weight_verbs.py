@@ -54,7 +54,7 @@ class WeightVerbs:
             label=label,
             partial=partial,
         )
-        receipt = publish(source, connect=lambda: self._backend, options=options)
+        receipt = publish(source, connect=lambda: self._backend.link, options=options)
         self._backend.committed(receipt, partial=partial)  # ranks that did not send learn it too
         return receipt
 

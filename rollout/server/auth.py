@@ -41,13 +41,13 @@ class Tokens:
 
     def allows(self, method: str, authorization: str | None) -> bool:
         """Whether a header ``Bearer TOKEN`` may call ``/package.Service/Method``."""
-        if method.startswith(_OPEN) or (self.generation is None and self.control is None):
+        if method.startswith(_OPEN):
             return True
         sampling = method.startswith("/rollout.v1.Generation/") or method in _READ_ONLY
         sampling = sampling or method.startswith("/grpc.reflection.")
-        return self.allows_control(authorization) or (
-            sampling and _matches(self.generation, authorization)
-        )
+        if sampling:
+            return self.allows_generation(authorization)
+        return self.allows_control(authorization)
 
     def allows_generation(self, authorization: str | None) -> bool:
         return self.generation is None or (

@@ -37,7 +37,7 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
 
     @answers
     async def Info(self, request: Any) -> Any:  # noqa: N802
-        info = await self._rollout.weight_info()
+        info = await asyncio.to_thread(self._rollout.backend.info)
         return pb.WeightDocument(json=_json(update_wire.info_to_wire(info)))
 
     @answers

@@ -1,0 +1,221 @@
+"""The same verbs, embedded and over gRPC."""
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+
+import pytest
+
+from rollout import AsyncRollout, Rollout, SamplingParams
+from rollout.errors import (
+    ConfigError,
+    EngineClosed,
+    InvalidRequest,
+    PromptTooLong,
+)
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+MIXED = ["The quick brown", [1, 2, 3], "Hello"]
+
+
+@pytest.fixture(params=["embedded", "served"])
+def face(request, engine):
+    if request.param == "embedded":
+        yield engine
+        return
+    with Rollout.connect(engine.address, timeout=10) as client:
+        yield client
+
+
+def test_served_and_embedded_give_the_same_bits(engine, client):
+    params = [
+        SamplingParams(max_tokens=9, seed=3, logprobs=3, prompt_logprobs=2),
+        SamplingParams(max_tokens=9, seed=4, n=3, temperature=0.8, top_p=0.9),
+        SamplingParams(max_tokens=9, temperature=0.0, stop=("x",)),
+    ]
+    ids = ["a", "b", "c"]
+    engine.reset_prefix_cache()
+    here = engine.generate(MIXED, params, request_ids=ids)
+    engine.reset_prefix_cache()
+    there = client.generate(MIXED, params, request_ids=ids)
+    assert here == there
+    assert [out.request_id for out in there] == ids
+    assert there[0].outputs[0].logprobs.top
+    assert there[0].prompt_logprobs[0] is None
+    assert len(there[1].outputs) == 3
+
+
+def test_one_prompt_and_many_come_back_in_order(face):
+    [alone] = face.generate([1, 2, 3], GREEDY)
+    many = face.generate([[3, 2, 1], [1, 2, 3], [9]], GREEDY)
+    assert [out.prompt_token_ids for out in many] == [[3, 2, 1], [1, 2, 3], [9]]
+    assert many[1].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert face.generate([], GREEDY) == []
+
+
+def test_text_is_tokenised_where_the_model_is(face):
+    [out] = face.generate("The quick brown", GREEDY)
+    assert out.prompt == "The quick brown"
+    assert out.prompt_token_ids == face.tokenize("The quick brown")
+    assert isinstance(out.outputs[0].text, str)
+
+
+def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(face):
+    [whole] = face.generate([1, 2, 3], GREEDY)
+    parts = list(face.stream([1, 2, 3], GREEDY))
+    lengths = [len(part.outputs[0].token_ids) for part in parts]
+    assert lengths == sorted(lengths)
+    assert len(parts) > 1
+    assert parts[-1].finished
+    assert parts[-1].outputs == whole.outputs
+
+
+def test_leaving_a_stream_early_aborts_its_request(face, engine, eventually):
+    for part in itertools.islice(face.stream([1, 2, 3], LONG), 2):
+        assert not part.finished
+    eventually(lambda: engine.metrics().running == 0)
+
+
+def test_chat_renders_the_template_and_answers(face):
+    messages = [{"role": "user", "content": "hello"}]
+    [out] = face.chat(messages, GREEDY)
+    assert out.prompt_token_ids == face.tokenize(messages)
+    both = face.chat([messages, messages], GREEDY)
+    for again in both:
+        assert again.outputs[0].token_ids == out.outputs[0].token_ids
+
+
+def test_metrics_and_server_info_have_the_same_face(face, engine, checkpoint):
+    assert face.metrics().num_kv_blocks == 128
+    info = face.server_info()
+    assert (info.model, info.max_model_len, info.has_tokenizer) == (checkpoint, 512, True)
+    assert face.weight_version == engine.weight_version == info.version
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "names"),
+    [
+        ([[1, 10_000]], GREEDY, InvalidRequest, "10000"),
+        ([[-1]], GREEDY, InvalidRequest, "-1"),
+        ([[1] * 600], GREEDY, PromptTooLong, "512"),
+        ([[1], [2]], [GREEDY] * 3, InvalidRequest, "3 sampling parameters for 2 prompts"),
+        ([3.5], GREEDY, InvalidRequest, "prompt 0"),
+        (7, GREEDY, InvalidRequest, "int"),
+        ([["a"]], GREEDY, InvalidRequest, "prompt 0"),
+    ],
+)
+def test_bad_requests_raise_the_same_error_on_both_faces(face, prompts, params, error, names):
+    with pytest.raises(error, match=names):
+        face.generate(prompts, params)
+
+
+def test_equal_request_ids_in_one_call_are_refused(face):
+    with pytest.raises(InvalidRequest, match="differ"):
+        face.generate([[1], [2]], GREEDY, request_ids=["x", "x"])
+
+
+def test_a_text_prompt_without_a_tokenizer_is_refused(bare_checkpoint):
+    with Rollout(bare_checkpoint, device="cpu", num_threads=1, num_kv_blocks=32) as rollout:
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            rollout.generate("text", GREEDY)
+        assert rollout.generate([1, 2], GREEDY)[0].outputs[0].text == ""
+
+
+def test_abort_ends_requests_by_id_and_all_at_once(face, engine, eventually):
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda i=i: results.extend(face.generate([1, i], LONG, request_ids=[f"r{i}"]))
+        )
+        for i in (1, 2, 3)
+    ]
+    engine.pause_generation()
+    for thread in threads:
+        thread.start()
+    eventually(lambda: engine.metrics().running + engine.metrics().waiting == 3)
+    assert face.abort(["r2", "unknown"]) == 1
+    assert face.abort() == 2
+    engine.resume_generation()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(out.request_id for out in results) == ["r1", "r2", "r3"]
+    assert {out.outputs[0].finish_reason for out in results} == {"abort"}
+
+
+def test_ctrl_c_ends_the_wait_and_aborts_the_request(face, engine, eventually):
+    engine.pause_generation()
+    try:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            face.generate([1, 2, 3], LONG)
+        timer.join()
+        eventually(lambda: engine.metrics().running + engine.metrics().waiting == 0)
+    finally:
+        engine.resume_generation()
+
+
+def test_pause_sleep_and_wake_are_obeyed(face):
+    face.pause_generation("wait")
+    assert face.metrics().state == "paused"
+    face.resume_generation()
+    face.sleep(1)
+    with pytest.raises(EngineClosed, match="asleep"):
+        face.generate([1], GREEDY)
+    face.wake_up()
+    face.reset_prefix_cache()
+    assert face.generate([1], GREEDY)[0].finished
+    with pytest.raises(InvalidRequest, match="keep, wait or abort"):
+        face.pause_generation("maybe")
+
+
+def test_a_closed_rollout_says_so(engine):
+    client = Rollout.connect(engine.address, timeout=5)
+    client.shutdown()
+    client.shutdown()
+    with pytest.raises(EngineClosed, match="shut down"):
+        client.generate([1], GREEDY)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1:", "http://a/b", ":50051"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match="host:port"):
+        Rollout.connect(address)
+
+
+def test_an_unknown_setting_names_the_nearest():
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        Rollout("model", tensor_parallel_sise=2)
+
+
+def test_a_failed_start_leaves_no_thread(tmp_path):
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError):
+        Rollout(str(tmp_path / "missing"), device="cpu")
+    assert set(threading.enumerate()) <= before
+
+
+async def test_the_async_face_runs_calls_together_and_cancels(engine, eventually):
+    async with AsyncRollout.connect(engine.address, timeout=10) as rollout:
+        outs = await asyncio.gather(*(rollout.generate([1, n], GREEDY) for n in range(4)))
+        assert [out.prompt_token_ids for [out] in outs] == [[1, n] for n in range(4)]
+        assert await rollout.weight_version == engine.weight_version
+        assert await rollout.address == engine.address
+        task = asyncio.create_task(rollout.generate([1, 2], LONG))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        parts = [part async for part in rollout.stream([1, 2], GREEDY)]
+        assert parts[-1].finished
+    await asyncio.to_thread(eventually, lambda: engine.metrics().running == 0)
+
+
+async def test_the_async_face_owns_an_engine(checkpoint):
+    async with AsyncRollout(checkpoint, device="cpu", num_threads=1, num_kv_blocks=32) as rollout:
+        [out] = await rollout.generate([1, 2, 3], GREEDY)
+        assert out.finished
+        assert (await rollout.weight_info()).version == 0

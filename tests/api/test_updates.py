@@ -1,0 +1,193 @@
+"""Updates over gRPC: proof of the weights, typed errors, leases, restarts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import grpc
+import pytest
+import torch
+
+from rollout import Rollout, SamplingParams, rollout_pb2, update_wire
+from rollout.errors import (
+    EngineRestarted,
+    TransferFailed,
+    UpdateInProgress,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.grpc_client import RolloutClient
+from rollout.grpc_status import error_from_rpc
+from rollout.rollout_pb2_grpc import WeightSyncStub
+from rollout.updates import BucketHeader, UpdateRequest
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+def test_an_update_over_grpc_is_live_and_proven(client, engine, other_weights, changed, transport):
+    weights = changed(other_weights, {"inline": 0.125, "broadcast": 0.25}[transport])
+    before = client.weight_version
+    receipt = client.update_weights(weights, transport=transport, bucket_bytes=40_000, timeout=10)
+    assert receipt.transport == transport
+    assert receipt.version == before + 1 == client.weight_version == engine.weight_version
+    assert client.check_weights(weights).equal
+    assert not client.check_weights(other_weights).equal
+    [out] = client.generate([1, 2, 3], GREEDY)
+    assert out.epoch == receipt.epoch
+    assert [span.version for span in out.outputs[0].weight_versions] == [receipt.version]
+
+
+def test_rollback_and_preflight_over_grpc(client, other_weights, changed):
+    first, second = changed(other_weights, 0.5), changed(other_weights, 0.75)
+    client.update_weights(first, timeout=10)
+    version = client.update_weights(second, timeout=10).version
+    assert client.rollback().version == version + 1
+    assert client.check_weights(first).equal
+    assert client.preflight(first).equal
+    wrong = {**first, "model.norm.weigth": first["model.norm.weight"]}
+    del wrong["model.norm.weight"]
+    assert "model.norm.weight" in " ".join(client.preflight(wrong).problems)
+
+
+def test_update_errors_arrive_as_their_own_class_and_change_nothing(client, other_weights):
+    live, before = client.weight_version, client.generate([1, 2, 3], GREEDY)
+    bad = {**other_weights, "model.norm.weight": torch.zeros(3)}
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
+        client.update_weights(bad, timeout=5)
+    with pytest.raises(VersionConflict, match="not above"):
+        client.update_weights(other_weights, version=live, timeout=5)
+    assert client.weight_version == live
+    assert client.generate([1, 2, 3], GREEDY)[0].outputs == before[0].outputs
+
+
+def request(**changes):
+    values = {"update_id": os.urandom(8).hex(), "bucket_bytes": 1 << 20, "timeout": 0.4}
+    return UpdateRequest(**{**values, **changes})
+
+
+def test_a_second_update_waits_and_is_refused_until_the_first_lease_ends(engine):
+    one, two = RolloutClient(engine.address), RolloutClient(engine.address)
+    first, second, third = one.open(), two.open(), two.open()
+    first.begin(request())
+    with pytest.raises(UpdateInProgress):
+        second.begin(request())
+    first.close()
+    assert third.begin(request(timeout=5)).base_version == engine.weight_version
+    third.abort("enough")
+    for part in (first, second, third, one, two):
+        part.close()
+    assert engine.weight_info().state == "idle"
+
+
+def test_an_abort_from_another_thread_ends_a_waiting_call(engine):
+    client = RolloutClient(engine.address)
+    channel = client.open()
+    channel.begin(request(transport="inline", timeout=20))
+    caught = []
+
+    def wait():
+        try:
+            channel.seal(update_wire.Seal(num_buckets=3, digests={}))
+            channel.commit()
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    channel.abort("the watchdog says so")
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert isinstance(caught[0], TransferFailed)
+    assert "watchdog" in str(caught[0])
+    client.close()
+
+
+HOLDER = """
+import sys, time
+from rollout.grpc_client import RolloutClient
+from rollout.updates import UpdateRequest
+client = RolloutClient(sys.argv[1])
+channel = client.open()
+channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0))
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_client_that_dies_mid_update_gives_up_its_lease_at_once(engine, process, eventually):
+    holder = process(
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, engine.address], stdout=subprocess.PIPE, text=True
+        )
+    )
+    assert holder.stdout.readline() == "begun\n"
+    assert engine.weight_info().state == "staging"
+    before = engine.generate([1, 2, 3], GREEDY)[0].outputs
+    holder.send_signal(signal.SIGKILL)
+    eventually(lambda: engine.weight_info().state == "idle", 3.0)
+    assert engine.generate([1, 2, 3], GREEDY)[0].outputs == before
+
+
+def _command(**kind):
+    return rollout_pb2.UpdateCommand(**kind)
+
+
+def _begin():
+    wire = json.dumps(update_wire.request_to_wire(request(timeout=2))).encode()
+    return _command(begin=rollout_pb2.WeightDocument(json=wire))
+
+
+def _bucket(nbytes, announced):
+    head = json.dumps(update_wire.header_to_wire(BucketHeader(0, (), nbytes))).encode()
+    return _command(bucket=rollout_pb2.Bucket(header_json=head, payload_bytes=announced))
+
+
+@pytest.mark.parametrize(
+    ("commands", "names"),
+    [
+        ([_command(begin=rollout_pb2.WeightDocument(json=b"{"))], "malformed"),
+        ([_command(begin=rollout_pb2.WeightDocument(json=b"{}"))], "update_id"),
+        ([_begin(), _command(chunk=b"abc")], "without a bucket"),
+        ([_begin(), _bucket(4, 5)], "announces"),
+        ([_begin(), _bucket(4, 4), _command(chunk=b"12345")], "longer"),
+        ([_begin(), _bucket(4, 4), _command(commit=rollout_pb2.Commit())], "ended early"),
+        ([_begin(), _bucket(1 << 50, 1 << 50)], "smaller bucket_bytes"),
+        ([_command()], "without a kind"),
+    ],
+)
+def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, commands, names):
+    with grpc.insecure_channel(engine.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(WeightSyncStub(channel).Update(iter(commands), timeout=5))
+        error = error_from_rpc(caught.value, engine.address)
+    assert isinstance(error, TransferFailed)
+    assert names in str(error)
+    deadline = time.monotonic() + 2
+    while engine.weight_info().state != "idle":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_restarted_engine_is_not_sampled_from_until_a_full_update(checkpoint, other_weights):
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
+    with Rollout(checkpoint, **settings) as first:
+        address = first.address
+        client = Rollout.connect(address, timeout=10)
+        seen = client.update_weights(other_weights, timeout=10)
+        assert client.generate([1, 2], GREEDY)[0].epoch == seen.epoch
+    with client, Rollout(checkpoint, **settings) as second:
+        assert second.serve(port=int(address.rsplit(":")[-1])) == address
+        with pytest.raises(EngineRestarted, match="full update"):
+            client.generate([1, 2], GREEDY)
+        part = [("model.norm.weight", other_weights["model.norm.weight"])]
+        with pytest.raises(EngineRestarted, match="partial"):
+            client.update_weights(part, partial=True, timeout=5)
+        assert second.weight_version == 0
+        receipt = client.update_weights(other_weights, timeout=10)
+        assert receipt.epoch != seen.epoch
+        assert client.generate([1, 2], GREEDY)[0].epoch == receipt.epoch
