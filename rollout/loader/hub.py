@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from rollout.errors import ConfigError
-from rollout.loader.shards import PT, SAFETENSORS, find_shards
+from rollout.loader.shards import PT, SAFETENSORS, FileKind, find_shards
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
@@ -33,31 +33,27 @@ def resolve_model(
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"{model!r} is no directory here and no hub id; check the path")
     kinds = {"auto": (SAFETENSORS, PT), "safetensors": (SAFETENSORS,), "pt": (PT,)}
-    wanted = kinds.get(load_format, ())
-    cached = _snapshot(model, revision, wanted, None, local=True)
-    if cached is not None:
-        return cached
-    for kind in wanted or (None,):
-        found = _snapshot(model, revision, (kind,) if kind else (), token, local=False)
-        if found is not None:
-            return found
+    for local in (True, False):
+        for kind in kinds.get(load_format, (None,)):
+            found = _snapshot(model, revision, kind, token, local=local)
+            if found is not None:
+                return found
     raise ConfigError(f"{model}: the hub has no weights for load_format={load_format!r}")
 
 
 def _snapshot(
     model: str,
     revision: str | None,
-    kinds: tuple[object, ...],
+    kind: FileKind | None,
     token: str | None,
     *,
     local: bool,
 ) -> Path | None:
-    """The snapshot when it is complete for one of ``kinds``, else None."""
+    """The snapshot with its weights of ``kind`` (None: without weights), else None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    chosen = [kind for kind in (SAFETENSORS, PT) if kind in kinds]
-    patterns = [*_SIDE_FILES, *(p for kind in chosen for p in kind.patterns)]
+    patterns = [*_SIDE_FILES, *(kind.patterns if kind else ())]
     try:
         found = snapshot_download(
             model,
@@ -82,13 +78,12 @@ def _snapshot(
     path = Path(found)
     if not (path / "config.json").is_file():
         return None
-    if not chosen:
+    if kind is None:
         return path
     # A cache may hold a tokenizer's files alone, or an index without all of its shards.
     try:
-        complete = any(find_shards(path, kind).files for kind in chosen)
+        return path if find_shards(path, kind).files else None
     except ConfigError:
-        if not local:
-            raise
-        return None
-    return path if complete else None
+        if local:
+            return None
+        raise

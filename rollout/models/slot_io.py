@@ -50,8 +50,11 @@ class SlotIO:
         if not box.numel:
             return storage.new_empty(box.shape)
         whole = spec.layout.read(storage, spec.shape, slot.put).reshape(slot.take.shape)
-        return whole if box == slot.take else whole[
-            box.shifted(tuple(-start for start in slot.take.starts)).slices]
+        return (
+            whole
+            if box == slot.take
+            else whole[box.shifted(tuple(-start for start in slot.take.starts)).slices]
+        )
 
     def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the source's flat ``positions`` lie in the slot (indices), and their values."""

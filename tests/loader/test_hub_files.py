@@ -41,7 +41,8 @@ class Hub:
             def do_GET(self):
                 hub.answer(self, directory, gated_by)
 
-            do_HEAD = do_GET
+            def do_HEAD(self):
+                hub.answer(self, directory, gated_by)
 
             def log_message(self, *_):
                 pass
@@ -58,7 +59,8 @@ class Hub:
 
     def answer(self, request, directory, gated_by):
         path = urlsplit(request.path).path
-        self.requests.append((request.command, path))
+        if "some-org" in path:
+            self.requests.append((request.command, path))
         if gated_by and request.headers.get("Authorization") != f"Bearer {gated_by}":
             reply(request, 401, b"{}", {"X-Error-Code": "GatedRepo"})
         elif path.startswith("/api/models/some-org/tiny/revision/"):

@@ -83,7 +83,9 @@ class Session:
             active.append(s)
             ids += self.sequences[s][first:last]
             positions += range(first, last)
-            slots += [int(self.tables[s, p // BLOCK]) * BLOCK + p % BLOCK for p in positions[-count:]]
+            slots += [
+                int(self.tables[s, p // BLOCK]) * BLOCK + p % BLOCK for p in positions[-count:]
+            ]
             starts.append(len(ids))
             lengths.append(last)
         return ForwardBatch(

@@ -63,9 +63,7 @@ def both(rope, length, max_positions=8192):
         rope_parameters={"rope_theta": 10000.0, **rope},
     )
     read = ModelConfig.from_hf({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]})
-    ours = Rotary(
-        read.rope, 32, max_positions, length, torch.float32, torch.device("cpu")
-    )
+    ours = Rotary(read.rope, 32, max_positions, length, torch.float32, torch.device("cpu"))
     reference = LlamaRotaryEmbedding(theirs)
     return ours, reference
 

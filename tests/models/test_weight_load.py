@@ -1,5 +1,7 @@
 """Every kind of value gets in the same way: in place, once, complete, or refused by name."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,7 +74,7 @@ def pieces_of(value, cuts):
     grid = [()]
     for size in value.shape:
         edges = sorted({0, size, *(int(c * size) for c in cuts)})
-        grid = [g + ((a, b),) for g in grid for a, b in zip(edges, edges[1:], strict=False)]
+        grid = [(*g, pair) for g in grid for pair in pairwise(edges)]
     for pairs in grid:
         box = Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
         yield TensorPiece(tuple(value.shape), value.dtype, box, value[box.slices])
@@ -239,10 +241,13 @@ def test_frequencies_of_old_checkpoints_are_skipped(tiny):
 
 
 def refused(config, items, match, **finish):
-    load = empty(config).begin_load()
-    with pytest.raises(WeightMismatch, match=match):
+    def send():
+        load = empty(config).begin_load()
         load.feed(items)
         load.finish(**finish)
+
+    with pytest.raises(WeightMismatch, match=match):
+        send()
 
 
 def test_duplicates_are_refused(tiny):
