@@ -180,11 +180,11 @@ class RolloutClient:
         if not partial or self._seen is None or self._seen[0] == receipt.epoch:
             self._seen = (receipt.epoch, receipt.version)
 
-    async def aclose(self) -> None:
-        if self._aio is not None and self._aio[0] is asyncio.get_running_loop():
-            await self._aio[1].close()
-        self._aio = None
-        self.close()
+    async def disconnect(self) -> None:
+        """Drop this loop's connection; a later call opens a new one."""
+        aio, self._aio = self._aio, None
+        if aio is not None and aio[0] is asyncio.get_running_loop():
+            await aio[1].close()
 
     def close(self) -> None:
         """Drop the blocking connection; a later call opens a new one."""

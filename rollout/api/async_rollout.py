@@ -236,10 +236,15 @@ class AsyncRollout:
 
     async def shutdown(self) -> None:
         """End the server, the engine and its processes; a connected one only disconnects."""
+        await self.disconnect()
+        await asyncio.to_thread(self.backend.close)
+
+    async def disconnect(self) -> None:
+        """The part of ``shutdown`` that belongs to the loop: end the server and connections."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
-        await self.backend.aclose()
+        await self.backend.disconnect()
 
     async def __aenter__(self) -> Self:
         try:

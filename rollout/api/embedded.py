@@ -144,8 +144,11 @@ class EmbeddedBackend:
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Nothing to remember: an embedded engine has one life."""
 
-    async def aclose(self) -> None:
-        await asyncio.to_thread(self.core.close)
+    async def disconnect(self) -> None:
+        """Nothing of the engine belongs to a loop."""
+
+    def close(self) -> None:
+        self.core.close()
 
     # ---- helpers ----
 

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
@@ -15,6 +16,8 @@ from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
+
+BLOCKING_CALLS = 16  # verbs that may wait in threads at once (pause, sleep, abort, start ...)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,6 +137,8 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._pool = ThreadPoolExecutor(BLOCKING_CALLS, thread_name_prefix="rollout-call")
+        self._loop.set_default_executor(self._pool)
         self._thread = threading.Thread(target=self._main, name="rollout-loop", daemon=True)
         self._thread.start()
 
@@ -152,15 +157,17 @@ class _LoopThread:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._pool.shutdown()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            for task in asyncio.all_tasks(self._loop):
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
                 task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
         finally:
             self._loop.close()
 
@@ -170,7 +177,9 @@ async def _await(awaitable: Any) -> Any:
 
 
 def _shut_down(rollout: AsyncRollout, loop: _LoopThread) -> None:
+    """Also at the interpreter's exit, where no thread can be started any more."""
     try:
-        loop.run(rollout.shutdown())
+        loop.run(rollout.disconnect())
     finally:
+        rollout.backend.close()
         loop.close()

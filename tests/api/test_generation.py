@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -219,3 +221,33 @@ async def test_the_async_face_owns_an_engine(checkpoint):
         [out] = await rollout.generate([1, 2, 3], GREEDY)
         assert out.finished
         assert (await rollout.weight_info()).version == 0
+
+
+FORGETFUL = """
+import sys
+from rollout import Rollout, SamplingParams
+rollout = Rollout(sys.argv[1], device="cpu", num_threads=1, num_kv_blocks=32)
+client = Rollout.connect(rollout.address)
+print(len(client.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))))
+"""
+
+
+def test_a_script_that_forgets_to_shut_down_ends_cleanly(bare_checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORGETFUL, bare_checkpoint],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_shutdown_leaves_no_thread(bare_checkpoint):
+    before = set(threading.enumerate())
+    with Rollout(bare_checkpoint, device="cpu", num_threads=1, num_kv_blocks=32) as rollout:
+        with Rollout.connect(rollout.address, timeout=5) as client:
+            client.generate([1, 2], GREEDY)
+            client.weight_info()
+        rollout.abort()
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {name for name in left if name.startswith("rollout")}
