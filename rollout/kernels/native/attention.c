@@ -37,7 +37,7 @@ typedef struct {
     float sums[ROWS * MAX_DIM];
     float scores[ROWS][KEYS];
     float peak[ROWS], mass[ROWS];
-    const void *k_rows[KEYS], *v_rows[KEYS];
+    const void *k_rows[KEYS], *v_rows[KEYS], *next_k[VW], *next_v[VW];
 } Scratch;
 
 /* C[rows, 2 VW] (+)= A[rows, depth] B[depth, 2 VW] with everything in registers. */
@@ -158,8 +158,8 @@ INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16)
 
 /* Where keys first .. first + count of a sequence lie; the pointers up to a multiple of VW repeat
  * the last, so that whole vectors may be read. */
-INLINE void locate(const Problem *p, int sequence, int head, int first, int count, Scratch *s,
-                   int size) {
+INLINE void locate(const Problem *p, int sequence, int head, int first, int count,
+                   const void **k_rows, const void **v_rows, int size) {
     const int32_t *table = p->tables + (int64_t)sequence * p->table_width;
     int64_t stride = (int64_t)p->dim * size;
     int page = first / p->block, offset = first % p->block;
@@ -167,9 +167,15 @@ INLINE void locate(const Problem *p, int sequence, int head, int first, int coun
         int64_t at = (table[page] * p->kv_block + head * p->kv_head) * size + offset * stride;
         const char *k = (const char *)p->k + at, *v = (const char *)p->v + at;
         int stop = count - j < p->block - offset ? count : j + p->block - offset;
-        for (; j < stop; j++, k += stride, v += stride) s->k_rows[j] = k, s->v_rows[j] = v;
+        for (; j < stop; j++, k += stride, v += stride) k_rows[j] = k, v_rows[j] = v;
     }
-    for (int j = count; j % VW; j++) s->k_rows[j] = s->k_rows[count - 1];
+    for (int j = count; j % VW; j++) k_rows[j] = k_rows[count - 1];
+}
+
+/* Rows of pages lie where no hardware prefetcher would look for them. */
+INLINE void fetch(const void **rows, int count, int bytes) {
+    for (int j = 0; j < count; j++)
+        for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows[j] + at);
 }
 
 /* Turn a row of scores into weights; the first `visible` (at least one) of `keys` count. */
@@ -218,8 +224,17 @@ INLINE void attend(const Problem *p, int sequence, int head, int first_query, in
     for (int key = 0; key < position + queries; key += KEYS) {
         int keys = position + queries - key < KEYS ? position + queries - key : KEYS;
         int whole = (keys + VW - 1) / VW * VW;
-        locate(p, sequence, head, key, keys, s, size);
-        for (int j = 0; j < whole; j += VW) pack_keys(s->k_rows, j, dim, s, bf16);
+        locate(p, sequence, head, key, keys, s->k_rows, s->v_rows, size);
+        for (int j = 0; j < whole; j += VW) {
+            if (j + VW < whole) fetch(s->k_rows + j + VW, VW, dim * size);
+            fetch(s->v_rows + j, keys - j < VW ? keys - j : VW, dim * size);
+            pack_keys(s->k_rows, j, dim, s, bf16);
+        }
+        int ahead = position + queries - key - KEYS < VW ? position + queries - key - KEYS : VW;
+        if (ahead > 0) {
+            locate(p, sequence, head, key + KEYS, ahead, s->next_k, s->next_v, size);
+            fetch(s->next_k, ahead, dim * size);
+        }
         for (int j = 0; j < keys; j++)
             for (int d = 0; d < dim; d += VW)
                 store(s->v + j * padded, d, load_at(s->v_rows[j], d, dim, bf16), 0);

@@ -69,10 +69,11 @@ INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t posit
     uint64_t sum = 0, z = (position + 1) * STEP;
     int64_t i = 0;
     if (stride == 1 && n >= LANES) {
-        v64 at, total = {0};
+        v64 at = {0}, total = {0};
         for (int j = 0; j < LANES; j++) at[j] = z + (uint64_t)j * STEP;
 #pragma GCC unroll 4
         for (; i + LANES <= n; i += LANES) {
+            __builtin_prefetch(p + i * size + 2048); /* virtual machines often have no other */
             total += mix_lanes(at + lanes_at(p + i * size, size));
             at += LANES * STEP;
         }

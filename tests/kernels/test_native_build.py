@@ -1,0 +1,101 @@
+"""Building the C kernels: cached, safe among processes, and never required."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.kernels.native import library, native_status
+
+RUN = """
+import logging, sys, torch
+logging.basicConfig(stream=sys.stderr, format="LOG %(message)s")
+torch.set_num_threads(2)
+from rollout.kernels import rms_norm, silu_mul
+from rollout.kernels.native import native_status
+for _ in range(2):
+    rms_norm(torch.ones(300, 512), torch.ones(512), 1e-6)
+    silu_mul(torch.ones(2, 8))
+print(native_status())
+if sys.platform == "linux":
+    files = {line.split()[-1] for line in open("/proc/self/maps")}
+    print(sum("gomp" in name or "iomp" in name for name in files), "OpenMP runtimes")
+"""
+
+
+def test_without_a_compiler_references_run_and_one_line_says_so(tmp_path: Path) -> None:
+    done = _finish(_start(tmp_path, CC="no-such-compiler"))
+    assert "plain torch" in done.stdout
+    assert done.stderr.count("LOG") == 1
+    assert "no-such-compiler" in done.stderr
+
+
+def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:
+    done = _finish(_start(tmp_path, CC="/bin/false"))
+    assert "plain torch" in done.stdout
+    assert "/bin/false failed" in done.stderr
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+def test_processes_that_build_at_once_leave_one_library(tmp_path: Path) -> None:
+    """And the library shares torch's OpenMP runtime instead of bringing a second one."""
+    outputs = [_finish(process).stdout for process in [_start(tmp_path), _start(tmp_path)]]
+    (built,) = (tmp_path / "rollout").iterdir()
+    for output in outputs:
+        assert output.startswith(f"native: {built}")
+        if sys.platform == "linux":
+            assert re.search(r"^1 OpenMP runtimes$", output, re.MULTILINE), output
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "rollout").write_text("a file where the folder should be")
+    done = _finish(_start(tmp_path))
+    assert "built without a cache" in done.stdout
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("target", ["", "-mavx2 -mfma -mf16c", "-march=skylake-avx512"])
+def test_sources_compile_for_lesser_cpus(target: str, tmp_path: Path) -> None:
+    """Same sources under other instruction sets, with every warning an error."""
+    import rollout.kernels.native.build as build
+
+    if os.uname().machine != "x86_64":
+        pytest.skip("the targets are x86-64's")
+    sources = sorted(str(p) for p in Path(build.__file__).parent.glob("*.c"))
+    flags = ["-std=gnu11", "-O0", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+    command = [os.environ.get("CC", "gcc"), "-c", *flags, *target.split(), *sources]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_status_is_one_line() -> None:
+    assert "\n" not in native_status()
+    assert native_status().split(":")[0] in ("native", "plain torch")
+
+
+def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    settings = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": root, **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN],
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
