@@ -67,7 +67,11 @@ class ModelInstances:
         return self._shadow.begin_load()
 
     def open_live(self) -> WeightLoad:
-        """A load straight into the live instance; nothing may run until it is committed."""
+        """A load straight into the live instance; nothing may run until it is committed.
+
+        There is no way back from it: the version that a shadow held is given up.
+        """
+        self._shadow = None
         if self._live is None:
             self._live = self._build(self._device)
         self._in_place = True
