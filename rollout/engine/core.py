@@ -234,14 +234,16 @@ class EngineCore:
         self.loop.wait_drained("drain", timeout)
 
     def undrain(self) -> None:
-        self._between_steps("undrain", lambda: self.loop.gates.open("drain"), None)
+        """Admit again, from the next boundary on; never waits and never raises."""
+        self.at_step_boundary(lambda: self.loop.gates.open("drain"))
 
     def hold(self, timeout: float) -> None:
         """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
         self._between_steps("hold", lambda: self.loop.gates.freeze("hold"), timeout)
 
     def release(self) -> None:
-        self._between_steps("release", lambda: self.loop.gates.open("hold"), None)
+        """Step again, from the next boundary on; never waits and never raises."""
+        self.at_step_boundary(lambda: self.loop.gates.open("hold"))
 
     def reset_prefix_cache(self, timeout: float | None = None) -> None:
         self._between_steps("reset_prefix_cache", lambda: self.blocks.reset_prefix_cache(), timeout)

@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from rollout.engine.batch import encode_batch
-from rollout.engine.executors import Executor
+from rollout.engine.executors import Executor, Reply
 from rollout.engine.gates import Gates
 from rollout.engine.output import OutputProcessor
 from rollout.engine.scheduler import Scheduler
@@ -34,6 +34,7 @@ from rollout.errors import (
 )
 
 T = TypeVar("T")
+_SETTLE_WAIT = 3.0  # seconds for the other ranks once one has failed a step
 _CLOSE_WAIT = 5.0  # seconds for a step under way to end before its ranks are ended
 
 log = logging.getLogger(__name__)
@@ -199,30 +200,55 @@ class StepLoop:
             self._outputs.fail(error)
         except Exception as error:  # one bad step must not end the thread
             log.exception("a step failed")
-            failure = error if isinstance(error, RolloutError) else EngineError(_text(error))
+            text = f"a step failed: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, RolloutError) else EngineError(text)
             self._outputs.fail(failure, {entry.sequence.request_id for entry in batch.entries})
         return True
 
     def _execute(self, batch: ScheduledBatch) -> StepOutput:
         args, tensors = encode_batch(batch, self._block_size)
         futures = self._executor.call("step", args, tensors)
-        deadline = time.monotonic() + self._step_timeout
-        replies = []
-        for rank, future in enumerate(futures):
-            try:
-                replies.append(future.result(max(0.0, deadline - time.monotonic())))
-            except FutureTimeout as error:
-                if isinstance(error, RolloutError):
-                    raise
-                raise EngineBroken(
-                    f"rank {rank} did not end a step within {self._step_timeout:g} s"
-                ) from error
+        try:
+            replies = self._replies(futures)
+        except WorkerDied:
+            raise
+        except RolloutError as error:
+            _settle(futures, error)
+            raise
         versions = [int(header["version"]) for header, _ in replies]
         if any(version != batch.version for version in versions):
             raise EngineBroken(
                 f"ranks ran a step with weight versions {versions}, expected {batch.version}"
             )
         return decode_step(replies[0])
+
+    def _replies(self, futures: list[Future[Reply]]) -> list[Reply]:
+        """Every rank's answer to a step; an error from outside our tree becomes ``EngineError``."""
+        deadline = time.monotonic() + self._step_timeout
+        replies = []
+        for rank, future in enumerate(futures):
+            try:
+                replies.append(future.result(max(0.0, deadline - time.monotonic())))
+            except RolloutError:
+                raise
+            except FutureTimeout as error:
+                raise EngineBroken(
+                    f"rank {rank} did not end a step within {self._step_timeout:g} s"
+                ) from error
+            except Exception as error:
+                text = f"a step failed on rank {rank}: {type(error).__name__}: {error}"
+                raise EngineError(text) from error
+        return replies
+
+
+def _settle(futures: list[Future[Reply]], error: RolloutError) -> None:
+    """After one rank's ``error``: a death elsewhere explains it, a rank that hangs is worse."""
+    _, hanging = wait(futures, _SETTLE_WAIT)
+    for future in futures:
+        if future.done() and isinstance(death := future.exception(), WorkerDied):
+            raise death from error
+    if hanging:
+        raise EngineBroken(f"one rank failed a step and another did not end it: {error}") from error
 
 
 def _result(future: Future[T], what: str, timeout: float) -> T:
@@ -234,7 +260,3 @@ def _result(future: Future[T], what: str, timeout: float) -> T:
         if future.cancel() or not future.done():
             raise DeadlineExceeded(f"{what} did not end within {timeout:g} s") from error
         return future.result()
-
-
-def _text(error: BaseException) -> str:
-    return f"a step failed: {type(error).__name__}: {error}"

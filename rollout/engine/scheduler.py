@@ -83,11 +83,17 @@ class Scheduler:
 
     def advance(self, batch: ScheduledBatch) -> None:
         """Book a computed step, before its sampled tokens are appended."""
+        size = self.blocks.block_size
         for entry in batch.entries:
             seq = entry.sequence
             seq.advance(entry.num_new, batch.version)
-            self.blocks.publish(seq)
-            if seq.seq_id in self._unforked and seq.num_computed >= seq.prompt_len:
+            if seq.num_computed - seq.hashed_blocks * size >= size:
+                self.blocks.publish(seq)
+            if (
+                self._unforked
+                and seq.seq_id in self._unforked
+                and seq.num_computed >= seq.prompt_len
+            ):
                 self._fork(seq)
 
     def finish(self, seq: Sequence) -> None:
@@ -129,14 +135,15 @@ class Scheduler:
 
     def _schedule_running(self, entries: list[ScheduledEntry]) -> int:
         """Decodes, then chunks of what is still in prefill; returns the budget left."""
-        budget, index = self._budget, 0
+        budget, index, size = self._budget, 0, self.blocks.block_size
         prefills: list[Sequence] = []
         while index < len(self.running) and budget:
             seq = self.running[index]
             index += 1
-            if seq.num_tokens - seq.num_computed > 1:
+            known = len(seq.token_ids)
+            if known - seq.num_computed > 1:
                 prefills.append(seq)
-            elif self._make_room(seq):
+            elif known <= len(seq.block_table) * size or self._make_room(seq):
                 entries.append(ScheduledEntry(seq, 1))
                 budget -= 1
         for seq in prefills:

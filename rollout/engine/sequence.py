@@ -160,7 +160,8 @@ class ScheduledEntry:
     @property
     def samples(self) -> bool:
         """Whether the step reaches the end of the known tokens and so draws the next one."""
-        return self.stop == self.sequence.num_tokens
+        seq = self.sequence
+        return seq.num_computed + self.num_new == len(seq.token_ids)
 
     @property
     def prompt_rows(self) -> range:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_core.harness import PROMPT, Sink, Start, request, run
 from engine_core.toy import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
 
 from rollout.config import EngineConfig
@@ -23,81 +22,7 @@ from rollout.errors import (
     PromptTooLong,
     WorkerDied,
 )
-from rollout.generation import Request, RequestOutput, SamplingParams, VersionSpan
-
-PROMPT = list(range(5, 23))
-Start = Callable[..., EngineCore]
-
-
-class Sink:
-    """Collects what a call gets; ``result`` waits for its last output or its error."""
-
-    def __init__(self, count: int = 1) -> None:
-        self.items: list[RequestOutput | BaseException] = []
-        self._left = count
-        self._done = threading.Event()
-
-    def __call__(self, item: RequestOutput | BaseException) -> None:
-        self.items.append(item)
-        if isinstance(item, BaseException) or item.finished:
-            self._left -= 1
-        if isinstance(item, BaseException) or self._left == 0:
-            self._done.set()
-
-    def wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + 10
-        while len(self.items) < count:
-            assert time.monotonic() < deadline, f"only {len(self.items)} of {count} came"
-            time.sleep(0.001)
-
-    def results(self) -> dict[str, RequestOutput]:
-        assert self._done.wait(10), "the call did not end"
-        for item in self.items:
-            if isinstance(item, BaseException):
-                raise item
-        return {o.request_id: o for o in self.items if isinstance(o, RequestOutput) and o.finished}
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    engines: list[EngineCore] = []
-
-    def make(
-        toy: ToyExecutor | None = None, tokenizer: bool = False, **settings: Any
-    ) -> EngineCore:
-        toy = toy or ToyExecutor()
-        fields = {"vocab_size": 320} if tokenizer else {}
-        path = write_config(tmp_path, **fields)
-        if tokenizer:
-            from tiny_models import make_tokenizer
-
-            make_tokenizer(320).save_pretrained(path)
-        values = {"num_kv_blocks": 80, "block_size": toy.block_size, **settings}
-        core = EngineCore(EngineConfig(model=path, **values), executor=toy)
-        engines.append(core)
-        core.start()
-        return core
-
-    before = threading.active_count()
-    yield make
-    for core in engines:
-        core.close()
-        core.close()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
-def request(name: str = "a", prompt: list[int] | None = None, **params: Any) -> Request:
-    ids = tuple(PROMPT if prompt is None else prompt)
-    return Request(request_id=name, prompt_token_ids=ids, params=SamplingParams(**params))
-
-
-def run(core: EngineCore, *requests: Request, stream: bool = False) -> dict[str, RequestOutput]:
-    sink = Sink(len(requests))
-    core.submit(requests, sink, stream=stream)
-    return sink.results()
+from rollout.generation import RequestOutput, VersionSpan
 
 
 def commit(core: EngineCore, version: int, in_flight: str = "keep") -> None:
@@ -411,6 +336,15 @@ def test_a_dying_worker_ends_everything_at_once(start: Start) -> None:
     ):
         with pytest.raises(WorkerDied):
             use()
+
+
+def test_a_death_behind_another_ranks_error_is_what_callers_hear(start: Start) -> None:
+    toy = ToyExecutor(size=2)
+    core = start(toy)
+    toy.split = [EngineError("connection reset by peer"), WorkerDied("rank 1 died")]
+    with pytest.raises(WorkerDied, match="rank 1"):
+        run(core, request())
+    assert core.state == "dead"
 
 
 def test_a_failed_step_ends_its_requests_and_no_others(start: Start) -> None:

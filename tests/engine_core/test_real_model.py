@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_core.test_core import Sink, request, run
+from engine_core.harness import Sink, request, run
 from tiny_models import write_tiny
 
 from rollout.config import EngineConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_core.test_core import Sink, Start, request, run, start  # noqa: F401 - a fixture
+from engine_core.harness import PROMPT, Sink, Start, request, run
 from engine_core.toy import continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,12 +70,12 @@ def test_the_stop_string_that_ends_first_cuts_the_text() -> None:
 
 
 def test_text_is_the_same_streamed_or_not_and_never_shows_a_part_of_a_stop_string(
-    start: Start,  # noqa: F811
+    start: Start,
 ) -> None:
     core = start(tokenizer=True)
     # The toy only draws tokens under 97: bytes and special tokens.
     whole = run(core, request(max_tokens=40, ignore_eos=True))["a"].outputs[0]
-    assert whole.token_ids == continuation(list(range(5, 23)), 40)
+    assert whole.token_ids == continuation(PROMPT, 40)
     assert whole.text == core.need_tokenizer().decode(whole.token_ids)
     stop = whole.text[10:13]
     at = whole.text.index(stop)
@@ -99,7 +99,7 @@ def test_text_is_the_same_streamed_or_not_and_never_shows_a_part_of_a_stop_strin
         assert shown == sorted(shown, key=len)
 
 
-def test_a_stop_string_does_not_end_a_sample_below_min_tokens(start: Start) -> None:  # noqa: F811
+def test_a_stop_string_does_not_end_a_sample_below_min_tokens(start: Start) -> None:
     core = start(tokenizer=True)
     whole = run(core, request(max_tokens=40, ignore_eos=True))["a"].outputs[0]
     stop = whole.text[3:5]
@@ -107,7 +107,7 @@ def test_a_stop_string_does_not_end_a_sample_below_min_tokens(start: Start) -> N
     assert len(out.outputs[0].token_ids) >= 20
 
 
-def test_a_stop_id_is_in_the_tokens_but_not_in_the_text(start: Start) -> None:  # noqa: F811
+def test_a_stop_id_is_in_the_tokens_but_not_in_the_text(start: Start) -> None:
     core = start(tokenizer=True)
     whole = run(core, request(max_tokens=10, ignore_eos=True))["a"].outputs[0]
     stop = whole.token_ids[6]
@@ -138,7 +138,7 @@ def test_a_directory_without_tokenizer_gives_none_and_a_broken_one_says_so(tmp_p
         Tokenizer.load(str(tmp_path))
 
 
-def test_without_tokenizer_text_and_stop_strings_are_refused(start: Start) -> None:  # noqa: F811
+def test_without_tokenizer_text_and_stop_strings_are_refused(start: Start) -> None:
     core = start()
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         core.encode("hello")

@@ -84,6 +84,7 @@ class ToyExecutor:
         self.steps = 0
         self.lie = False
         self.fail_next: RolloutError | None = None
+        self.split: list[RolloutError] = []  # one error per rank for the next step
         self.gate = threading.Event()
         self.gate.set()
         self.dead: WorkerDied | None = None
@@ -98,6 +99,11 @@ class ToyExecutor:
         futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
         if method == "step" and not self.gate.is_set():
             threading.Thread(target=self._late_step, args=(args, tensors, futures)).start()
+            return futures
+        if method == "step" and self.split:
+            for future, error in zip(futures, self.split, strict=True):
+                future.set_exception(error)
+            self.split = []
             return futures
         self._answer(method, args, tensors or {}, futures)
         return futures

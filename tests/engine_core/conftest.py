@@ -1,0 +1,46 @@
+"""An engine over the toy model that leaves no thread behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_core.harness import Start
+from engine_core.toy import ToyExecutor, write_config
+from tiny_models import make_tokenizer
+
+from rollout.config import EngineConfig
+from rollout.engine.core import EngineCore
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    engines: list[EngineCore] = []
+
+    def make(
+        toy: ToyExecutor | None = None, tokenizer: bool = False, **settings: Any
+    ) -> EngineCore:
+        toy = toy or ToyExecutor()
+        fields = {"vocab_size": 320} if tokenizer else {}
+        path = write_config(tmp_path, **fields)
+        if tokenizer:
+            make_tokenizer(320).save_pretrained(path)
+        values = {"num_kv_blocks": 80, "block_size": toy.block_size, **settings}
+        core = EngineCore(EngineConfig(model=path, **values), executor=toy)
+        engines.append(core)
+        core.start()
+        return core
+
+    before = threading.active_count()
+    yield make
+    for core in engines:
+        core.close()
+        core.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before

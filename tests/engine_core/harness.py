@@ -1,0 +1,54 @@
+"""Calls on an engine over the toy model, and a sink that waits for their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rollout.engine.core import EngineCore
+from rollout.generation import Request, RequestOutput, SamplingParams
+
+PROMPT = list(range(5, 23))
+Start = Callable[..., EngineCore]
+
+
+class Sink:
+    """Collects what a call gets; ``result`` waits for its last output or its error."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.items: list[RequestOutput | BaseException] = []
+        self._left = count
+        self._done = threading.Event()
+
+    def __call__(self, item: RequestOutput | BaseException) -> None:
+        self.items.append(item)
+        if isinstance(item, BaseException) or item.finished:
+            self._left -= 1
+        if isinstance(item, BaseException) or self._left == 0:
+            self._done.set()
+
+    def wait_for(self, count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(self.items) < count:
+            assert time.monotonic() < deadline, f"only {len(self.items)} of {count} came"
+            time.sleep(0.001)
+
+    def results(self) -> dict[str, RequestOutput]:
+        assert self._done.wait(10), "the call did not end"
+        for item in self.items:
+            if isinstance(item, BaseException):
+                raise item
+        return {o.request_id: o for o in self.items if isinstance(o, RequestOutput) and o.finished}
+
+
+def request(name: str = "a", prompt: list[int] | None = None, **params: Any) -> Request:
+    ids = tuple(PROMPT if prompt is None else prompt)
+    return Request(request_id=name, prompt_token_ids=ids, params=SamplingParams(**params))
+
+
+def run(core: EngineCore, *requests: Request, stream: bool = False) -> dict[str, RequestOutput]:
+    sink = Sink(len(requests))
+    core.submit(requests, sink, stream=stream)
+    return sink.results()
