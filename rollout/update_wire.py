@@ -122,13 +122,10 @@ def request_to_wire(request: UpdateRequest) -> Wire:
 
 def request_from_wire(wire: Any) -> UpdateRequest:
     get = _Fields(wire, "update request")
-    base = get.optional("base", lambda v: _ints(v))
-    if base is not None and len(base) != 2:
-        raise TransferFailed("update request: 'base' must be [epoch, version]")
     return UpdateRequest(
         update_id=get.string("update_id"),
         version=get.optional("version", lambda v: _int(v, "version")),
-        base=None if base is None else (base[0], base[1]),
+        base=get.optional("base", _base),
         encoding=get.string("encoding"),
         metadata=get.optional("metadata", lambda v: _list(v, meta_from_wire, "metadata")),
         partial=get.flag("partial"),
@@ -140,6 +137,11 @@ def request_from_wire(wire: Any) -> UpdateRequest:
         label=get.optional("label", lambda v: _string(v, "label")),
         timeout=get.seconds("timeout"),
     )
+
+
+def _base(value: Any) -> tuple[int, int]:
+    epoch, version = _row(value, 2, "base")
+    return _int(epoch, "base epoch", 0, MAX_DIGEST), _int(version, "base version")
 
 
 def begun_to_wire(begun: Begun) -> Wire:

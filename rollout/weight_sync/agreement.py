@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rollout import errors, wire
 from rollout.distributed import LOOPBACK
-from rollout.errors import DeadlineExceeded, SourceFailed, TransferFailed
+from rollout.errors import ConfigError, DeadlineExceeded, SourceFailed, TransferFailed
 
 GRACE = 0.5  # seconds that the centre still listens once it knows that the update failed
 _HELLO = 8 + 1 + 32  # bytes: the member's index, a blank, the secret
@@ -54,7 +54,13 @@ class Agreement:
     @classmethod
     def over(cls, ranks: Sequence[int], timeout: float) -> Agreement:
         """Meet the other ``ranks`` of this ``torch.distributed`` job within ``timeout`` seconds."""
-        me = list(ranks).index(dist.get_rank())
+        here = dist.get_rank()
+        if here not in ranks:
+            raise ConfigError(
+                f"rank {here} of the trainer's job does not hold this source, ranks "
+                f"{', '.join(map(str, ranks))} do; only they may call update_weights with it"
+            )
+        me = list(ranks).index(here)
         if len(ranks) == 1:
             return cls(0, ranks)
         return cls(me, ranks, _meet(me, tuple(ranks), time.monotonic() + timeout))
@@ -159,7 +165,7 @@ class Agreement:
                     error = self._late(set(range(self.size)) - set(replies), phase)
                 for key, _ in events:
                     try:
-                        replies[key.data] = self._status(key.data, deadline, phase)
+                        replies[key.data] = self._status(key.data, deadline, phase, known)
                         ready.unregister(key.fileobj)
                     except errors.RolloutError as failure:
                         error = failure
@@ -176,14 +182,18 @@ class Agreement:
             raise error
         return answer["all"]  # type: ignore[no-any-return]
 
-    def _status(self, index: int, deadline: float, phase: str) -> dict[str, Any]:
-        """What a peer has to say at ``phase``; ``TransferFailed`` when it is somewhere else."""
+    def _status(self, index: int, deadline: float, phase: str, known: bool) -> dict[str, Any]:
+        """What a peer has to say at ``phase``; ``TransferFailed`` when it is somewhere else.
+
+        Once an update has failed (``known``, or by this status) its ranks may be anywhere.
+        """
         frame = self._receive_one(index, deadline - time.monotonic(), phase)
         status = frame.get("status")
-        if frame.get("phase") == phase and isinstance(status, dict):
+        there = frame.get("phase")
+        if isinstance(status, dict) and (there == phase or known or status.get("error")):
             return status
         raise TransferFailed(
-            f"trainer rank {self.ranks[index]} is at {frame.get('phase')!r} while rank "
+            f"trainer rank {self.ranks[index]} is at {there!r} while rank "
             f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
         )
 
@@ -322,8 +332,9 @@ def _accept(
         ) from None
     try:
         link.settimeout(max(0.01, min(2.0, deadline - time.monotonic())))
-        with link.makefile("rb") as reader:
-            hello = reader.read(_HELLO)
+        hello = b""
+        while len(hello) < _HELLO and (more := link.recv(_HELLO - len(hello))):
+            hello += more  # never more than the hello: the first status may be right behind it
     except OSError:
         hello = b""
     member, _, theirs = hello.decode("ascii", "replace").partition(" ")

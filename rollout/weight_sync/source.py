@@ -101,10 +101,9 @@ def agreement_for(obj: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Agreement:
     Collective over those ranks, which must all come within ``timeout`` seconds. Call it first
     where aliases and dtype are only known to the sender, and ``broadcast`` them.
     """
-    kind = kind_of(obj)
-    if kind == "source":
+    if kind_of(obj) == "source":
         return obj.agreement  # type: ignore[no-any-return]
-    ranks = _ranks(obj, kind)
+    ranks = shared_ranks(obj)
     return Agreement() if ranks is None else Agreement.over(ranks, timeout)
 
 
@@ -142,8 +141,12 @@ def _kind_of_module(module: nn.Module) -> str:
     return "plain"
 
 
-def _ranks(obj: Any, kind: str) -> tuple[int, ...] | None:
-    """Ranks (of the default group) that hold ``obj`` together, the sender first."""
+def shared_ranks(obj: Any) -> tuple[int, ...] | None:
+    """Ranks (of the default group) that hold ``obj`` together, the sender first; local.
+
+    None where ``obj`` is this rank's alone.
+    """
+    kind = kind_of(obj)
     if kind == "fsdp2":
         from rollout.weight_sync.gatherers import fsdp2
 
@@ -157,27 +160,36 @@ def _ranks(obj: Any, kind: str) -> tuple[int, ...] | None:
 
         return zero.ranks(obj)
     group = None
-    if isinstance(obj, nn.Module):
-        if _is_a(obj, "torch.nn.parallel.distributed", "DistributedDataParallel"):
-            group = obj.process_group
-        elif _is_a(obj, "deepspeed", "DeepSpeedEngine"):
-            group = obj.data_parallel_group  # ZeRO-1 and 2: every rank has the whole weights
+    obj = _uncompiled(obj)
+    if _is_a(obj, *_DDP):
+        group = obj.process_group
+    elif _is_a(obj, *_ENGINE):
+        group = obj.data_parallel_group  # ZeRO-1 and 2: every rank has the whole weights
     if group is None:
         return None
     import torch.distributed as dist
 
-    return tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
+    return tuple(dist.get_process_group_ranks(group))
+
+
+_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
+_ENGINE = ("deepspeed", "DeepSpeedEngine")
+_COMPILED = ("torch._dynamo", "OptimizedModule")
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The trainer's own module beneath DDP or a DeepSpeed engine."""
-    for package, name in (
-        ("torch.nn.parallel.distributed", "DistributedDataParallel"),
-        ("deepspeed", "DeepSpeedEngine"),
-    ):
-        if _is_a(module, package, name):
-            return module.module  # type: ignore[return-value]
-    return module
+    inner: nn.Module = _uncompiled(module)
+    if _is_a(inner, *_DDP) or _is_a(inner, *_ENGINE):
+        inner = _uncompiled(inner.module)
+    return inner
+
+
+def _uncompiled(obj: Any) -> Any:
+    """What ``torch.compile`` wrapped: DDP may lie beneath it."""
+    while _is_a(obj, *_COMPILED):
+        obj = obj._orig_mod
+    return obj
 
 
 def _is_a(obj: object, package: str, name: str) -> bool:

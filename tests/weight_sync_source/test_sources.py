@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -104,7 +105,7 @@ def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
         raise ZeroDivisionError("no luck")
 
     source = source_for(broken(), aliases={}, dtype=FP32)
-    with pytest.raises(SourceFailed, match="'a'.*no luck") as caught:
+    with pytest.raises(SourceFailed, match=r"'a'.*no luck") as caught:
         list(source)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -158,6 +159,16 @@ def test_a_weight_source_is_taken_as_it_is() -> None:
     assert source_for(inner, aliases={}, dtype=FP32) is inner
 
 
+def test_a_rank_outside_the_source_is_told_so(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"rank 0 .* ranks 1, 2"):
+            Agreement.over((1, 2), 1.0)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_rank_that_only_follows_holds_no_values() -> None:
     follower = Agreement(rank=1, ranks=(0, 1))
     source = source_for(Tiny(), aliases=ALIASES, dtype=BF16, agreement=follower)
@@ -168,7 +179,7 @@ def test_an_agreement_of_one_raises_the_error_itself() -> None:
     alone = Agreement()
     alone.vote(None, 1.0)
     assert alone.broadcast({"a": 1}, 1.0) == {"a": 1}
-    with pytest.raises(TransferFailed, match="^link$"):
+    with pytest.raises(TransferFailed, match=r"^link$"):
         alone.vote(TransferFailed("link"), 1.0)
     trip = ValueError("tripped")
     with pytest.raises(SourceFailed, match="ValueError: tripped") as caught:

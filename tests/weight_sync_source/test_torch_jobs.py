@@ -16,6 +16,7 @@ Job = tuple[Path, list[Any]]
 SCENARIOS = [
     ("ddp", "PlainSource", BF16, True),
     ("ddp_wrapped", "PlainSource", FP32, True),
+    ("compiled_ddp", "PlainSource", BF16, True),
     ("fsdp2_fp32", "FSDP2Source", FP32, True),
     ("fsdp2_cast", "FSDP2Source", BF16, True),
     ("fsdp2_mixed", "FSDP2Source", FP32, True),
@@ -90,6 +91,12 @@ def test_ranks_that_are_out_of_step_are_told_so(job: Job) -> None:
     assert first == second
     assert first["type"] == "TransferFailed"
     assert "rank 1 is at 'seal' while rank 0 is at 'bucket 7'" in first["message"]
+
+
+def test_an_error_wins_over_being_out_of_step(job: Job) -> None:
+    first, second = (rank["elsewhere"] for rank in job[1])
+    assert first == second
+    assert first == {"type": "SourceFailed", "message": "trainer rank 1, end: OSError: disk"}
 
 
 def test_the_sender_is_heard_by_all_and_all_by_all(job: Job) -> None:

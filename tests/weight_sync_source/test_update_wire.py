@@ -30,7 +30,7 @@ NOUNS: list[tuple[str, Any]] = [
         UpdateRequest(
             update_id="u",
             version=3,
-            base=(BIG >> 1, 2),
+            base=(BIG, 2),
             encoding="delta",
             metadata=(META,),
             partial=True,

@@ -20,11 +20,9 @@ if __name__ == "__main__":
         if job.rank == victim and index == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    source = source_for(
-        fully_shard(Tiny()), aliases=ALIASES, dtype=torch.bfloat16, timeout=10 * TIMEOUT
-    )
+    source = source_for(fully_shard(Tiny()), aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT)
     job.failing("gather", source.agreement, source, lambda index: killed(1, index))
-    agreement = Agreement.over((0, 2), 10 * TIMEOUT)
+    agreement = Agreement.over((0, 2), TIMEOUT)
     job.failing("vote", agreement, range(100), lambda index: killed(0, index))
     job.finish()
     os._exit(0)  # the job's own group cannot be taken down with dead members

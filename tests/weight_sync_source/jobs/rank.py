@@ -19,7 +19,8 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import BucketPacker
 from rollout.weight_sync.source import source_for
 
-TIMEOUT = 3.0
+TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
+SHORT = 3.0  # for what must fail at its deadline
 
 
 class Rank:
@@ -60,7 +61,14 @@ class Rank:
             ],
         }
 
-    def failing(self, name: str, agreement: Agreement, items: Iterable[Any], step: Any) -> None:
+    def failing(
+        self,
+        name: str,
+        agreement: Agreement,
+        items: Iterable[Any],
+        step: Any,
+        timeout: float = TIMEOUT,
+    ) -> None:
         """Stream with a vote per tensor; records the error that ends it, and how long it took."""
         before = time.monotonic()
         error: BaseException | None = None
@@ -73,7 +81,7 @@ class Rank:
                     next(iterator)
                 except Exception as failure:
                     error = failure
-                agreement.vote(error, TIMEOUT, f"tensor {index}")
+                agreement.vote(error, timeout, f"tensor {index}")
         except Exception as final:
             self.outcome[name] = {
                 "type": type(final).__name__,

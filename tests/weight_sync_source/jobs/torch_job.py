@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from weight_sync_source.jobs.rank import TIMEOUT, Rank
+from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
 from rollout.weight_sync.source import agreement_for, source_for
@@ -46,6 +46,7 @@ def wrapped() -> nn.Module:
 def gathers(job: Rank) -> None:
     job.gather("ddp", DistributedDataParallel(Tiny()), BF16)
     job.gather("ddp_wrapped", DistributedDataParallel(wrapped()), FP32)
+    job.gather("compiled_ddp", torch.compile(DistributedDataParallel(Tiny())), BF16)
     job.gather("fsdp2_fp32", sharded(Tiny()), FP32)
     job.gather("fsdp2_cast", sharded(Tiny()), BF16)
     mixed = sharded(Tiny(), mp_policy=MixedPrecisionPolicy(BF16, FP32), reshard_after_forward=False)
@@ -70,6 +71,12 @@ def failures(job: Rank) -> None:
     job.failing("raises", source.agreement, list(source), on_rank_1)
 
     agreement = agreement_for(model, timeout=TIMEOUT)
+    try:  # a rank that fails leaves its loop and votes elsewhere than those that go on
+        agreement.vote(OSError("disk") if job.rank else None, TIMEOUT, "end" if job.rank else "b")
+    except Exception as error:
+        job.outcome["elsewhere"] = {"type": type(error).__name__, "message": str(error)}
+
+    agreement = agreement_for(model, timeout=TIMEOUT)
     try:
         agreement.vote(None, TIMEOUT, "seal" if job.rank else "bucket 7")
     except Exception as error:
@@ -77,9 +84,9 @@ def failures(job: Rank) -> None:
 
     def stuck(index: int) -> None:
         if job.rank == 1:
-            time.sleep(TIMEOUT + 1.5)
+            time.sleep(SHORT + 1.5)
 
-    job.failing("late", agreement_for(model, timeout=TIMEOUT), [0], stuck)
+    job.failing("late", agreement_for(model, timeout=TIMEOUT), [0], stuck, SHORT)
     dist.barrier()
 
     def fails(index: int) -> None:
