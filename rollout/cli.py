@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,16 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
 
 
 def _on_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    def read() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin.fileno())
-            stop.set()
+    """Set ``stop`` when stdin ends; a thread, because not every kind of file can be polled."""
 
-    loop.add_reader(sys.stdin.fileno(), read)
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 # ---- generate ----

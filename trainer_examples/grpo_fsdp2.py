@@ -24,6 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Read when torch is loaded: threads that wait must not spin, for other processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from addition_task import make_model, save_checkpoint, warm_up
 from display import Display, draw

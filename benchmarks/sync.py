@@ -1,0 +1,260 @@
+"""The parts of a live weight update: FSDP2 over 2 trainer ranks -> a TP=2 service.
+
+    python benchmarks/sync.py CHECKPOINT [--updates 5] [--bucket-mib 64] [--dtype bfloat16]
+
+Starts `rollout serve` and the trainer ranks as processes of their own and prints one JSON line:
+medians over the updates (the first, which builds the engine's shadow, is reported apart) of gather,
+transfer, stage, verify, commit, stall and total in seconds; bytes; and the peak memory of each
+process above what it held before the first update, in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+TRAINERS = 2
+PARTS = ("gather", "transfer", "stage", "verify", "commit", "stall", "total")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.rank is not None:
+        trainer(args)
+        return
+    with tempfile.TemporaryDirectory() as scratch, service(args) as (process, address):
+        meeting = str(Path(scratch) / "meeting")
+        print(json.dumps(measure(args, process, address, meeting)), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", help="of trainer and engine")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# ---- the parent: starts, watches, reports ----
+
+
+def measure(
+    args: argparse.Namespace, engine: subprocess.Popen[str], address: str, meeting: str
+) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, __file__, args.checkpoint, "--updates", str(args.updates)]
+        command += ["--bucket-mib", str(args.bucket_mib), "--dtype", args.dtype]
+        command += ["--transport", args.transport, "--address", address, "--meeting", meeting]
+        ranks = [stack.enter_context(child([*command, "--rank", str(r)])) for r in range(TRAINERS)]
+        assert ranks[0].stdin is not None
+        _expect(ranks, "loaded")
+        engine_ranks = children(engine.pid)
+        watch = Watch([p.pid for p in ranks], engine_ranks)
+        with watch:
+            for process in ranks:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            receipts = [_expect(ranks, "receipt") for _ in range(args.updates + 1)]
+    first, rest = receipts[0], receipts[1:]
+    return {
+        "checkpoint": args.checkpoint,
+        "dtype": args.dtype,
+        "trainers": TRAINERS,
+        "tensor_parallel_size": 2,
+        "updates": args.updates,
+        "transport": first["transport"],
+        "bytes": first["bytes"],
+        "wire_bytes": first["wire_bytes"],
+        "bucket_bytes": args.bucket_mib << 20,
+        "largest_tensor_bytes": first["largest"],
+        **{f"{part}_s": median(r["timings"][part] for r in rest) for part in PARTS},
+        "first_total_s": first["timings"]["total"],
+        "trainer_peak_extra_bytes": watch.extra(0),
+        "engine_peak_extra_bytes": watch.extra(1),
+    }
+
+
+def _expect(ranks: list[subprocess.Popen[str]], event: str) -> dict[str, Any]:
+    """The next event of that kind from rank 0 ("loaded": from every rank)."""
+    found: dict[str, Any] = {}
+    for process in ranks if event == "loaded" else ranks[:1]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{") and (found := json.loads(line))["event"] == event:
+                break
+        else:
+            sys.exit(f"a trainer rank ended before {event!r}")
+    return found
+
+
+class Watch:
+    """Samples the anonymous memory of two groups of processes while the block runs."""
+
+    def __init__(self, *groups: list[int]) -> None:
+        self._groups = groups
+        self._before = [[memory(pid) for pid in group] for group in groups]
+        self._peak = [list(before) for before in self._before]
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def extra(self, group: int) -> list[int]:
+        return [p - b for p, b in zip(self._peak[group], self._before[group], strict=True)]
+
+    def _sample(self) -> None:
+        while not self._end.wait(0.002):
+            for group, pids in enumerate(self._groups):
+                for index, pid in enumerate(pids):
+                    self._peak[group][index] = max(self._peak[group][index], memory(pid))
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def memory(pid: int) -> int:
+    """Resident bytes without file pages, which the system may drop; 0 for a process that ended."""
+    try:
+        text = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(text[1]) - int(text[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    found = [int(part) for part in text.split()]
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        extra = (thread / "children").read_text().split()
+        found += [int(part) for part in extra if int(part) not in found]
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def service(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "rollout", "serve", args.checkpoint, "--port", "0"]
+    command += ["--grpc-port", "0", "--tensor-parallel-size", "2", "--dtype", args.dtype]
+    command += ["--exit-with-stdin", "--skip-tokenizer-init", "--num-threads", "1"]
+    command += ["--kv-cache-bytes", str(256 << 20), "--max-model-len", "512"]
+    with child(command) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("ready "):
+            sys.exit("the rollout service did not start")
+        yield process, line.split("grpc=")[1].strip()
+
+
+@contextlib.contextmanager
+def child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": interface}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **quiet},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+# ---- a trainer rank ----
+
+
+def trainer(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{args.meeting}",
+        rank=args.rank,
+        world_size=TRAINERS,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        update_repeatedly(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def update_repeatedly(args: argparse.Namespace) -> None:
+    """Load, shard, wait for "go", and update; every update sends other values."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from rollout import Rollout
+
+    dtype = getattr(torch, args.dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype)
+    mesh = init_device_mesh("cpu", (TRAINERS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with Rollout.connect(args.address, timeout=120.0) as engine:
+        largest = max(meta.nbytes for meta in engine.weight_info().tensors)
+        dist.barrier()
+        _tell(event="loaded")
+        sys.stdin.readline()
+        for _ in range(args.updates + 1):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().mul_(-1)
+            receipt = engine.update_weights(
+                model,
+                transport=args.transport,
+                bucket_bytes=args.bucket_mib << 20,
+                timeout=300.0,
+            )
+            if args.rank == 0:
+                _tell(
+                    event="receipt",
+                    timings=dict(receipt.timings),
+                    bytes=receipt.num_bytes,
+                    wire_bytes=receipt.wire_bytes,
+                    transport=receipt.transport,
+                    largest=largest,
+                )
+            time.sleep(0.2)
+
+
+def _tell(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The commands doing their work, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from serving import alive, descendants, serve
+
+from rollout.cli import make_parser
+from rollout.cli_flags import ENGINE_HELP, engine_config
+from rollout.config import EngineConfig
+
+Run = Callable[..., tuple[int, str, str]]
+CPU = ("--device", "cpu", "--num-threads", "1")
+
+
+def test_every_engine_setting_has_a_flag() -> None:
+    names = {f.name for f in fields(EngineConfig)} - {"model"}
+    assert names == set(ENGINE_HELP)
+    args = make_parser().parse_known(
+        ["serve", "m", "--weight-dir", "a", "--weight-dir", "b", "--no-enable-prefix-caching"]
+    )
+    config = engine_config(args, model=args.model)
+    assert config.weight_dirs == ("a", "b")
+    assert not config.enable_prefix_caching
+    assert config.block_size == EngineConfig(model="m").block_size
+
+
+def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
+    status, out, err = run("check", tiny, "--tensor-parallel-size", 2, "--dtype", "float32")
+    assert (status, err) == (0, "")
+    facts = dict(line.split(None, 1) for line in out.splitlines())
+    assert facts["architecture"].startswith("Qwen3ForCausalLM")
+    assert facts["ranks"].startswith("2, float32")
+    assert {"checkpoint", "memory", "sequences", "kernels"} <= set(facts)
+
+
+def test_generate_writes_the_same_twice_and_as_json(run: Run, tiny: Path) -> None:
+    asked = ("generate", tiny, "Hello", "--temperature", 0, "--max-tokens", 6, *CPU)
+    status, out, _ = run(*asked)
+    again, as_json, _ = run(*asked, "--json")
+    assert (status, again) == (0, 0)
+    row = json.loads(as_json)
+    assert row["text"] + "\n" == out
+    assert row["prompt"] == "Hello"
+    assert len(row["token_ids"]) == len(row["logprobs"]) <= 6
+
+
+def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Path) -> None:
+    with serve(bare, "--tensor-parallel-size", "2", "--dtype", "float32") as served:
+        ranks = descendants(served.process.pid)
+        assert len(ranks) >= 2
+        asked = ("--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
+        status, out, _ = run("generate", "--connect", served.grpc, *asked)
+        assert status == 0
+        row = json.loads(out)
+        assert len(row["token_ids"]) == 4
+        assert row["weight_versions"] == [[0, 0, 4]]
+        _, out, _ = run("info", served.grpc, "--json")
+        facts = json.loads(out)
+        assert (facts["ranks"], facts["version"], facts["state"]) == (2, 0, "running")
+        assert facts["tokens_generated"] == 4
+        _, out, _ = run("info", served.grpc)
+        assert f"{facts['epoch']}" in out
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(20) == 0
+        assert served.process.stdout is not None
+        assert served.process.stdout.read() == ""  # the ready line was all
+    gone_by(time.monotonic() + 5, ranks)
+
+
+def test_a_service_goes_with_its_parent_even_while_it_loads(bare: Path) -> None:
+    command = [sys.executable, "-m", "rollout", "serve", str(bare), "--exit-with-stdin", *CPU]
+    done = subprocess.run(
+        [*command, "--port", "0", "--grpc-port", "0"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def gone_by(deadline: float, pids: set[int]) -> None:
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {sorted(filter(alive, pids))}"
+        time.sleep(0.05)

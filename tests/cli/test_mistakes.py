@@ -1,0 +1,143 @@
+"""Every user mistake is one line on stderr and exit status 2, without a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+CPU = ("--device", "cpu", "--num-threads", "1")
+
+
+def refused(result: tuple[int, str, str], *words: str, name: str = "ValueError") -> None:
+    status, out, err = result
+    assert status == 2, (out, err)
+    assert err.startswith(f"rollout: {name}: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
+    refused(run("serve", tiny, "--tensor-paralel-size", 2), "did you mean --tensor-parallel-size?")
+    refused(run("serve", tiny, "--block-size", "big"), "--block-size")
+    refused(run("launch"), "launch")
+    refused(run(), "COMMAND")
+
+
+def test_settings_out_of_range_are_named(run: Run, tiny: Path) -> None:
+    refused(run("serve", tiny, "--port", 70000), "--port must be 0..65535")
+    refused(run("serve", tiny, "--dtype", "int3"), "dtype must be one of")
+    refused(run("serve", tiny, "--block-size", 0), "block_size must be a positive integer")
+
+
+def test_heads_that_do_not_divide_are_refused_before_any_rank(run: Run, tiny: Path) -> None:
+    words = "Total number of attention heads (4) must be divisible by tensor parallel size (3)."
+    refused(run("check", tiny, "--tensor-parallel-size", 3), words)
+    refused(run("generate", tiny, "hi", *CPU, "--tensor-parallel-size", 3), words)
+
+
+def test_an_unknown_architecture_names_the_nearest(run: Run, tiny: Path, tmp_path: Path) -> None:
+    model = broken_config(tiny, tmp_path, architectures=["Qwen3ForCausalLMs"])
+    refused(run("check", model), "Qwen3ForCausalLMs", "Did you mean 'Qwen3ForCausalLM'")
+
+
+def test_a_config_without_a_needed_field_names_it(run: Run, tiny: Path, tmp_path: Path) -> None:
+    model = broken_config(tiny, tmp_path, num_attention_heads=None)
+    refused(run("check", model), "num_attention_heads")
+
+
+def test_missing_and_truncated_files_are_named(run: Run, tiny: Path, tmp_path: Path) -> None:
+    refused(run("check", tmp_path / "nowhere" / "at" / "all"), "nowhere")
+    model = Path(shutil.copytree(tiny, tmp_path / "cut"))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(run("check", model), "model.safetensors")
+    weights.unlink()
+    refused(run("check", model), "safetensors")
+
+
+def test_weights_of_another_shape_are_a_mismatch(run: Run, tiny: Path, tmp_path: Path) -> None:
+    model = broken_config(tiny, tmp_path, intermediate_size=64)
+    refused(
+        run("check", model), "gate_proj.weight is [128, 64], not [64, 64]", name="WeightMismatch"
+    )
+
+
+def test_a_busy_port_is_refused_before_the_model_is_read(run: Run, tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag in ("--port", "--grpc-port"):
+            other = "--grpc-port" if flag == "--port" else "--port"
+            result = run("serve", tiny, *CPU, flag, port, other, 0)
+            refused(result, f"cannot listen on 127.0.0.1:{port}")
+
+
+def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:
+    refused(run("serve", tiny, *CPU, "--host", "0.0.0.0", "--port", 0), "token")
+
+
+def test_an_unreachable_server_is_named(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    refused(run("info", address), address, name="EngineClosed")
+    refused(run("generate", "--connect", address, "hi"), address, name="EngineClosed")
+    refused(run("info", "nonsense"), "host:port")
+
+
+def test_bad_prompts_and_parameters_are_named(run: Run, bare: Path) -> None:
+    refused(run("generate", bare, "hi", *CPU), "needs a tokenizer")
+    refused(run("generate", bare, "--token-ids", "1,x", *CPU), "--token-ids")
+    refused(run("generate", bare, "--token-ids", "1,99999", *CPU), "outside the vocabulary")
+    refused(run("generate", bare, *CPU), "needs a prompt")
+    refused(run("generate"), "MODEL")
+    result = run("generate", bare, "--token-ids", "1", "--n", 2, "--temperature", 0, *CPU)
+    refused(result, "n must be 1 when using greedy")
+    long = ",".join(["1"] * 600)
+    refused(run("generate", bare, "--token-ids", long, *CPU), "512")
+
+
+def test_too_little_memory_for_one_sequence_is_refused(run: Run, bare: Path) -> None:
+    result = run("check", bare, "--kv-cache-bytes", 1, "--max-model-len", 128)
+    refused(result, "too little memory for one sequence")
+
+
+def test_the_process_itself_exits_with_2_and_one_line(bare: Path) -> None:
+    command = [sys.executable, "-m", "rollout", "serve", str(bare), "--tensor-parallel-size", "3"]
+    done = subprocess.run(
+        [*command, "--port", "0", "--grpc-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    refused((done.returncode, done.stdout, done.stderr), "attention heads (4)")
+    assert done.stdout == ""
+
+
+def broken_config(model: Path, folder: Path, **changes: object) -> Path:
+    """A copy whose config.json has these values; None removes the field."""
+    copy = Path(shutil.copytree(model, folder / "broken"))
+    file = copy / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return copy
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("check",), ("info",)])
+def test_help_reads_without_an_engine(
+    command: tuple[str, ...], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*command, "--help")
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: rollout")
+    assert "None" not in out

@@ -1,0 +1,106 @@
+"""The real ``openai`` client against a real server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+PROMPT = [5, 6, 7, 8]
+IDS = {"return_token_ids": True}
+
+
+def test_token_id_prompts_bring_ids_logprobs_and_versions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=6, temperature=1.0, seed=3, logprobs=0,
+        extra_body={**IDS, "ignore_eos": True, "return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    choice = answer.choices[0].model_dump()
+    assert choice["prompt_token_ids"] == PROMPT
+    assert len(choice["token_ids"]) == 6
+    assert choice["logprobs"]["tokens"] == [f"token_id:{t}" for t in choice["token_ids"]]
+    assert len(choice["logprobs"]["token_logprobs"]) == 6
+    assert choice["logprobs"]["token_logprobs"] == choice["logprobs"]["raw_logprobs"]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "stop": 6}]
+    assert choice["finish_reason"] == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 6)
+
+
+def test_processed_logprobs_are_those_of_the_sampled_distribution(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=4, temperature=0.5, seed=1, logprobs=0,
+        extra_body={"logprobs_mode": "processed_logprobs", "ignore_eos": True},
+    )  # fmt: skip
+    logprobs = answer.choices[0].model_dump()["logprobs"]
+    assert logprobs["token_logprobs"] == logprobs["processed_logprobs"]
+    assert logprobs["processed_logprobs"] != logprobs["raw_logprobs"]
+
+
+def test_several_prompts_and_samples_come_prompt_major(client: openai.OpenAI) -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, n=3, max_tokens=3, seed=1, extra_body=IDS
+    )
+    choices = [choice.model_dump() for choice in answer.choices]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert [c["prompt_token_ids"] for c in choices] == [prompts[0]] * 3 + [prompts[1]] * 3
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": "Hello, world", "max_tokens": 12, "seed": 11, "n": 2}
+    whole = client.completions.create(**asked, logprobs=1, extra_body=IDS)
+    texts, ids, logprobs, reasons = ["", ""], [[], []], [[], []], [None, None]
+    usage = None
+    stream = client.completions.create(
+        **asked, logprobs=1, stream=True, stream_options={"include_usage": True}, extra_body=IDS
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in (c.model_dump() for c in chunk.choices):
+            texts[choice["index"]] += choice["text"]
+            ids[choice["index"]] += choice["token_ids"]
+            logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
+            reasons[choice["index"]] = choice["finish_reason"]
+    choices = [choice.model_dump() for choice in whole.choices]
+    assert texts == [choice["text"] for choice in choices]
+    assert ids == [choice["token_ids"] for choice in choices]
+    assert reasons == [choice["finish_reason"] for choice in choices]
+    for streamed, choice in zip(logprobs, choices, strict=True):
+        assert streamed == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_chat_answers_whole_and_streamed_alike(client: openai.OpenAI) -> None:
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_completion_tokens": 8,
+        "seed": 2,
+    }
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    message = whole.choices[0]
+    assert message.message.role == "assistant"
+    assert message.logprobs is not None
+    assert message.logprobs.content is not None
+    assert all(len(row.top_logprobs) == 2 for row in message.logprobs.content)
+    stream = client.chat.completions.create(**asked, stream=True)
+    text = "".join(c.delta.content or "" for chunk in stream for c in chunk.choices)
+    assert text == message.message.content
+
+
+def test_models_are_listed_and_an_unknown_one_is_404(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="'tiny'"):
+        client.completions.create(model="huge", prompt=PROMPT)
+
+
+def test_contradictory_parameters_are_a_bad_request(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="n must be 1 when using greedy"):
+        client.completions.create(model="tiny", prompt=PROMPT, n=2, temperature=0)
+
+
+def test_a_refused_stream_is_an_error_and_no_stream(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        client.completions.create(model="tiny", prompt=[10**6], stream=True)

@@ -1,0 +1,156 @@
+"""Status, control, errors and tokens over plain HTTP."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served
+
+OK = {"prompt": [5, 6, 7], "max_tokens": 2}
+BAD_BODIES: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": []}, "must not be empty"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [-1]}, "greater than or equal to 0"),
+    ({"promt": [1]}, "did you mean 'prompt'"),
+    ({**OK, "max_tokens": 0}, "max_tokens"),
+    ({**OK, "max_tokens": "many"}, "max_tokens"),
+    ({**OK, "temperature": -1}, "temperature"),
+    ({**OK, "top_p": 0}, "top_p"),
+    ({**OK, "logprobs": True}, "logprobs"),
+    ({**OK, "logprobs": 1.5}, "logprobs"),
+    ({**OK, "n": 0}, "n must be"),
+    ({**OK, "min_tokens": 5}, "min_tokens"),
+    ({**OK, "echo": True}, "echo is not supported"),
+    ({**OK, "best_of": 3}, "best_of must equal n"),
+    ({**OK, "logit_bias": {"x": 1}}, "logit_bias"),
+    ({**OK, "stop": [""]}, "stop"),
+    ({**OK, "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt": [5] * 600}, "512"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), BAD_BODIES, ids=[str(b)[:50] for b, _ in BAD_BODIES])
+def test_a_bad_body_is_400_in_openai_shape(
+    http: httpx.Client, body: dict[str, Any], words: str
+) -> None:
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == 400
+
+
+def test_broken_json_and_unknown_paths_are_named(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json"}
+    broken = http.post("/v1/completions", content=b'{"prompt": [', headers=headers)
+    assert broken.status_code == 400
+    assert "not JSON" in broken.json()["error"]["message"]
+    missing = http.get("/v2/nothing")
+    assert missing.status_code == 404
+    assert "/v2/nothing" in missing.json()["error"]["message"]
+
+
+def test_health_needs_no_token_and_everything_else_does(served: Served) -> None:
+    with httpx.Client(base_url=f"http://{served.http}") as stranger:
+        assert stranger.get("/health").json() == {"status": "running"}
+        for path in ("/v1/models", "/metrics", "/weight_info"):
+            assert stranger.get(path).status_code == 401
+        assert stranger.post("/v1/completions", json=OK).status_code == 401
+
+
+def test_the_sampling_token_cannot_pause(served: Served) -> None:
+    headers = {"Authorization": "Bearer sampling-secret"}
+    with httpx.Client(base_url=f"http://{served.http}", headers=headers) as sampler:
+        assert sampler.post("/v1/completions", json=OK).status_code == 200
+        assert sampler.post("/pause").status_code == 401
+
+
+def test_tokenize_counts_text_and_messages(http: httpx.Client) -> None:
+    text = http.post("/tokenize", json={"prompt": "Hello, world!"}).json()
+    assert text["count"] == len(text["tokens"]) > 0
+    assert text["max_model_len"] == 512
+    chat = {"messages": [{"role": "user", "content": "Hello, world!"}]}
+    assert http.post("/tokenize", json=chat).json()["count"] > text["count"]
+    assert http.post("/tokenize", json={}).status_code == 400
+
+
+def test_metrics_speak_our_names_and_vllms(http: httpx.Client) -> None:
+    before = _metrics(http)
+    http.post("/v1/completions", json={**OK, "max_tokens": 5, "ignore_eos": True})
+    after = _metrics(http)
+    for name in ("rollout_generation_tokens_total", "vllm:generation_tokens_total"):
+        assert after[name] - before[name] == 5
+    for name in (
+        "rollout_running_requests",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+    ):
+        assert name in after
+    assert after["rollout_weight_version"] == 0
+    assert after["rollout_time_to_first_token_seconds_count"] > 0
+
+
+def test_weights_and_world_are_described(http: httpx.Client) -> None:
+    info = http.get("/weight_info").json()
+    assert (info["version"], info["state"], info["dtype"]) == (0, "idle", "float32")
+    assert info["num_bytes"] > 0
+    assert http.get("/get_world_size").json() == {"world_size": 1}
+
+
+def test_a_client_that_leaves_frees_the_engine(http: httpx.Client) -> None:
+    body = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    aborted = _metrics(http)['rollout_requests_finished_total{finished_reason="abort"}']
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+    _until(lambda: _metrics(http)["rollout_running_requests"] == 0)
+    now = _metrics(http)['rollout_requests_finished_total{finished_reason="abort"}']
+    assert now == aborted + 1
+
+
+def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client) -> None:
+    assert http.post("/pause", params={"mode": "nap"}).status_code == 400
+    body = {**OK, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines)
+        assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        assert http.get("/health").status_code == 200
+        assert http.post("/resume").json() == {"status": "resumed"}
+        rest = list(lines)
+    assert rest[-1] == "data: [DONE]"
+    assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_sleep_and_wake_up_bring_the_same_tokens_back(http: httpx.Client) -> None:
+    body = {**OK, "temperature": 0, "return_token_ids": True}
+    before = http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    assert http.post("/sleep", params={"level": 1}).status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert http.post("/v1/completions", json=body).status_code == 503
+    assert http.post("/wake_up").status_code == 200
+    assert http.post("/reset_prefix_cache").json() == {"success": True}
+    after = http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    assert after == before
+
+
+def _metrics(http: httpx.Client) -> dict[str, float]:
+    """Name, and labels other than the model's, to value."""
+    found = {}
+    for line in http.get("/metrics").text.splitlines():
+        if line and not line.startswith("#"):
+            key, _, value = line.rpartition(" ")
+            key = key.replace('model_name="tiny",', "").replace(',model_name="tiny"', "")
+            found[key.replace('{model_name="tiny"}', "")] = float(value)
+    return found
+
+
+def _until(condition: Any, limit: float = 10.0) -> None:
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.05)
