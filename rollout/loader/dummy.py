@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout.weights import Box, TensorMeta
 
+CHUNK = 1 << 16  # elements
 SPREAD = 0.05  # values are uniform in -SPREAD..SPREAD; norm weights around one
 _MIX = 0x2C1B3C6D  # odd, positive int32 multiplier of the "lowbias32" family
 
@@ -25,16 +26,22 @@ class DummyFiles:
         return self._metadata
 
     def read(self, name: str, box: Box) -> Tensor:
-        mixed = torch.zeros(box.shape, dtype=torch.int32)
+        out = torch.empty(box.shape, dtype=self._metadata[name].dtype)
+        lanes = []
         for axis, (start, stop) in enumerate(zip(box.starts, box.stops, strict=True)):
-            where = torch.arange(start, stop, dtype=torch.int32)
             # One salt per axis, so that (1, 2) and (2, 1) differ.
-            lane = _scramble(where + _salt(self._seed, name, axis))
-            mixed += lane.reshape([-1 if i == axis else 1 for i in range(len(box.shape))])
-        value = _scramble(mixed).float().mul_(SPREAD / 2**31)
-        if name.split(".")[-2:-1] and name.split(".")[-2].endswith("norm"):
-            value += 1.0
-        return value.to(self._metadata[name].dtype)
+            where = torch.arange(start, stop, dtype=torch.int32) + _salt(self._seed, name, axis)
+            shape = [-1 if i == axis else 1 for i in range(len(box.shape))]
+            lanes.append(_scramble(where).reshape(shape))
+        centre = 1.0 if name.split(".")[-2:-1] and name.split(".")[-2].endswith("norm") else 0.0
+        if not lanes or not out.numel():
+            return out.fill_(centre)
+        # In pieces that stay in the cache: several passes are made over each.
+        rows = max(1, CHUNK * box.shape[0] // box.numel)
+        for part, first in zip(torch.split(out, rows), torch.split(lanes[0], rows), strict=True):
+            mixed = first + sum(lanes[1:], torch.zeros((), dtype=torch.int32))
+            part.copy_(_scramble(mixed).float().mul_(SPREAD / 2**31).add_(centre))
+        return out
 
     def close(self) -> None:
         """Nothing is open."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.errors import WeightMismatch
 from rollout.models.alias_check import AliasCheck
 from rollout.models.slot_io import SlotIO
-from rollout.models.weight_table import WeightTable
+from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.weights import Box, SparsePatch, TensorPiece, WeightValue
 
 
@@ -50,7 +50,7 @@ class WeightLoad:
         self._io = SlotIO(table, storages)
         self._aliases = AliasCheck(table, self._io)
         self._seen: set[str] = set()
-        self._pieces: dict[str, list[Box]] = {}
+        self._pieces: dict[str, dict[Box, None]] = {}
         self._problems: list[str] = []
         self._nbytes = 0
 
@@ -64,6 +64,7 @@ class WeightLoad:
 
         Raises ``WeightMismatch`` for missing tensors, incomplete pieces and differing aliases.
         """
+        self._problems.extend(self._overlaps())
         incomplete = {
             name for name, boxes in self._pieces.items() if not self._covered(name, boxes)
         }
@@ -142,14 +143,20 @@ class WeightLoad:
             return "was sent twice" if name in self._seen else None
         if name in self._seen and name not in self._pieces:
             return "was sent twice: whole, and in pieces"
-        boxes = self._pieces.setdefault(name, [])
-        for box in boxes:
-            if box == value.box or box.intersect(value.box) is not None:
-                return f"piece {value.box.starts}..{value.box.stops} was sent twice or overlaps"
-        boxes.append(value.box)
+        # Repeats are seen here; overlaps are searched for once, when all pieces are known.
+        boxes = self._pieces.setdefault(name, {})
+        if value.box in boxes:
+            return f"piece {value.box.starts}..{value.box.stops} was sent twice"
+        boxes[value.box] = None
         return None
 
-    def _covered(self, name: str, boxes: list[Box]) -> bool:
+    def _overlaps(self) -> Iterator[str]:
+        for name, boxes in self._pieces.items():
+            if found := first_overlap(boxes):
+                a, b = found
+                yield f"{name}: pieces {a.starts}..{a.stops} and {b.starts}..{b.stops} overlap"
+
+    def _covered(self, name: str, boxes: Iterable[Box]) -> bool:
         """Whether disjoint ``boxes`` hold every element this rank takes: counting suffices."""
         for slot in self._table.slots[self._table.aliases.get(name, name)]:
             common = (slot.take.intersect(box) for box in boxes)

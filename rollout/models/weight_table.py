@@ -132,25 +132,35 @@ def check_tables(tables: Sequence[WeightTable]) -> None:
 
 def tiling_fault(boxes: Iterable[Box], shape: Shape) -> str | None:
     """None when the non-empty ``boxes`` tile ``shape`` exactly, else what is wrong."""
-    solid = sorted((b for b in boxes if b.numel), key=lambda b: b.starts)
+    solid = [box for box in boxes if box.numel]
     for box in solid:
         if not box.fits(shape):
             return f"box {box.starts}..{box.stops} lies outside shape {shape}"
-    if overlap := _first_overlap(solid):
+    if overlap := first_overlap(solid):
         a, b = overlap
         return f"boxes {a.starts}..{a.stops} and {b.starts}..{b.stops} overlap"
     count, total = sum(b.numel for b in solid), Box.full(shape).numel
     return None if count == total else f"{total - count} of {total} elements are not covered"
 
 
-def _first_overlap(solid: list[Box]) -> tuple[Box, Box] | None:
-    """Sweep over the first dimension: only boxes whose range is still open are compared."""
+def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two of the non-empty ``boxes`` that share an element, or None.
+
+    Sweeps along the dimension with the most distinct starts: only boxes whose range is still open
+    are compared, so that thousands of disjoint slices cost little.
+    """
+    solid = [box for box in boxes if box.numel]
+    if len(solid) < 2:
+        return None
+    rank = len(solid[0].starts)
+    if not rank:
+        return solid[0], solid[1]
+    axis = max(range(rank), key=lambda d: len({box.starts[d] for box in solid}))
     active: list[Box] = []
-    for box in solid:
-        if box.starts:
-            active = [other for other in active if other.stops[0] > box.starts[0]]
+    for box in sorted(solid, key=lambda b: b.starts[axis]):
+        active = [other for other in active if other.stops[axis] > box.starts[axis]]
         for other in active:
-            if other.intersect(box) is not None or not box.starts:
+            if other.intersect(box) is not None:
                 return other, box
         active.append(box)
     return None
