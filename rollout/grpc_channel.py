@@ -15,7 +15,6 @@ from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.errors import (
     DeadlineExceeded,
-    EngineRestarted,
     RolloutError,
     TransferFailed,
 )
@@ -40,11 +39,11 @@ class GrpcWeightChannel:
         address: str,
         metadata: tuple[tuple[str, str], ...],
         *,
-        seen: Callable[[], tuple[int, int] | None],
+        check_partial: Callable[[], None],
         committed: Callable[..., None],
     ) -> None:
         self._stub, self._address, self._metadata = stub, address, metadata
-        self._seen, self._committed = seen, committed
+        self._check_partial, self._committed = check_partial, committed
         self._aborted: str | None = None
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -55,6 +54,8 @@ class GrpcWeightChannel:
 
     def begin(self, request: UpdateRequest) -> Begun:
         assert self._call is None, "a channel carries one update"
+        if request.partial:
+            self._check_partial()
         self._request = request
         self._call = self._stub.Update(self._commands(), metadata=self._metadata)
         self._reader = threading.Thread(target=self._read, name="rollout-update", daemon=True)
@@ -63,13 +64,6 @@ class GrpcWeightChannel:
         event = self._reply("begun", request.timeout + GRACE)
         begun = update_wire.begun_from_wire(json.loads(event.json))
         self._begun = True
-        seen = self._seen()
-        if request.partial and seen is not None and seen[0] != begun.epoch:
-            self.abort("the engine has restarted")
-            raise EngineRestarted(
-                f"the engine at {self._address} has restarted (epoch {begun.epoch}, not {seen[0]}):"
-                " a partial update has no base there; send a full update"
-            )
         return begun
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:

@@ -153,7 +153,7 @@ class RolloutClient:
             WeightSyncStub(self._sync_channel()),
             self.address,
             self._metadata,
-            seen=lambda: self._seen,
+            check_partial=self._check_partial,
             committed=self.committed,
         )
 
@@ -207,6 +207,11 @@ class RolloutClient:
                     yield reply.index, output
         finally:
             call.cancel()  # the server aborts what is still running; no effect on an ended call
+
+    def _check_partial(self) -> None:
+        """A partial update builds on weights this client has seen: not on another engine life's."""
+        if self._seen is not None:
+            self._check_epoch(self.info().epoch)
 
     def _check_epoch(self, epoch: int) -> None:
         if self._seen is not None and epoch != self._seen[0]:

@@ -69,8 +69,8 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.UNAVAILABLE:
         return EngineClosed(
-            f"no rollout service answers at {address} ({details}); start it with `rollout serve "
-            "MODEL --grpc-port PORT`, or check the address it printed as grpc="
+            f"the rollout service at {address} does not answer ({details}); start it with `rollout "
+            "serve MODEL --grpc-port PORT`, or check the address it printed as grpc="
         )
     kinds: dict[Any, type[RolloutError]] = {
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,

@@ -71,7 +71,24 @@ def test_an_unreachable_server_is_engine_closed_with_the_address_and_the_remedy(
     back = error_from_rpc(Failed(grpc.StatusCode.UNAVAILABLE, "refused", ()), "host:1")
     assert type(back) is errors.EngineClosed
     assert "host:1" in str(back)
-    assert "rollout serve" in str(back)
+    assert "rollout serve" in " ".join(str(back).split())
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, errors.ConfigError),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.ConfigError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.InvalidRequest),
+        (grpc.StatusCode.UNKNOWN, errors.EngineError),
+    ],
+)
+def test_a_status_without_our_metadata_is_judged_by_its_code(code, cls):
+    back = error_from_rpc(Failed(code, "why", None), "host:1")
+    assert type(back) is cls
+    assert "host:1" in str(back)
+    assert "why" in str(back)
 
 
 def test_value_errors_of_a_caller_are_value_errors():

@@ -285,11 +285,8 @@ def _as_prompts(prompts: Any) -> list[PromptInput]:
         )
     each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
     for number, prompt in enumerate(each):
-        text = isinstance(prompt, str)
-        if not text and not (
-            isinstance(prompt, Sequence)
-            and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
-        ):
+        ids = isinstance(prompt, Sequence) and set(map(type, prompt)) <= {int}
+        if not isinstance(prompt, str) and not ids:
             raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
     return each
 
@@ -304,6 +301,8 @@ def _as_params(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     many = list(params)
+    if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in many):
+        raise InvalidRequest("params must be SamplingParams, or a list of them, one per prompt")
     if len(many) != count:
         raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
     return many

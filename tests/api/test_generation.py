@@ -106,6 +106,8 @@ def test_metrics_and_server_info_have_the_same_face(face, engine, checkpoint):
         ([[1], [2]], [GREEDY] * 3, InvalidRequest, "3 sampling parameters for 2 prompts"),
         ([3.5], GREEDY, InvalidRequest, "prompt 0"),
         (7, GREEDY, InvalidRequest, "int"),
+        ([True], GREEDY, InvalidRequest, "prompt 0"),
+        ([[1]], {"max_tokens": 3}, InvalidRequest, "SamplingParams"),
         ([["a"]], GREEDY, InvalidRequest, "prompt 0"),
     ],
 )

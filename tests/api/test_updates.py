@@ -185,9 +185,23 @@ def test_a_restarted_engine_is_not_sampled_from_until_a_full_update(checkpoint, 
         with pytest.raises(EngineRestarted, match="full update"):
             client.generate([1, 2], GREEDY)
         part = [("model.norm.weight", other_weights["model.norm.weight"])]
-        with pytest.raises(EngineRestarted, match="partial"):
+        with pytest.raises(EngineRestarted, match="full update"):
             client.update_weights(part, partial=True, timeout=5)
         assert second.weight_version == 0
         receipt = client.update_weights(other_weights, timeout=10)
         assert receipt.epoch != seen.epoch
         assert client.generate([1, 2], GREEDY)[0].epoch == receipt.epoch
+
+
+def test_a_service_that_ends_mid_update_fails_the_transfer(bare_checkpoint):
+    with Rollout(bare_checkpoint, device="cpu", num_threads=1, num_kv_blocks=32) as rollout:
+        client = RolloutClient(rollout.address)
+        channel = client.open()
+        channel.begin(request(timeout=3))
+    started = time.monotonic()
+    with pytest.raises(TransferFailed):
+        channel.wait(0, 3.0)
+    assert time.monotonic() - started < 2
+    with pytest.raises(TransferFailed):
+        channel.bucket(BucketHeader(0, (), 0), None)
+    client.close()
