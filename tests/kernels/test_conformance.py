@@ -14,7 +14,7 @@ from rollout.kernels.op import Op
 
 TOLERANCE = {  # (relative, absolute) against float64
     torch.float32: (2e-6, 2e-6),
-    torch.bfloat16: (2**-7, 1e-6),
+    torch.bfloat16: (2**-6, 1e-6),  # rounded twice: one unit before the weight may become two
     torch.float16: (2**-10, 1e-6),
 }
 ATTENTION_TOLERANCE = {
