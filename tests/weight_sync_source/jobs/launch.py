@@ -14,7 +14,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[3]
 
 
-def run_job(script: str, out: Path, *args: str, world: int = 2, timeout: float = 60) -> list[Any]:
+def run_job(script: str, out: Path, *args: str, world: int = 2, timeout: float = 110) -> list[Any]:
     """Run ``jobs/<script>`` on every rank; what rank i wrote to ``out/<i>.json``, or its exit code.
 
     Every process has ended when this returns.
