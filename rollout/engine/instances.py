@@ -84,7 +84,8 @@ class ModelInstances:
     def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Every slot of this rank with its values, read through the layouts."""
         model = self.live if live else self._shadow
-        assert model is not None
+        if model is None:
+            raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
         for slots in model.table.slots.values():
             for slot in slots:
                 yield slot, model.read_slot(slot)

@@ -28,14 +28,15 @@ class StagingThread:
             self._thread.start()
             self._ready.wait()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job, which must not raise; after ``close`` it is dropped."""
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue a job, which must not raise; False, and it never runs, after ``close``."""
         with self._lock:
             if self._ended:
-                return
+                return False
             if self._thread.ident is None:
                 self._thread.start()
             self._jobs.put(job)
+            return True
 
     def close(self, timeout: float) -> bool:
         """Let what is queued run, then end; whether it did within ``timeout`` seconds."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.config import EngineConfig
+from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import TensorParallel, choose_device, join_group
 from rollout.engine.model_runner import ModelRunner, Reply
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
@@ -192,7 +193,7 @@ class Worker:
         return {"digests": rows, "version": self.version}
 
     def _join(self, rendezvous: Any) -> None:
-        """Form the ranks' group, then bound its collectives by the timeout of one wait."""
+        """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""
         where = rendezvous_from_wire(rendezvous)
         group = join_group(
             where,
@@ -201,6 +202,8 @@ class Worker:
             tag="tensor-parallel",
             device=self.device.type,
         )
+        limit = max(self.config.timeout, DEFAULT_TIMEOUT)
+        group._set_default_timeout(timedelta(seconds=limit))
         self.tp.group = group
 
     @staticmethod

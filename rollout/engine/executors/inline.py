@@ -55,7 +55,8 @@ class InlineExecutor:
         if worker is None:
             future.set_exception(EngineClosed("the engine is closed"))
         elif method.startswith("stage_"):
-            self._staging.submit(lambda: _run(worker, method, args, tensors, future))
+            if not self._staging.submit(lambda: _run(worker, method, args, tensors, future)):
+                future.set_exception(EngineClosed("the engine is closed"))
         else:
             with self._lock:
                 _run(worker, method, args, tensors, future)
