@@ -99,6 +99,7 @@ def join_group(
     seconds. Raises ``TransferFailed`` or ``DeadlineExceeded`` naming the place.
     """
     limit = timedelta(seconds=timeout)
+    _probe(where, rank, timeout)
     try:
         tcp = dist.TCPStore(
             where.host, where.port, is_master=False, wait_for_workers=False, timeout=limit
@@ -119,6 +120,21 @@ def join_group(
                 f"{place}: the group did not form within {timeout:g} s; are all members up?"
             ) from error
         raise TransferFailed(f"{place}: the group did not form: {error}") from error
+
+
+def _probe(where: Rendezvous, rank: int, timeout: float) -> None:
+    """Fail at once when nobody listens: a store would retry a refused port until its deadline.
+
+    The socket is bound before the place is announced, so a refusal means that its owner is gone.
+    """
+    try:
+        with socket.create_connection((where.host, where.port), timeout):
+            pass
+    except OSError as error:
+        raise TransferFailed(
+            f"rank {rank} of {where.size}: nobody listens at {where.host}:{where.port}; "
+            f"the peer that announced it is gone ({error})"
+        ) from error
 
 
 def _gloo_host(host: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
-from rollout.errors import DeadlineExceeded
+from rollout.errors import DeadlineExceeded, TransferFailed
 
 
 def run_ranks(size: int, work) -> None:
@@ -67,3 +67,12 @@ def test_one_rank_needs_no_group() -> None:
     tensor = torch.ones(2)
     assert TensorParallel().all_reduce(tensor) is tensor
     assert TensorParallel().all_gather(tensor) is tensor
+
+
+def test_a_rendezvous_whose_owner_is_gone_is_an_error_at_once() -> None:
+    server = RendezvousServer(2, "gloo")
+    server.close()
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match="nobody listens"):
+        join_group(server.info, 1, 10.0)
+    assert time.monotonic() - started < 2
