@@ -33,7 +33,7 @@ def advantages(rewards: Sequence[float], group: int) -> Tensor:
     """Reward minus its group's mean, over its group's deviation; ``group`` neighbours at a time."""
     grouped = torch.tensor(rewards).view(-1, group)
     centred = grouped - grouped.mean(1, keepdim=True)
-    return (centred / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
+    return (centred / (grouped.std(1, keepdim=True, correction=0) + 1e-4)).flatten()
 
 
 def make_batch(samples: Sequence[Sample], group: int, pad: int) -> Batch:

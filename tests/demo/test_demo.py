@@ -1,0 +1,65 @@
+"""The demo itself in its smallest form: all its processes, three steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from serving import alive, descendants
+
+from rollout import Rollout, SamplingParams
+
+EXAMPLES = Path(__file__).parents[2] / "trainer_examples"
+SMALL = ("--prompts", "4", "--samples", "4", "--minibatches", "1", "--layers", "1")
+SMALL += ("--warmup-steps", "5", "--no-goals")
+
+
+@pytest.mark.timeout(150)
+def test_three_steps_move_the_version_three_times_and_leave_a_checkpoint(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*command(tmp_path), "--steps", "3"],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["steps"], summary["version_first"], summary["version_last"]) == (3, 0, 3)
+    assert 0 <= summary["max_logprob_diff"] <= 1e-4
+    assert set(summary) >= {"reward_first", "reward_last", "seconds"}
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    with Rollout(str(tmp_path / "checkpoint"), device="cpu", num_threads=1) as engine:
+        output = engine.generate("12+34=", SamplingParams(max_tokens=4, temperature=0.0))[0]
+    assert len(output.prompt_token_ids) == 6
+    assert output.outputs[0].token_ids
+
+
+@pytest.mark.timeout(150)
+def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*command(tmp_path), "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("step 1 ") for line in process.stdout)
+        children = descendants(process.pid)
+        assert len(children) >= 5  # the service, its two ranks, two trainer ranks
+    finally:
+        process.kill()
+        process.communicate()
+    end = time.monotonic() + 15
+    while left := sorted(filter(alive, children)):
+        assert time.monotonic() < end, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def command(output: Path) -> list[str]:
+    return [sys.executable, str(EXAMPLES / "grpo_fsdp2.py"), *SMALL, "--output", str(output)]
