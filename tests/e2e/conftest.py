@@ -1,0 +1,56 @@
+"""Engines and trainer jobs, started once; combinations run inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig import Job, outcome, start
+from tiny_models import write_tiny
+
+from rollout import Rollout
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("checkpoints")
+    for name, seed in (("a", 0), ("b", 1)):
+        write_tiny(where / name, "qwen3", tied=True, seed=seed)
+    return {"a": where / "a", "b": where / "b"}
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
+def engine(request, checkpoints) -> Iterator[Rollout]:
+    with start(checkpoints["a"], request.param) as rollout:
+        yield rollout
+
+
+@pytest.fixture(scope="session")
+def fresh(engine, checkpoints) -> dict[str, Any]:
+    """What engines that were started from each checkpoint say, at ``engine``'s TP."""
+    tp = engine.weight_info().tensor_parallel_size
+    said = {}
+    for name, path in checkpoints.items():
+        with start(path, tp) as rollout:
+            said[name] = outcome(rollout)
+    return said
+
+
+@pytest.fixture(scope="session")
+def jobs(checkpoints, tmp_path_factory) -> Iterator[dict[str, Job]]:
+    logs = tmp_path_factory.mktemp("jobs")
+    kinds = {"module": 1, "ddp": 2, "fsdp2": 2, "zero3": 2}
+    started = {
+        kind: Job(kind, world, checkpoints["a"], logs / f"{kind}.log")
+        for kind, world in kinds.items()
+    }
+    try:
+        for kind, job in started.items():
+            if None in job.answers(90):
+                raise AssertionError((logs / f"{kind}.log").read_text())
+        yield started
+    finally:
+        for job in started.values():
+            job.close()

@@ -1,0 +1,171 @@
+"""Whoever dies in the middle of an update: a named error in time, and the old version serves on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import psutil
+import pytest
+from rig import Job, outcome, start
+from safetensors.torch import load_file
+
+from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
+from rollout.errors import ChecksumMismatch
+from rollout.weight_sync.faults import Fault, Faulty
+
+BUCKET = 16 << 10  # the tiny model takes more than 20 of them
+TIMEOUT = 3.0
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+def wait_idle(engine: Rollout, within: float) -> None:
+    end = time.monotonic() + within
+    while engine.weight_info().state != "idle":
+        assert time.monotonic() < end, engine.weight_info().state
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def fragile(checkpoints, tmp_path):
+    job = Job("fsdp2", 2, checkpoints["b"], tmp_path / "job.log")
+    try:
+        assert None not in job.answers(60), job.log.read_text()
+        yield job
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+def test_a_killed_trainer_rank(engine, fresh, checkpoints, fragile, transport) -> None:
+    engine.update_weights(weights(checkpoints["a"]))
+    before = engine.weight_version
+    sender, killed = fragile.ask(
+        op="update", address=engine.address, transport=transport, timeout=TIMEOUT,
+        bucket_bytes=BUCKET, die_at={"1": 12},
+    )  # fmt: skip
+    assert killed is None
+    assert sender is not None
+    assert sender["error"] in ("TransferFailed", "SourceFailed"), sender
+    assert sender["seconds"] < 5
+    wait_idle(engine, 5)
+    assert engine.weight_version == before
+    assert outcome(engine) == fresh["a"]
+    assert engine.update_weights(weights(checkpoints["b"])).version == before + 1
+
+
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+def test_all_trainer_ranks_killed(engine, fresh, checkpoints, fragile, transport) -> None:
+    engine.update_weights(weights(checkpoints["a"]))
+    before = engine.weight_version
+    answers = fragile.ask(
+        op="update", address=engine.address, transport=transport, timeout=TIMEOUT,
+        bucket_bytes=BUCKET, die_at={"0": 12, "1": 12},
+    )  # fmt: skip
+    assert answers == [None, None]
+    wait_idle(engine, 5)
+    assert engine.weight_version == before
+    assert outcome(engine) == fresh["a"]
+    assert engine.update_weights(weights(checkpoints["b"])).version == before + 1
+
+
+@pytest.mark.parametrize("phase", ["bucket", "idle"])
+def test_a_killed_engine_rank_ends_everything_by_name(checkpoints, phase) -> None:
+    engine = start(checkpoints["a"], 2)
+    processes = psutil.Process().children(recursive=True)
+    victims = [p for p in processes if "rollout.engine" in " ".join(p.cmdline())]
+    mine = sorted(victims, key=lambda p: p.create_time())[-2:]
+    failures: list[BaseException] = []
+
+    def pending() -> None:
+        try:
+            engine.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True))
+        except RolloutError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=pending)
+    thread.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    try:
+        if phase == "bucket":
+            kill = Faulty("broadcast", Fault("kill", bucket=9, pid=mine[1].pid))
+            with pytest.raises(WorkerDied, match="rank"):
+                engine.update_weights(
+                    weights(checkpoints["b"]),
+                    transport=kill,
+                    bucket_bytes=BUCKET,
+                    timeout=TIMEOUT,
+                )
+        else:
+            mine[1].kill()
+        thread.join(5)
+        assert not thread.is_alive()
+        assert time.monotonic() - started < 5
+        assert [type(f) for f in failures] == [WorkerDied]
+        with pytest.raises(WorkerDied):
+            engine.generate([[1, 2, 3]])
+    finally:
+        engine.shutdown()
+    gone, alive = psutil.wait_procs(mine, 3)
+    assert not alive
+
+
+def test_a_failing_update_under_sixteen_streams_is_not_noticed(engine, checkpoints) -> None:
+    engine.update_weights(weights(checkpoints["a"]))
+    before = engine.weight_version
+    quiet_tokens, quiet_gap = run_streams(engine, lambda: None)
+
+    def disturb() -> None:
+        for transport in ("inline", "broadcast"):
+            with pytest.raises(ChecksumMismatch):
+                engine.update_weights(
+                    weights(checkpoints["b"]),
+                    transport=Faulty(transport, Fault("flip", bucket=8, bit=99)),
+                    bucket_bytes=BUCKET,
+                )
+
+    tokens, gap = run_streams(engine, disturb)
+    assert tokens == quiet_tokens
+    assert engine.weight_version == before
+    assert gap <= 2 * quiet_gap + 0.05, (gap, quiet_gap)
+
+
+def run_streams(engine: Rollout, beside) -> tuple[list[list[int]], float]:
+    """Tokens of 16 seeded streams and the largest gap between two tokens of one of them."""
+    engine.reset_prefix_cache()
+    tokens: list[list[int]] = [[] for _ in range(16)]
+    gaps = [0.0] * 16
+    errors: list[BaseException] = []
+    flowing = threading.Barrier(17)
+
+    def stream(index: int) -> None:
+        params = SamplingParams(seed=index, max_tokens=150, ignore_eos=True)
+        last = None
+        try:
+            for output in engine.stream([index + 1, 5, 9], params):
+                now = time.perf_counter()
+                if last is not None:
+                    gaps[index] = max(gaps[index], now - last)
+                elif flowing.n_waiting < 17:
+                    flowing.wait(20)
+                    now = time.perf_counter()
+                last = now
+                tokens[index] = output.outputs[0].token_ids
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=stream, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    flowing.wait(20)
+    beside()
+    assert any(thread.is_alive() for thread in threads), "the disturbance came too late"
+    for thread in threads:
+        thread.join(30)
+    assert not errors, errors
+    assert all(len(row) == 150 for row in tokens)
+    return tokens, max(gaps)

@@ -1,0 +1,157 @@
+"""One rank of a trainer job that obeys commands: JSON lines on stdin, answers on stdout.
+
+    python trainer_job.py KIND RANK WORLD PORT        KIND: module | ddp | fsdp2 | zero3
+
+Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "update", "address",
+"transport", "timeout", "bucket_bytes", "die_at": {rank: item}, "kill_sender_at": bucket} answers
+with the receipt or the error; {"op": "end"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout import Rollout, RolloutError
+from rollout.update_wire import receipt_to_wire
+from rollout.weight_sync.faults import Fault, Faulty
+from rollout.weight_sync.source import agreement_for, source_for
+
+ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+class Dying:
+    """A source that kills its own process as it reaches an item."""
+
+    def __init__(self, model: Any, at: int, timeout: float) -> None:
+        self.agreement = agreement_for(model, timeout=timeout)
+        self._at = at
+        self._inner = source_for(
+            model, aliases=ALIASES, dtype=torch.float32, agreement=self.agreement
+        )
+
+    def metadata(self) -> Any:
+        return self._inner.metadata()
+
+    def local_boxes(self) -> Any:
+        return self._inner.local_boxes()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(self._inner):
+            if index == self._at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+
+def build(kind: str, path: str) -> tuple[Any, nn.Module]:
+    """What the trainer passes to ``update_weights``, and the module whose weights it sets."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model), model
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model), model
+    if kind == "zero3":
+        return zero3(model)
+    return model, model
+
+
+def zero3(model: nn.Module) -> tuple[Any, nn.Module]:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    return engine, engine.module
+
+
+def load(kind: str, module: nn.Module, path: str) -> None:
+    weights = load_file(os.path.join(path, "model.safetensors"))
+    for name, parameter in module.named_parameters():
+        value = weights[name].float()
+        if kind == "fsdp2":
+            from torch.distributed.tensor import distribute_tensor
+
+            full = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(full)
+        elif kind == "zero3":
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    parameter.data.copy_(value)
+        else:
+            parameter.data.copy_(value)
+
+
+def update(source: Any, rank: int, ask: dict[str, Any]) -> dict[str, Any]:
+    transport: Any = ask["transport"]
+    if (bucket := ask.get("kill_sender_at")) is not None:
+        transport = Faulty(transport, Fault("kill", bucket=bucket))
+    dying = ask.get("die_at", {})
+    if dying:
+        source = Dying(source, dying.get(str(rank), -1), ask["timeout"])
+    started = time.monotonic()
+    try:
+        with Rollout.connect(ask["address"]) as rollout:
+            receipt = rollout.update_weights(
+                source,
+                transport=transport,
+                timeout=ask["timeout"],
+                bucket_bytes=ask["bucket_bytes"],
+            )
+        answer: dict[str, Any] = {"receipt": receipt_to_wire(receipt)}
+    except RolloutError as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+    return {**answer, "seconds": time.monotonic() - started}
+
+
+def main() -> None:
+    kind, rank, world, port, path = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print must not mix with the answers
+    if world > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    source, module = build(kind, path)
+    print(json.dumps({"ready": rank}), file=answers, flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if ask["op"] == "end":
+            break
+        if ask["op"] == "load":
+            load(kind, module, ask["path"])
+            answer: dict[str, Any] = {"loaded": ask["path"]}
+        else:
+            answer = update(source, rank, ask)
+        print(json.dumps(answer), file=answers, flush=True)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
