@@ -122,7 +122,7 @@ def serve(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     from rollout.server.service import serving
 
-    stop = asyncio.Event()
+    stop, ready = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -134,16 +134,15 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
             config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens
         ) as at:
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
+            ready.set()
             await stop.wait()
 
     # Starting can take minutes: a signal must end it too.
     running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-    if not running.done():
-        done, _ = await asyncio.wait((running,), timeout=0.05)
-        if not done:
-            running.cancel()
     stopped.cancel()
+    if not ready.is_set():
+        running.cancel()  # else it ends by itself, in order
     with contextlib.suppress(asyncio.CancelledError):
         await running
     return 0
