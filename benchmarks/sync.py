@@ -227,13 +227,12 @@ def update_repeatedly(args: argparse.Namespace) -> None:
     fully_shard(model, mesh=mesh)
     with Rollout.connect(args.address, timeout=120.0) as engine:
         largest = max(meta.nbytes for meta in engine.weight_info().tensors)
+        negate(model)  # shards that still are pages of the file become memory before it is measured
         dist.barrier()
         _tell(event="loaded")
         sys.stdin.readline()
         for _ in range(args.updates + 1):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.to_local().mul_(-1)
+            negate(model)
             receipt = engine.update_weights(
                 model,
                 transport=args.transport,
@@ -250,6 +249,15 @@ def update_repeatedly(args: argparse.Namespace) -> None:
                     largest=largest,
                 )
             time.sleep(0.2)
+
+
+def negate(model: Any) -> None:
+    """Other values in the same memory, on this rank's shards."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(-1)
 
 
 def _tell(**event: Any) -> None:
