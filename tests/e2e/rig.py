@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -68,7 +69,8 @@ class Job:
 
     def close(self) -> None:
         for process in self.ranks:
-            if process.poll() is None and process.stdin is not None:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(b'{"op": "end"}\n')
                 process.stdin.close()
         for process in self.ranks:

@@ -57,7 +57,7 @@ def test_a_killed_trainer_rank(engine, fresh, checkpoints, fragile, transport) -
     assert engine.update_weights(weights(checkpoints["b"])).version == before + 1
 
 
-@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+@pytest.mark.parametrize("transport", ["broadcast"])
 def test_all_trainer_ranks_killed(engine, fresh, checkpoints, fragile, transport) -> None:
     engine.update_weights(weights(checkpoints["a"]))
     before = engine.weight_version
@@ -110,7 +110,7 @@ def test_a_killed_engine_rank_ends_everything_by_name(checkpoints, phase) -> Non
             engine.generate([[1, 2, 3]])
     finally:
         engine.shutdown()
-    gone, alive = psutil.wait_procs(mine, 3)
+    _, alive = psutil.wait_procs(mine, 3)
     assert not alive
 
 
