@@ -177,6 +177,18 @@ def _attentions() -> Iterator[Case]:
     yield Case("paged_attention", "queries inside a fused projection", strided)
 
 
+def packed_linear(
+    rows: int, shape: tuple[int, int], *, bias: bool, dtype: torch.dtype, columns_before: int = 0
+) -> tuple[Any, ...]:
+    """Arguments of ``linear`` with weights in tiles; x may be columns of a wider tensor."""
+    layout, inputs = TileLayout(16), shape[1]
+    storage = torch.zeros(layout.storage_shape(shape), dtype=dtype)
+    weight = (_randn(*shape) / inputs**0.5).to(dtype)
+    layout.write(storage, shape, Box.full(shape), weight)
+    x = _randn(rows, columns_before + inputs, seed=1).to(dtype)[:, columns_before:]
+    return x, storage, _randn(shape[0], seed=2).to(dtype) if bias else None, layout, shape
+
+
 def _linears() -> Iterator[Case]:
     for batch in ((3,), (0,), (2, 5), ()):
         for bias in (False, True):
@@ -192,3 +204,16 @@ def _linears() -> Iterator[Case]:
                     return x, storage, _randn(48, seed=2).to(t) if bias else None, layout, shape
 
                 yield Case("linear", f"{layout.name}-{batch}-{bias}", make)
+    sizes = ((1, 16, 2), (5, 16, 30), (16, 64, 32), (17, 112, 34), (33, 80, 96), (101, 144, 66))
+    for rows, outputs, inputs in sizes:
+        for bias, before in ((False, 0), (True, 3)):
+
+            def packed(
+                t: torch.dtype,
+                size: tuple[int, int, int] = (rows, outputs, inputs),
+                bias: bool = bias,
+                before: int = before,
+            ) -> tuple[Any, ...]:
+                return packed_linear(size[0], size[1:], bias=bias, dtype=t, columns_before=before)
+
+            yield Case("linear", f"tiles-{rows, outputs, inputs}-{bias}-from {before}", packed)

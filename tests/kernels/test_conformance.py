@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.cases import DTYPES, Case, all_cases, attention
+from kernels.cases import DTYPES, Case, all_cases, attention, packed_linear
 from torch import Tensor
 
 import rollout.kernels as kernels
@@ -130,6 +130,29 @@ def test_large_rows_use_several_threads_and_agree(threads: int) -> None:
     for norm in kernels.rms_norm.implementations().values():
         wanted = kernels.rms_norm.reference(x, weight, 1e-6)
         torch.testing.assert_close(norm(x, weight, 1e-6), wanted, rtol=2e-6, atol=2e-6)
+
+
+def test_a_packed_linear_gives_a_row_the_same_bits_in_any_batch(threads: int) -> None:
+    """On every level of instructions that this machine has, for any cut of the rows."""
+    run = _native(kernels.linear)
+    from rollout.kernels.linear.cpu import level
+
+    for shape in ((112, 98), (1152, 896)):
+        x, storage, bias, layout, _ = packed_linear(70, shape, bias=True, dtype=torch.bfloat16)
+        exact = kernels.linear.reference(x.double(), storage.double(), bias.double(), layout, shape)
+        for at in range(level() + 1):
+            together = run(x, storage, bias, layout, shape, at_level=at)
+            torch.testing.assert_close(together.double(), exact, rtol=2**-7, atol=1e-4)
+            for cuts in ((1,) * 70, (2, 15, 16, 17, 20), (32, 38), (33, 31, 6)):
+                parts = [run(r, storage, bias, layout, shape, at_level=at) for r in x.split(cuts)]
+                assert torch.equal(torch.cat(parts), together)
+
+
+def test_more_rows_than_a_cache_holds_are_multiplied_in_stretches(threads: int) -> None:
+    x, storage, _, layout, shape = packed_linear(150, (96, 8192), bias=False, dtype=torch.bfloat16)
+    got = _native(kernels.linear)(x, storage, None, layout, shape)
+    exact = kernels.linear.reference(x.double(), storage.double(), None, layout, shape)
+    torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=1e-3)
 
 
 def _op(name: str) -> Op[Any, Any]:

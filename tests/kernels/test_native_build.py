@@ -66,7 +66,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("target", ["", "-mavx2 -mfma -mf16c", "-march=skylake-avx512"])
+@pytest.mark.parametrize(
+    "target", ["", "-mavx2 -mfma -mf16c", "-march=skylake-avx512", "-march=sapphirerapids"]
+)
 def test_sources_compile_for_lesser_cpus(target: str, tmp_path: Path) -> None:
     """Same sources under other instruction sets, with every warning an error."""
     import rollout.kernels.native.build as build
