@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
@@ -15,11 +16,14 @@ from rollout.weights import Box, TensorMeta
 
 
 class FSDP2Source:
-    """Each rank casts its shard of one tensor and the mesh gathers it; then the next tensor.
+    """Each rank casts its shard of one tensor and sends it to the sender; then the next tensor.
 
-    Peak extra memory: one tensor in the wire dtype and this rank's cast shard. Where a mesh
-    dimension replicates (HSDP), only the sender's replica gathers. Reading a model between its
-    forward and its backward is not supported: unsharded parameters are resharded first.
+    Row shards (what ``fully_shard`` makes) go straight into their rows of one buffer that the
+    sender reuses: peak extra memory is the largest tensor on the sender and a cast shard
+    elsewhere, where ``full_tensor`` would hold up to four tensors on every rank. Other placements
+    (tensor-parallel meshes) do take ``full_tensor``. Where a mesh dimension replicates (HSDP),
+    only the sender's replica gathers. Reading a model between its forward and its backward is not
+    supported: unsharded parameters are resharded first.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class FSDP2Source:
         self._dtype = dtype
         reshard(module)
         self._bound = bind(named_weights(module), aliases)
+        self._buffer: Tensor | None = None
         if not self._bound:
             raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
 
@@ -58,15 +63,53 @@ class FSDP2Source:
         # Cast before the gather: half the bytes, and values equal to a cast afterwards. A shard
         # offloaded to the CPU goes to the device its mesh communicates on.
         local = tensor.to_local().to(mesh.device_type, dtype)
+        rows = _row_dimension(tensor)
+        if rows is not None:
+            return self._gather_rows(tensor, local, rows) if tensor.numel() else local
         cast = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
         full = cast.full_tensor()
         return full if self.agreement.is_sender else empty
 
+    def _gather_rows(self, tensor: DTensor, local: Tensor, dimension: int) -> Tensor:
+        """Move every rank's rows into the sender's buffer; a meta tensor elsewhere."""
+        group = tensor.device_mesh.get_group(dimension)
+        members = dist.get_process_group_ranks(group)
+        if not self.agreement.is_sender:
+            if local.numel():
+                dist.send(local.contiguous(), members[0], group)
+            return torch.empty(tensor.shape, dtype=local.dtype, device="meta")
+        full = self._room(tensor.numel(), local).view(tensor.shape)
+        per_rank = -(-tensor.shape[0] // len(members))
+        arriving = [
+            dist.irecv(rows, src=member, group=group)
+            for member, rows in zip(members, full.split(per_rank), strict=False)
+            if member != members[0]
+        ]
+        full[: local.shape[0]].copy_(local)
+        for work in arriving:
+            assert work is not None
+            work.wait()
+        return full
+
+    def _room(self, numel: int, like: Tensor) -> Tensor:
+        """``numel`` elements of the reused buffer; a yielded tensor is valid until the next."""
+        nbytes = numel * like.dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            self._buffer = None
+            largest = max(
+                t.numel() * wire_dtype(t.dtype, self._dtype).itemsize for t in self._bound.values()
+            )
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=like.device)
+        return self._buffer[:nbytes].view(like.dtype)
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._bound.items():
-            yield name, self._full(tensor)
+        try:
+            for name, tensor in self._bound.items():
+                yield name, self._full(tensor)
+        finally:
+            self._buffer = None
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, local_box(tensor)) for name, tensor in self._bound.items()]
@@ -89,6 +132,14 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def _row_dimension(tensor: DTensor) -> int | None:
+    """The mesh dimension that shards the rows, if that is all that is sharded."""
+    sharded = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(sharded) != 1 or type(tensor.placements[sharded[0]]) is not Shard:
+        return None
+    return sharded[0] if tensor.placements[sharded[0]].is_shard(0) else None
 
 
 def local_box(tensor: Tensor) -> list[Box]:
