@@ -31,9 +31,11 @@ class EngineConfig:
     ``dtype`` auto (the checkpoint's) | float32 | bfloat16 | float16. ``executor`` auto | inline
     (this process, TP=1) | multiprocess. ``load_format`` auto | safetensors | pt | dummy.
     ``staging`` auto | device | host | none: where an uncommitted version waits.
-    ``weight_layout`` plain | tiles: how linear weights lie in memory. ``num_threads``: CPU threads
-    of each rank, default cores divided by ranks. ``kv_cache_bytes``: of each rank, default on CPU
-    min(4 GiB, a quarter of the free memory after the shadow is reserved).
+    ``expert_parallel``: the ranks of a mixture-of-experts model hold whole experts, instead of a
+    part of each. ``weight_layout`` auto | plain | tiles: how linear weights lie in memory.
+    ``num_threads``: CPU threads of each rank, default cores divided by ranks. ``kv_cache_bytes``:
+    of each rank, default on CPU min(4 GiB, a quarter of the free memory after the shadow is
+    reserved).
     """
 
     model: str
@@ -46,6 +48,7 @@ class EngineConfig:
     load_format: str = "auto"
     executor: str = "auto"
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -54,7 +57,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     staging: str = "auto"
-    weight_layout: str = "plain"
+    weight_layout: str = "auto"
     seed: int = 0
     num_threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -72,7 +75,7 @@ class EngineConfig:
         one_of("load_format", "auto", "safetensors", "pt", "dummy")
         one_of("executor", "auto", "inline", "multiprocess")
         one_of("staging", "auto", "device", "host", "none")
-        one_of("weight_layout", "plain", "tiles")
+        one_of("weight_layout", "auto", "plain", "tiles")
         positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size")
         optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads")
         for name in positive + optional:

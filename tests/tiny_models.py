@@ -10,18 +10,43 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
+# Six experts of 24, two for each token; Mixtral's expert size is its intermediate_size.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -44,6 +69,7 @@ def write_tiny(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     tokenizer: bool = False,
+    original_format: bool = True,
     **config_overrides: Any,
 ) -> PreTrainedModel:
     """Save a tiny random model into ``path`` and return it, in eval mode.
@@ -53,6 +79,7 @@ def write_tiny(
     random, and wide enough that the greedy token is well separated. The same arguments give the
     same bits. ``tokenizer=True`` adds a byte-level BPE tokenizer with a chat template; its
     ``<|im_end|>`` becomes the end-of-sequence token (else there is none).
+    ``original_format=False`` writes the names that transformers has in memory (fused experts).
     """
     config_class, model_class = ARCHITECTURES[arch]
     settings: dict[str, Any] = {
@@ -69,6 +96,7 @@ def write_tiny(
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    settings.update(EXPERTS.get(arch, {}))
     settings.update(config_overrides)
     fast = make_tokenizer(settings["vocab_size"]) if tokenizer else None
     if fast is not None:
@@ -81,7 +109,7 @@ def write_tiny(
     model = model.to(dtype)
     model.config.dtype = dtype
     model.generation_config.do_sample = False
-    model.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=original_format)
     if fast is not None:
         fast.save_pretrained(path)
     return model

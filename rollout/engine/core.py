@@ -76,7 +76,7 @@ class EngineCore:
         config = self.config
         directory = str(resolve_model(config.model, config.revision, config.load_format))
         self.model_config = ModelConfig.from_directory(directory)
-        self.model_config.check_tensor_parallel(config.tensor_parallel_size)
+        self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         if not config.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(config.tokenizer or directory)
         executor = self._executor = self._executor or make_executor(config)

@@ -103,6 +103,7 @@ class ModelRunner:
             device,
             self.config.weight_layout,
             max_model_len=self.config.max_model_len,
+            expert_parallel=self.config.expert_parallel,
         )
 
     def _load(self, model: CausalLM, directory: Path) -> None:

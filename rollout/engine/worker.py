@@ -99,7 +99,7 @@ class Worker:
             config = self.config
             directory = resolve_model(config.model, config.revision, config.load_format)
             model_config = ModelConfig.from_directory(directory)
-            model_config.check_tensor_parallel(self.tp.size)
+            model_config.check_tensor_parallel(self.tp.size, config.expert_parallel)
             if args.get("rendezvous") is not None:
                 self._join(args["rendezvous"])
             self._runner = ModelRunner(config, model_config, directory, self.tp, self.device)

@@ -2,6 +2,7 @@
 
 from rollout.kernels.add_rms_norm import add_rms_norm
 from rollout.kernels.digest import digest
+from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.linear import linear
 from rollout.kernels.paged_attention import paged_attention
 from rollout.kernels.rms_norm import rms_norm
@@ -12,6 +13,7 @@ from rollout.kernels.store_kv import store_kv
 __all__ = [
     "add_rms_norm",
     "digest",
+    "fused_experts",
     "linear",
     "paged_attention",
     "rms_norm",

@@ -14,15 +14,18 @@ from rollout.models.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden]; one all-reduce."""
+    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden]; one all-reduce.
 
-    def __init__(self, build: Build) -> None:
+    ``inner``: its size, by default the config's. ``reduce=False`` leaves the sum to the caller.
+    """
+
+    def __init__(self, build: Build, inner: int | None = None, *, reduce: bool = True) -> None:
         super().__init__()
         config = build.config
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
         parts = [("gate_proj", inner), ("up_proj", inner)]
         self.gate_up_proj = MergedColumnLinear(build, hidden, parts, config.mlp_bias)
-        self.down_proj = RowLinear(build, inner, hidden, config.mlp_bias)
+        self.down_proj = RowLinear(build, inner, hidden, config.mlp_bias, reduce)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
@@ -30,14 +33,20 @@ class GatedMLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm attention and MLP; the residual sum travels beside the last block's output."""
+    """Pre-norm attention and feed-forward; the residual sum travels beside the last block's output.
 
-    def __init__(self, build: Build) -> None:
+    ``feed_forward`` (default: a ``GatedMLP``) is the submodule ``name``, as the checkpoint has it.
+    """
+
+    def __init__(
+        self, build: Build, feed_forward: nn.Module | None = None, name: str = "mlp"
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(build, build.config.hidden_size)
         self.self_attn = Attention(build)
         self.post_attention_layernorm = RMSNorm(build, build.config.hidden_size)
-        self.mlp = GatedMLP(build)
+        self.feed_forward = name
+        self.add_module(name, feed_forward or GatedMLP(build))
 
     def forward(
         self,
@@ -54,7 +63,8 @@ class DecoderBlock(nn.Module):
             x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, cos, sin, batch, kv)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        out: Tensor = getattr(self, self.feed_forward)(x)
+        return out, residual
 
 
 class Decoder(nn.Module):

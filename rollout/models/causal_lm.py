@@ -33,7 +33,7 @@ class CausalLM(nn.Module):
     def __init__(self, build: Build, max_len: int, rotary: Rotary | None = None) -> None:
         super().__init__()
         config = build.config
-        config.check_tensor_parallel(build.tp.size)
+        config.check_tensor_parallel(build.tp.size, build.expert_parallel)
         self.build, self.config, self.tp, self.max_len = build, config, build.tp, max_len
         self.rotary = rotary or Rotary(
             config.rope,
@@ -116,14 +116,23 @@ def build_model(
     layout: str = "plain",
     *,
     max_model_len: int | None = None,
+    expert_parallel: bool = False,
     registry: Registry | None = None,
 ) -> CausalLM:
     """One rank's model with uninitialised parameters on ``device`` (``meta`` takes no memory).
 
     ``layout`` plain | tiles. ``max_model_len`` (default: the config's) sizes the rope table and
-    settles length-dependent rope kinds; see ``Rotary``. Raises ``ConfigError``.
+    settles length-dependent rope kinds; see ``Rotary``. ``expert_parallel`` deals out whole experts
+    to the ranks. Raises ``ConfigError``.
     """
-    build = Build(config=config, tp=tp, dtype=dtype, device=torch.device(device), layout=layout)
+    build = Build(
+        config=config,
+        tp=tp,
+        dtype=dtype,
+        device=torch.device(device),
+        layout=layout,
+        expert_parallel=expert_parallel,
+    )
     model = (registry or Registry()).load(config.architecture)(
         build, max_model_len or config.max_position_embeddings
     )
@@ -137,12 +146,19 @@ def build_tables(
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "plain",
     *,
+    expert_parallel: bool = False,
     registry: Registry | None = None,
 ) -> list[WeightTable]:
     """Every rank's weight table, from models on ``meta``: no memory, no process group."""
     return [
         build_model(
-            config, TensorParallel(rank, tp_size), dtype, "meta", layout, registry=registry
+            config,
+            TensorParallel(rank, tp_size),
+            dtype,
+            "meta",
+            layout,
+            expert_parallel=expert_parallel,
+            registry=registry,
         ).table
         for rank in range(tp_size)
     ]

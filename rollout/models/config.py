@@ -51,6 +51,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The mixture of experts of a decoder; sizes are of one expert.
+
+    ``shared_size``: inner size of the expert that every token passes, 0 where there is none.
+    ``wide_weights``: routing weights stay float32 instead of being rounded to the model's dtype.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
+    expert_size: int
+    shared_size: int = 0
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+    wide_weights: bool = False
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer number ``layer`` has experts instead of one dense feed-forward."""
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's."""
 
@@ -73,6 +95,7 @@ class ModelConfig:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    moe: MoEConfig | None = None
 
     @classmethod
     def from_hf(
@@ -89,10 +112,13 @@ class ModelConfig:
         """
         read = _Reader(values, file)
         architecture = (registry or Registry()).choose(read.names("architectures"))
-        is_qwen2, is_qwen3 = (architecture == f"Qwen{n}ForCausalLM" for n in (2, 3))
+        is_qwen2, is_qwen3 = (
+            architecture in (f"Qwen{n}ForCausalLM", f"Qwen{n}MoeForCausalLM") for n in (2, 3)
+        )
+        is_mixtral = architecture == "MixtralForCausalLM"
         _refuse_unsupported(read, architecture)
         hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-        if is_qwen3:
+        if architecture == "Qwen3ForCausalLM":
             head_dim = read.count("head_dim")
         else:
             if not values.get("head_dim") and hidden % heads:
@@ -101,7 +127,10 @@ class ModelConfig:
                     "set head_dim"
                 )
             head_dim = read.count("head_dim", hidden // heads)
-        attention_bias = read.flag("attention_bias")
+        attention_bias = not is_mixtral and read.flag("attention_bias")
+        qwen2_bias = True
+        if architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias") is not None:
+            qwen2_bias = read.flag("qkv_bias")
         config = cls(
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
@@ -113,15 +142,16 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=read.number("rms_norm_eps"),
             max_position_embeddings=read.count("max_position_embeddings"),
-            rope=_read_rope(read),
+            rope=_read_rope(read, 1e6 if is_mixtral else 1e4),
             tied=read.flag("tie_word_embeddings"),
-            qkv_bias=True if is_qwen2 else attention_bias,
+            qkv_bias=qwen2_bias if is_qwen2 else attention_bias,
             o_bias=False if is_qwen2 else attention_bias,
-            mlp_bias=False if is_qwen2 or is_qwen3 else read.flag("mlp_bias"),
+            mlp_bias=not (is_qwen2 or is_qwen3 or is_mixtral) and read.flag("mlp_bias"),
             qk_norm=is_qwen3,
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             bos_token_id=values.get("bos_token_id"),
+            moe=_read_moe(read, architecture),
         )
         if head_dim % 2:
             raise ConfigError(f"{file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
@@ -148,12 +178,14 @@ class ModelConfig:
             object.__setattr__(config, "eos_token_ids", merged)
         return config
 
-    def check_tensor_parallel(self, size: int) -> None:
+    def check_tensor_parallel(self, size: int, expert_parallel: bool = False) -> None:
         """Raise ``ConfigError`` unless this model divides over ``size`` ranks.
 
         KV heads divide, or are replicated when ``size`` is a multiple of them; the vocabulary is
-        padded and always divides.
+        padded and always divides. With ``expert_parallel`` whole experts are dealt out instead of
+        a part of each: any number of them that leaves no rank without one.
         """
+        self._check_experts(size, expert_parallel)
         if self.num_heads % size:
             raise ConfigError(
                 f"Total number of attention heads ({self.num_heads}) must be divisible by "
@@ -164,11 +196,37 @@ class ModelConfig:
                 f"Number of key/value heads ({self.num_kv_heads}) must be divisible by tensor "
                 f"parallel size ({size}), or divide it (they are then replicated)."
             )
-        if self.intermediate_size % size:
+        if self._has_dense_layers and self.intermediate_size % size:
             raise ConfigError(
                 f"Intermediate size ({self.intermediate_size}) must be divisible by tensor "
                 f"parallel size ({size})."
             )
+
+    @property
+    def _has_dense_layers(self) -> bool:
+        moe = self.moe
+        return moe is None or not all(moe.is_sparse(layer) for layer in range(self.num_layers))
+
+    def _check_experts(self, size: int, expert_parallel: bool) -> None:
+        moe = self.moe
+        if moe is None:
+            if expert_parallel:
+                raise ConfigError(f"{self.architecture} has no experts; unset expert_parallel")
+            return
+        if expert_parallel and moe.num_experts < size:
+            raise ConfigError(
+                f"{moe.num_experts} experts cannot be dealt out to {size} ranks; unset "
+                "expert_parallel, or use fewer ranks"
+            )
+        sizes = {"Shared expert": moe.shared_size, "Expert": moe.expert_size}
+        if expert_parallel:
+            del sizes["Expert"]
+        for what, inner in sizes.items():
+            if inner % size:
+                raise ConfigError(
+                    f"{what} intermediate size ({inner}) must be divisible by tensor parallel "
+                    f"size ({size})" + ("" if what[0] == "S" else ", or set expert_parallel")
+                )
 
 
 def token_ids(value: Any, file: str) -> tuple[int, ...]:
@@ -228,6 +286,11 @@ def _refuse_unsupported(read: _Reader, architecture: str) -> None:
     values = read.values
     if (act := values.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"{read.file}: hidden_act {act!r} is not supported, only 'silu'")
+    if architecture == "MixtralForCausalLM" and values.get("sliding_window"):
+        raise ConfigError(
+            f"{read.file}: sliding_window {values['sliding_window']!r} is set, but {architecture} "
+            "runs full attention only here; set it to null or choose another checkpoint"
+        )
     if values.get("use_sliding_window") and values.get("sliding_window"):
         layers, first = values.get("num_hidden_layers", 0), values.get("max_window_layers", 0)
         types = values.get("layer_types")
@@ -243,8 +306,44 @@ def _refuse_unsupported(read: _Reader, architecture: str) -> None:
         )
 
 
-def _read_rope(read: _Reader) -> RopeConfig:
-    """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``."""
+def _read_moe(read: _Reader, architecture: str) -> MoEConfig | None:
+    """The experts of the architectures that have some; a field that shapes them has no default."""
+    kind = {"Qwen2MoeForCausalLM": 2, "Qwen3MoeForCausalLM": 3, "MixtralForCausalLM": 0}
+    if architecture not in kind:
+        return None
+    is_mixtral, has_shared = kind[architecture] == 0, kind[architecture] == 2
+    values, file = read.values, read.file
+    # Both names are about: transformers maps one to the other.
+    names = ("num_local_experts", "num_experts") if is_mixtral else ("num_experts",)
+    count = next((n for n in (*names, "num_local_experts") if values.get(n) is not None), names[0])
+    dense = values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigError(f"{file}: mlp_only_layers must be a list of layers, got {dense!r}")
+    if not is_mixtral:
+        read.required("norm_topk_prob")
+    moe = MoEConfig(
+        num_experts=read.count(count),
+        experts_per_token=read.count("num_experts_per_tok"),
+        norm_topk_prob=is_mixtral or read.flag("norm_topk_prob"),
+        expert_size=read.count("intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        shared_size=read.count("shared_expert_intermediate_size") if has_shared else 0,
+        sparse_step=1 if is_mixtral else read.count("decoder_sparse_step"),
+        dense_layers=() if is_mixtral else tuple(dense),
+        wide_weights=is_mixtral,
+    )
+    if moe.experts_per_token > moe.num_experts:
+        raise ConfigError(
+            f"{file}: num_experts_per_tok {moe.experts_per_token} is more than the "
+            f"{moe.num_experts} experts of {count}"
+        )
+    return moe
+
+
+def _read_rope(read: _Reader, theta: float) -> RopeConfig:
+    """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``.
+
+    ``theta`` is the architecture's own base frequency, where the file gives none.
+    """
     values, file = read.values, read.file
     given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if any(isinstance(v, Mapping) for v in given.values()):
@@ -269,7 +368,7 @@ def _read_rope(read: _Reader) -> RopeConfig:
     optional = {name: float(given[name]) for name in _ROPE_NUMBERS if given.get(name) is not None}
     return RopeConfig(
         kind=kind,
-        theta=float(given.get("rope_theta") or values.get("rope_theta") or 10000.0),
+        theta=float(given.get("rope_theta") or values.get("rope_theta") or theta),
         # transformers ignores the factor for these architectures' unscaled rotary; so do we.
         partial=1.0 if partial is None or kind == "default" else float(partial),
         original_max=int(original),

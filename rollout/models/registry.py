@@ -15,8 +15,11 @@ from rollout.errors import ConfigError
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "LlamaForCausalLM": "rollout.models.llama:LlamaForCausalLM",
+        "MixtralForCausalLM": "rollout.models.mixtral:MixtralForCausalLM",
         "Qwen2ForCausalLM": "rollout.models.qwen2:Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "rollout.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "rollout.models.qwen3:Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "rollout.models.qwen3_moe:Qwen3MoeForCausalLM",
     }
 )
 ENTRY_POINT_GROUP = "rollout.models"

@@ -66,11 +66,15 @@ class SlotIO:
     def _write_box(self, slot: WeightSlot, box: Box, value: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
         value = value.to(storage.device)
+        lead = max(0, len(slot.put.starts) - len(slot.take.starts))
         if box == slot.take:
             spec.layout.write(storage, spec.shape, slot.put, value)
-        elif slot.take.shape == slot.put.shape:
-            pairs = zip(slot.put.starts, slot.take.starts, strict=True)
+        elif slot.put.shape == (1,) * lead + slot.take.shape:
+            # The same shape, or one index of a stack of it.
+            pairs = zip(slot.put.starts[lead:], slot.take.starts, strict=True)
             put = box.shifted(tuple(to - start for to, start in pairs))
+            starts, stops = slot.put.starts[:lead], slot.put.stops[:lead]
+            put = Box((*starts, *put.starts), (*stops, *put.stops))
             spec.layout.write(storage, spec.shape, put, value)
         else:
             # A slot that reshapes: part of its box is no box of the parameter.

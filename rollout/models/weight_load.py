@@ -14,6 +14,7 @@ from rollout.errors import WeightMismatch
 from rollout.models.alias_check import AliasCheck
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
+from rollout.spellings import Splitter
 from rollout.weights import Box, SparsePatch, TensorPiece, WeightValue
 
 
@@ -32,7 +33,9 @@ class WeightLoad:
     A value is a full tensor, a ``LazyTensor`` (only this rank's boxes are read), a ``SparsePatch``
     (only its elements are overwritten) or a ``TensorPiece`` (its box alone; disjoint pieces make
     a whole). Values may lie on another device and have any float dtype: each element is cast once.
-    Parameters are written in place and keep their addresses. An alias may be sent and must equal
+    A tensor may come under another of the table's ``spellings``: it is split into file-form ones,
+    and what is complete or sent twice is judged on those. Parameters are written in place and keep
+    their addresses. An alias may be sent and must equal
     its owner bit for bit, in the model's dtype, on this rank's part.
 
     Every problem is remembered; one ``WeightMismatch`` names them all. After it, the parameters
@@ -49,6 +52,7 @@ class WeightLoad:
         self._table, self._dtype, self._after_load = table, dtype, after_load
         self._io = SlotIO(table, storages)
         self._aliases = AliasCheck(table, self._io)
+        self._splitter = Splitter(table.spellings)
         self._seen: set[str] = set()
         self._pieces: dict[str, dict[Box, None]] = {}
         self._problems: list[str] = []
@@ -91,7 +95,23 @@ class WeightLoad:
     def _consume(self, items: Iterable[tuple[str, WeightValue]]) -> None:
         with torch.no_grad():
             for name, value in items:
-                self._take(name, value)
+                if name in self._table.spellings:
+                    self._take_spelled(name, value)
+                else:
+                    self._take(name, value)
+
+    def _take_spelled(self, name: str, value: WeightValue) -> None:
+        """Take every file-form part of ``value``; the problems of one tensor make one line."""
+        before = len(self._problems)
+        try:
+            for part, held in self._splitter.split(name, value):
+                self._take(part, held)
+        except WeightMismatch as error:
+            self._problems.append(str(error))
+        if found := self._problems[before:]:
+            more = f" (and so on for {len(found) - 1} more of its parts)" if found[1:] else ""
+            said = found[0] if name in found[0] else f"{name}: {found[0]}"
+            self._problems[before:] = [f"{said}{more}"]
 
     def _take(self, name: str, value: WeightValue) -> None:
         is_alias = name in self._table.aliases
@@ -117,7 +137,7 @@ class WeightLoad:
             self._problems.append(str(error))
 
     def _unknown(self, name: str) -> str:
-        known = [*self._table.slots, *self._table.aliases]
+        known = [*self._table.slots, *self._table.aliases, *self._table.spellings.names()]
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; the nearest known is {near[0]!r}" if near else ""
         return f"unknown tensor {name!r}{hint}"

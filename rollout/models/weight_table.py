@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from rollout.errors import WeightMismatch
+from rollout.spellings import Spellings
 from rollout.weights import Box, Layout, Shape, WeightSlot
 
 # Trailing name components that checkpoints may carry and no parameter takes.
@@ -30,13 +31,15 @@ class WeightTable:
     """What one rank takes from a checkpoint.
 
     ``slots``: source name -> where its boxes land (maybe none of its elements on this rank);
-    ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner.
+    ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner;
+    ``spellings``: other names under which the sources may come.
     """
 
     slots: Mapping[str, tuple[WeightSlot, ...]]
     params: Mapping[str, ParamSpec]
     aliases: Mapping[str, str]
     ignored: tuple[tuple[str, ...], ...] = IGNORED
+    spellings: Spellings = field(default_factory=Spellings)
 
     def ignores(self, name: str) -> bool:
         """Whether ``name`` is known to carry nothing a parameter takes."""
@@ -68,7 +71,12 @@ def build_table(model: nn.Module, aliases: Mapping[str, str] | None = None) -> W
             params[f"{prefix}.{name}"] = spec
         for slot in module.slots(prefix):
             slots[slot.source].append(slot)
-    return WeightTable({k: tuple(v) for k, v in slots.items()}, params, dict(aliases or {}))
+    return WeightTable(
+        {k: tuple(v) for k, v in slots.items()},
+        params,
+        dict(aliases or {}),
+        spellings=Spellings.of({name: found[0].shape for name, found in slots.items() if found}),
+    )
 
 
 def check_table(table: WeightTable) -> None:

@@ -61,9 +61,15 @@ def check(config: EngineConfig) -> Preflight:
     dummy = config.load_format == "dummy"
     directory = resolve_model(config.model, config.revision, config.load_format)
     model = ModelConfig.from_directory(directory)
-    model.check_tensor_parallel(config.tensor_parallel_size)
+    model.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    tables = build_tables(model, config.tensor_parallel_size, dtype, config.weight_layout)
+    tables = build_tables(
+        model,
+        config.tensor_parallel_size,
+        dtype,
+        config.weight_layout,
+        expert_parallel=config.expert_parallel,
+    )
     check_tables(tables)
     if not dummy:
         _check_files(config, directory, tables[0])
@@ -101,7 +107,11 @@ def check(config: EngineConfig) -> Preflight:
 def _check_files(config: EngineConfig, directory: str | Path, table: WeightTable) -> None:
     """The files' tensors against the table: all mistakes in one error."""
     with open_checkpoint(str(directory), load_format=config.load_format) as checkpoint:
-        found = {meta.name: meta.shape for meta in checkpoint.metadata()}
+        found = {
+            name: shape
+            for meta in checkpoint.metadata()
+            for name, shape in table.spellings.split_shape(meta.name, meta.shape)
+        }
     problems = []
     if missing := sorted(set(table.slots) - set(found)):
         problems.append(f"missing {_some(missing)}")

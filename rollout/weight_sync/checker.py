@@ -52,7 +52,13 @@ def preflight(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> 
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement):
         info = _shared_info(agreement, connect, timeout)
-        source = source_for(obj, aliases=info.aliases, dtype=info.dtype, agreement=agreement)
+        source = source_for(
+            obj,
+            aliases=info.aliases,
+            dtype=info.dtype,
+            agreement=agreement,
+            tensors=info.tensors,
+        )
         metadata = source.metadata() or ()
         wanted = {meta.name: meta for meta in info.tensors}
         problems = differences(metadata, wanted, info.aliases) if metadata else []
@@ -74,7 +80,13 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement):
         info = _shared_info(agreement, connect, timeout)
-        source = source_for(obj, aliases=info.aliases, dtype=info.dtype, agreement=agreement)
+        source = source_for(
+            obj,
+            aliases=info.aliases,
+            dtype=info.dtype,
+            agreement=agreement,
+            tensors=info.tensors,
+        )
         mine: dict[str, int] = {}
         num_bytes = 0
         for name, tensor in source:

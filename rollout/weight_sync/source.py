@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
+from rollout.spellings import Spellings
 from rollout.weight_sync.agreement import Agreement
 from rollout.weights import Box, TensorMeta
 
@@ -55,14 +56,34 @@ def source_for(
     dtype: torch.dtype,
     agreement: Agreement | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    tensors: Sequence[TensorMeta] = (),
 ) -> WeightSource:
     """``obj`` as a ``WeightSource`` whose float tensors travel as ``dtype``.
 
     ``aliases``: the engine's map from names that may be sent to the tensor that owns them.
     ``agreement``: what ``agreement_for(obj)`` returned; formed here (collectively, within
-    ``timeout`` seconds) when absent. A ``WeightSource`` is returned as it is. Raises
-    ``ConfigError`` naming the accepted kinds, ``SourceFailed`` when there is no tensor at all.
+    ``timeout`` seconds) when absent. ``tensors``: what the engine wants, in file form: names that
+    spell them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
+    returned as it is where there is nothing to split. Raises ``ConfigError`` naming the accepted
+    kinds, ``SourceFailed`` when there is no tensor at all.
     """
+    source = _gatherer(obj, aliases, dtype, agreement, timeout)
+    spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
+    if not spellings:
+        return source
+    from rollout.weight_sync.spelled import SpelledSource
+
+    return SpelledSource(source, spellings)
+
+
+def _gatherer(
+    obj: Any,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+    agreement: Agreement | None,
+    timeout: float,
+) -> WeightSource:
+    """What streams ``obj`` under the names it has itself."""
     kind = kind_of(obj)
     if kind == "source":
         return obj  # type: ignore[no-any-return]

@@ -34,6 +34,7 @@ def all_cases() -> Iterator[Case]:
     yield from _stores()
     yield from _attentions()
     yield from _linears()
+    yield from _experts()
 
 
 def attention(
@@ -217,3 +218,19 @@ def _linears() -> Iterator[Case]:
                 return packed_linear(size[0], size[1:], bias=bias, dtype=t, columns_before=before)
 
             yield Case("linear", f"tiles-{rows, outputs, inputs}-{bias}-from {before}", packed)
+
+
+def _experts() -> Iterator[Case]:
+    """(tokens, experts kept here, the first of them, all experts, chosen, hidden, inner)."""
+    sizes = ((1, 4, 0, 4, 2, 16, 8), (31, 7, 0, 7, 3, 32, 24))
+    for size in (*sizes, (9, 2, 3, 8, 2, 16, 6), (5, 1, 0, 8, 1, 10, 7)):
+
+        def make(t: torch.dtype, size: tuple[int, ...] = size) -> tuple[Any, ...]:
+            tokens, kept, first, experts, chosen, hidden, inner = size
+            x = _randn(tokens, hidden).to(t)
+            w13 = (_randn(kept, 2 * inner, hidden, seed=1) / hidden**0.5).to(t)
+            w2 = (_randn(kept, hidden, inner, seed=2) / inner**0.5).to(t)
+            weights, picks = _randn(tokens, experts, seed=3).softmax(-1).topk(chosen)
+            return x, w13, w2, picks, weights.to(t), first
+
+        yield Case("fused_experts", f"{size}", make)

@@ -40,9 +40,10 @@ def loaded(
     weights: dict[str, Tensor],
     dtype: torch.dtype = torch.float32,
     layout: str = "plain",
+    expert_parallel: bool = False,
 ) -> CausalLM:
     """A model of this rank with ``weights`` loaded."""
-    model = build_model(config, tp, dtype, "cpu", layout)
+    model = build_model(config, tp, dtype, "cpu", layout, expert_parallel=expert_parallel)
     model.load_weights(weights.items())
     return model
 

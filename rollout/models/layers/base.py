@@ -10,26 +10,36 @@ from torch import Tensor, nn
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.kernels import linear
+from rollout.kernels.linear import reads_tiles
+from rollout.kernels.native import use_huge_pages
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import ParamSpec
 from rollout.weights import PLAIN, Box, Layout, Shape, TileLayout, WeightSlot
 
-LAYOUTS = ("plain", "tiles")
+LAYOUTS = ("auto", "plain", "tiles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """How a model is built on one rank; ``layout`` is how linear weights lie in memory."""
+    """How a model is built on one rank; ``layout`` is how linear weights lie in memory.
+
+    ``auto`` becomes tiles where a native kernel reads them, else plain.
+    ``expert_parallel``: ranks hold whole experts, instead of a part of each.
+    """
 
     config: ModelConfig
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
     layout: str = "plain"
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ConfigError(f"weight layout must be one of {LAYOUTS}, got {self.layout!r}")
+        if self.layout == "auto":
+            tiles = reads_tiles(self.device, self.dtype)
+            object.__setattr__(self, "layout", "tiles" if tiles else "plain")
 
     def linear_layout(self, shape: Shape) -> Layout:
         """The layout of a linear weight ``[outputs, inputs]``: tiles where they divide it."""
@@ -55,6 +65,7 @@ class Layer(nn.Module):
         storage = torch.empty(
             layout.storage_shape(shape), dtype=self.build.dtype, device=self.build.device
         )
+        use_huge_pages(storage)
         self.register_parameter(name, nn.Parameter(storage, requires_grad=False))
         self.zero_padding()
 

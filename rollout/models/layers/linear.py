@@ -71,17 +71,39 @@ class QKVLinear(MergedColumnLinear):
         return head * config.head_dim, config.head_dim
 
 
+class ReplicatedLinear(Layer):
+    """A small linear that every rank holds whole: [T, inputs] -> [T, outputs], without a bias."""
+
+    weight: Tensor
+
+    def __init__(self, build: Build, inputs: int, outputs: int) -> None:
+        super().__init__(build)
+        self.declare("weight", (outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        name = f"{prefix}.weight"
+        return [whole_slot(name, self.specs["weight"].shape, name)]
+
+
 class RowLinear(Layer):
     """A linear whose inputs are split over ranks: [T, this rank's inputs] -> [T, outputs].
 
     One all-reduce per call; the bias is replicated and added once, after the sum.
+    ``reduce=False`` leaves the sum to the caller: this rank's part, without a bias.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, build: Build, inputs: int, outputs: int, bias: bool) -> None:
+    def __init__(
+        self, build: Build, inputs: int, outputs: int, bias: bool, reduce: bool = True
+    ) -> None:
         super().__init__(build)
+        assert reduce or not bias, "a bias is added after the sum"
+        self.reduce = reduce
         self.inputs, self.local = inputs, inputs // build.tp.size
         shape = (outputs, self.local)
         self.declare("weight", shape, build.linear_layout(shape))
@@ -91,7 +113,7 @@ class RowLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         tp = self.build.tp
-        if tp.size == 1:
+        if tp.size == 1 or not self.reduce:
             return self.matmul(x, self.bias)
         y = tp.all_reduce(self.matmul(x))
         return y if self.bias is None else y.add_(self.bias)

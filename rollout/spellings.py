@@ -1,0 +1,270 @@
+"""Spellings: the same weights under other names, fused or renamed, seen as file-form tensors.
+
+transformers 5 keeps the experts of a layer in two tensors, ``X.experts.gate_up_proj`` [E, 2 I, H]
+(rows: gate, then up) and ``X.experts.down_proj`` [E, H, I], and writes them to files one by one:
+``X.experts.{i}.gate_proj.weight`` [I, H] and so on; Mixtral's files say ``block_sparse_moe`` and
+``w1 w3 w2`` where its memory says ``mlp``. The file form is canonical: coverage, duplicates and
+digests are judged in it, so either spelling, in a file or a stream, is the same set of weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightMismatch
+from rollout.weights import Box, LazyTensor, Shape, SparsePatch, TensorPiece, WeightValue
+
+# How files name one expert's linears: gate, up, down.
+EXPERT_LINEARS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+# A component of file names -> what transformers 5 calls it in memory.
+MEMORY_COMPONENTS = {"block_sparse_moe": "mlp"}
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """One tensor [E, rows, columns] that holds linears of all experts of one layer.
+
+    ``parts``: (component of the file name, first row, past the last one), which tile the rows;
+    expert i's part is the tensor ``prefix.i.component.weight``. ``sibling`` is the other fused
+    tensor of the layer. Stored transposed, [E, columns, rows], it is recognised by its shape; where
+    both shapes are one it is read as transformers 5 has it, and refused beside a sibling that
+    proves to be transposed.
+    """
+
+    name: str
+    shape: Shape
+    prefix: str
+    parts: tuple[tuple[str, int, int], ...]
+    sibling: str
+
+    @property
+    def ambiguous(self) -> bool:
+        return self.shape[1] == self.shape[2]
+
+    def is_transposed(self, shape: Shape) -> bool:
+        """Whether a value of ``shape`` is stored transposed; ``WeightMismatch`` if neither."""
+        experts, rows, columns = self.shape
+        if tuple(shape) == self.shape:
+            return False
+        if tuple(shape) == (experts, columns, rows):
+            return True
+        raise WeightMismatch(
+            f"{self.name}: has shape {tuple(shape)}, the model needs {self.shape} "
+            f"(or, transposed, {(experts, columns, rows)})"
+        )
+
+    def boxes(self, experts: range | None = None) -> Iterator[tuple[str, Box]]:
+        """Each file-form tensor, expert by expert, and its box of this one (not transposed)."""
+        for index in experts if experts is not None else range(self.shape[0]):
+            for part, start, stop in self.parts:
+                box = Box((index, start, 0), (index + 1, stop, self.shape[2]))
+                yield f"{self.prefix}.{index}.{part}.weight", box
+
+    def split(self, value: WeightValue) -> Iterator[tuple[str, WeightValue]]:
+        """``value`` as file-form values: views where it is a tensor, reads of boxes where lazy."""
+        transposed = self.is_transposed(tuple(value.shape))
+        if isinstance(value, TensorPiece):
+            yield from self._split_piece(value, transposed)
+            return
+        for name, box in self.boxes():
+            yield name, _part(self.name, value, box, transposed)
+
+    def split_box(self, box: Box, shape: Shape) -> Iterator[tuple[str, Box]]:
+        """The file-form boxes that ``box`` of a value of ``shape`` holds."""
+        plain = _swapped(box) if self.is_transposed(shape) else box
+        for name, whole in self.boxes(range(plain.starts[0], plain.stops[0])):
+            common = whole.intersect(plain)
+            if common is not None:
+                back = tuple(-start for start in whole.starts)
+                relative = common.shifted(back)
+                yield name, Box(relative.starts[1:], relative.stops[1:])
+
+    def _split_piece(
+        self, piece: TensorPiece, transposed: bool
+    ) -> Iterator[tuple[str, TensorPiece]]:
+        if not piece.box.fits(piece.shape) or tuple(piece.values.shape) != piece.box.shape:
+            raise WeightMismatch(
+                f"{self.name}: a piece of shape {tuple(piece.values.shape)} came for the box "
+                f"{piece.box.starts}..{piece.box.stops} of {tuple(piece.shape)}"
+            )
+        values = piece.values.transpose(1, 2) if transposed else piece.values
+        inside = _swapped(piece.box) if transposed else piece.box
+        back = tuple(-start for start in inside.starts)
+        for name, whole in self.boxes(range(inside.starts[0], inside.stops[0])):
+            common = whole.intersect(inside)
+            if common is None:
+                continue
+            relative = common.shifted(tuple(-start for start in whole.starts))
+            yield (
+                name,
+                TensorPiece(
+                    whole.shape[1:],
+                    piece.dtype,
+                    Box(relative.starts[1:], relative.stops[1:]),
+                    values[common.shifted(back).slices].reshape(relative.shape[1:]),
+                ),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Spellings:
+    """Other names of a model's file-form tensors: ``renames`` one to one, ``fused`` in one."""
+
+    renames: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, FusedExperts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Shape]) -> Spellings:
+        """The spellings transformers 5 uses for the file-form tensors ``shapes`` (all of them).
+
+        Derived from whole name components and shapes alone, so that a sender and an engine that
+        know the same tensors agree without a word.
+        """
+        layers: dict[str, dict[str, dict[int, Shape]]] = defaultdict(lambda: defaultdict(dict))
+        renames: dict[str, str] = {}
+        for name, shape in shapes.items():
+            parts = name.split(".")
+            if is_expert(parts):
+                layers[".".join(parts[:-3])][parts[-2]][int(parts[-3])] = shape
+            elif (memory := _memory_name(name)) != name and memory not in shapes:
+                renames[memory] = name
+        fused = {
+            one.name: one
+            for prefix, linears in layers.items()
+            for one in _fuse(prefix, linears)
+            if one.name not in shapes
+        }
+        return cls(renames, fused)
+
+    def __bool__(self) -> bool:
+        return bool(self.renames or self.fused)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.renames or name in self.fused
+
+    def names(self) -> list[str]:
+        return [*self.renames, *self.fused]
+
+    def split_shape(self, name: str, shape: Shape) -> list[tuple[str, Shape]]:
+        """What a tensor of this name and shape is in file form."""
+        if (fused := self.fused.get(name)) is None:
+            return [(self.renames.get(name, name), shape)]
+        fused.is_transposed(shape)
+        return [(part, box.shape[1:]) for part, box in fused.boxes()]
+
+
+class Splitter:
+    """Turns one stream, value by value, into file form; remembers which layouts it has met."""
+
+    def __init__(self, spellings: Spellings) -> None:
+        self._spellings = spellings
+        self._met: dict[str, Shape] = {}
+
+    def split(self, name: str, value: WeightValue) -> Iterator[tuple[str, WeightValue]]:
+        """``value`` in file form; itself when its name is. Raises ``WeightMismatch`` for a shape
+        that is neither the model's nor its transpose, or could be either."""
+        fused = self._spellings.fused.get(name)
+        if fused is None:
+            yield self._spellings.renames.get(name, name), value
+            return
+        self.meet(fused, tuple(value.shape))
+        yield from fused.split(value)
+
+    def meet(self, fused: FusedExperts, shape: Shape) -> None:
+        """Judge the layout of a fused tensor beside its sibling's."""
+        transposed = fused.is_transposed(shape)
+        self._met[fused.name] = shape
+        other = self._spellings.fused.get(fused.sibling)
+        if other is None or other.name not in self._met:
+            return
+        other_transposed = other.is_transposed(self._met[other.name])
+        for one, by, doubt in ((fused, other, other_transposed), (other, fused, transposed)):
+            if doubt and one.ambiguous:
+                raise WeightMismatch(
+                    f"{one.name}: shape {one.shape} is the same transposed, and {by.name} came "
+                    "transposed; send both as transformers 5 holds them, or one tensor per expert"
+                )
+
+
+def is_expert(parts: list[str]) -> bool:
+    """Whether name components read ``... experts.<number>.<linear>.weight``."""
+    return (
+        len(parts) >= 4
+        and parts[-1] == "weight"
+        and parts[-4] == "experts"
+        and parts[-3].isdecimal()
+        and any(parts[-2] in linears for linears in EXPERT_LINEARS)
+    )
+
+
+def _memory_name(name: str) -> str:
+    return ".".join(MEMORY_COMPONENTS.get(part, part) for part in name.split("."))
+
+
+def _fuse(prefix: str, linears: Mapping[str, Mapping[int, Shape]]) -> Iterable[FusedExperts]:
+    """Both fused tensors of the layer ``prefix``, if its experts are numbered and shaped alike."""
+    for gate, up, down in EXPERT_LINEARS:
+        if set(linears) != {gate, up, down}:
+            continue
+        count = len(linears[gate])
+        shapes = {part: set(of.values()) for part, of in linears.items()}
+        if any(set(of) != set(range(count)) for of in linears.values()):
+            return ()
+        if any(len(found) != 1 for found in shapes.values()):
+            return ()
+        (inner, hidden), (out, back) = linears[gate][0], linears[down][0]
+        if linears[up][0] != (inner, hidden) or (out, back) != (hidden, inner):
+            return ()
+        memory = _memory_name(prefix)
+        names = (f"{memory}.gate_up_proj", f"{memory}.down_proj")
+        halves = ((gate, 0, inner), (up, inner, 2 * inner))
+        return (
+            FusedExperts(names[0], (count, 2 * inner, hidden), prefix, halves, names[1]),
+            FusedExperts(names[1], (count, hidden, inner), prefix, ((down, 0, hidden),), names[0]),
+        )
+    return ()
+
+
+def _swapped(box: Box) -> Box:
+    (a, b, c), (d, e, f) = box.starts, box.stops
+    return Box((a, c, b), (d, f, e))
+
+
+def _part(
+    name: str, value: Tensor | LazyTensor | SparsePatch, box: Box, transposed: bool
+) -> Tensor | LazyTensor | SparsePatch:
+    """``value[box]`` without its first dimension; ``box`` has one index there."""
+    stored = _swapped(box) if transposed else box
+    if isinstance(value, Tensor):
+        part = value[stored.slices].squeeze(0)
+        return part.T.contiguous() if transposed else part
+    if isinstance(value, LazyTensor):
+        return LazyTensor(box.shape[1:], value.dtype, _reader(value, stored, transposed))
+    if transposed:
+        raise WeightMismatch(f"{name}: a patch of a transposed tensor is not supported")
+    # Whole rows of one expert: a run of flat positions.
+    columns = value.shape[2]
+    first = (box.starts[0] * value.shape[1] + box.starts[1]) * columns
+    ends = torch.tensor([first, first + box.numel], device=value.positions.device)
+    low, high = torch.searchsorted(value.positions, ends).tolist()
+    return SparsePatch(
+        box.shape[1:], value.dtype, value.positions[low:high] - first, value.values[low:high]
+    )
+
+
+def _reader(value: LazyTensor, stored: Box, transposed: bool) -> Callable[[Box], Tensor]:
+    """Reads a box of one part out of the fused lazy tensor."""
+
+    def read(box: Box) -> Tensor:
+        starts, stops = box.starts, box.stops
+        if transposed:
+            starts, stops = starts[::-1], stops[::-1]
+        part = value.read(Box((0, *starts), (1, *stops)).shifted(stored.starts)).squeeze(0)
+        return part.T if transposed else part
+
+    return read

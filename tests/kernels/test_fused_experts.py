@@ -1,0 +1,56 @@
+"""The grouped expert op against each token on its own, and against transformers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from rollout.kernels import fused_experts
+
+EXPERTS, CHOSEN, HIDDEN, INNER = 7, 3, 32, 24
+
+
+def _inputs(tokens: int = 31, dtype: torch.dtype = torch.float32):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, HIDDEN, generator=rng).to(dtype)
+    w13 = (torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=rng) / HIDDEN**0.5).to(dtype)
+    w2 = (torch.randn(EXPERTS, HIDDEN, INNER, generator=rng) / INNER**0.5).to(dtype)
+    scores, picks = torch.rand(tokens, EXPERTS, generator=rng).topk(CHOSEN)
+    return x, w13, w2, picks, scores.to(dtype)
+
+
+def test_each_token_gets_the_sum_of_its_own_experts() -> None:
+    x, w13, w2, picks, weights = _inputs()
+    out = fused_experts(x, w13, w2, picks, weights)
+    for t in range(len(x)):
+        wanted = torch.zeros(HIDDEN)
+        for e, weight in zip(picks[t].tolist(), weights[t], strict=True):
+            inner = F.silu(w13[e, :INNER] @ x[t]) * (w13[e, INNER:] @ x[t])
+            wanted += weight * (w2[e] @ inner)
+        torch.testing.assert_close(out[t], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_ranks_of_a_split_add_up_to_the_whole() -> None:
+    x, w13, w2, picks, weights = _inputs()
+    whole = fused_experts(x, w13, w2, picks, weights)
+    for cuts in ((0, 4, 7), (0, 2, 4, 7)):
+        parts = [fused_experts(x, w13[a:b], w2[a:b], picks, weights, a) for a, b in pairwise(cuts)]
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_rounds_where_transformers_does() -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_hidden_layers=1
+    )
+    config._experts_implementation = "grouped_mm"
+    theirs = Qwen3MoeExperts(config).bfloat16()
+    x, w13, w2, picks, weights = _inputs(dtype=torch.bfloat16)
+    with torch.no_grad():
+        theirs.gate_up_proj.copy_(w13)
+        theirs.down_proj.copy_(w2)
+        wanted = theirs(x, picks, weights)
+    assert torch.equal(fused_experts(x, w13, w2, picks, weights), wanted)

@@ -1,0 +1,146 @@
+"""Mixtures of experts against transformers: logits at every placement of their weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_threads import Session, loaded, run_ranks
+from tiny_models import write_tiny
+
+from rollout.errors import ConfigError
+from rollout.models.config import ModelConfig
+
+# (ranks, expert parallel)
+PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
+SHAPES = {
+    "qwen3_moe": {},
+    "qwen3_moe, dense first layer, raw probabilities": {
+        "mlp_only_layers": [0],
+        "norm_topk_prob": False,
+        "num_layers": 3,
+        "attention_bias": True,
+    },
+    "qwen2_moe": {},
+    "qwen2_moe, every second layer, tied": {
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+        "tied": True,
+        "num_experts": 5,
+    },
+    "mixtral": {},
+    "mixtral, three of eight, four key heads": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in (19, 6, 33)]
+
+
+def reference(model, sequences):
+    with torch.no_grad():
+        return [model(torch.tensor([s])).logits[0].float() for s in sequences]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_those_of_transformers_at_every_placement(tmp_path, shape):
+    source = write_tiny(tmp_path, shape.split(",")[0], **SHAPES[shape])
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.moe is not None
+    sequences = prompts(config.vocab_size)
+    wanted = reference(source, sequences)
+    weights = source.state_dict()
+
+    for size, expert_parallel in PLACES:
+
+        def work(tp, split=expert_parallel):
+            session = Session(loaded(config, tp, weights, expert_parallel=split), sequences)
+            before = tp.all_reduces
+            logits = session.advance([len(s) for s in sequences])
+            if tp.size > 1:
+                assert tp.all_reduces - before == 2 * config.num_layers + 1
+            return logits
+
+        for got in run_ranks(size, work):
+            for ours, theirs in zip(got, wanted, strict=True):
+                assert (ours - theirs).abs().max() < 1e-4
+                mine, other = ours.log_softmax(-1), theirs.log_softmax(-1)
+                assert (mine - other).abs().max() < 1e-4
+                top = theirs.topk(2).values
+                clear = top[:, 0] - top[:, 1] > 1e-3
+                assert torch.equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
+                assert clear.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_bfloat16_stays_as_close_to_float32_as_transformers(tmp_path, arch):
+    source = write_tiny(tmp_path, arch, dtype=torch.bfloat16)
+    config = ModelConfig.from_directory(tmp_path)
+    sequences = prompts(config.vocab_size)
+    weights = {k: v.clone() for k, v in source.state_dict().items()}
+    theirs = [logits.log_softmax(-1) for logits in reference(source, sequences)]
+    exact = [logits.log_softmax(-1) for logits in reference(source.float(), sequences)]
+
+    def work(tp):
+        model = loaded(config, tp, weights, dtype=torch.bfloat16)
+        return Session(model, sequences).advance([len(s) for s in sequences])
+
+    ours = [logits.float().log_softmax(-1) for logits in run_ranks(1, work)[0]]
+    # A router's near tie may fall the other way: compare what is typical, not the worst.
+    mine = torch.cat([(a - b).abs().flatten() for a, b in zip(ours, exact, strict=True)])
+    other = torch.cat([(a - b).abs().flatten() for a, b in zip(theirs, exact, strict=True)])
+    assert mine.median() < 1.5 * other.median() + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arch", "field"),
+    [
+        ("qwen3_moe", "num_experts_per_tok"),
+        ("qwen3_moe", "norm_topk_prob"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("qwen3_moe", "decoder_sparse_step"),
+        ("qwen2_moe", "shared_expert_intermediate_size"),
+        ("mixtral", "num_local_experts"),
+        ("mixtral", "num_experts_per_tok"),
+    ],
+)
+def test_a_missing_field_is_named(tmp_path, arch, field):
+    values = write_tiny(tmp_path, arch).config.to_dict()
+    assert ModelConfig.from_hf(values).moe is not None
+    del values[field]
+    with pytest.raises(ConfigError, match=f"'{field}' is missing"):
+        ModelConfig.from_hf(values)
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "said"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "more than the 6 experts"),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list"),
+        ("qwen2_moe", {"num_experts": 0}, "num_experts must be a positive integer"),
+        ("mixtral", {"sliding_window": 128}, "sliding_window 128 is set"),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused(tmp_path, arch, change, said):
+    values = write_tiny(tmp_path, arch).config.to_dict() | change
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig.from_hf(values)
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path):
+    config = ModelConfig.from_hf(
+        write_tiny(tmp_path, "qwen3_moe", moe_intermediate_size=25).config.to_dict()
+    )
+    with pytest.raises(ConfigError, match=r"Expert intermediate size \(25\).*set expert_parallel"):
+        config.check_tensor_parallel(2)
+    config.check_tensor_parallel(2, expert_parallel=True)
+    few = ModelConfig.from_hf(write_tiny(tmp_path, "mixtral", num_local_experts=3).config.to_dict())
+    with pytest.raises(ConfigError, match="3 experts cannot be dealt out to 4 ranks"):
+        few.check_tensor_parallel(4, expert_parallel=True)
+    dense = ModelConfig.from_hf(write_tiny(tmp_path, "qwen3").config.to_dict())
+    with pytest.raises(ConfigError, match="has no experts"):
+        dense.check_tensor_parallel(2, expert_parallel=True)
