@@ -1,5 +1,6 @@
 """A linear map whose weight may lie in memory in another order than row-major."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,3 +19,12 @@ def linear(
     assert x.shape[-1] == shape[1], f"x {x.shape} does not fit a weight of shape {shape}"
     weight = storage if layout.name == "plain" else layout.read(storage, shape, Box.full(shape))
     return F.linear(x, weight, bias)
+
+
+def reads_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights of ``dtype`` on ``device`` are read faster from tiles than row by row."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    from rollout.kernels.linear import cpu
+
+    return cpu.available() and cpu.level() > 0

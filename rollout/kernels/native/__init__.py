@@ -18,6 +18,8 @@ from rollout.kernels.native.build import BuildError, load
 
 _log = logging.getLogger(__name__)
 
+_HUGE_PAGE = 2 << 20  # bytes
+
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "l": ctypes.c_int64,
@@ -49,6 +51,13 @@ def entry(name: str, arguments: str, result: str | None = None) -> Callable[...,
     function.argtypes = [_TYPES[letter] for letter in arguments]
     function.restype = _TYPES[result] if result else None
     return function  # type: ignore[no-any-return]
+
+
+def use_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask for large pages below a tensor that nothing has touched yet: fewer TLB misses."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.device.type == "cpu" and size >= _HUGE_PAGE and library() is not None:
+        entry("use_huge_pages", "pl")(tensor.data_ptr(), size)
 
 
 @functools.cache
