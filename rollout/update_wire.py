@@ -16,6 +16,7 @@ from rollout.updates import (
     BucketEntry,
     BucketHeader,
     Seal,
+    SharedBuckets,
     UpdateRequest,
     WeightInfo,
 )
@@ -72,6 +73,7 @@ def header_to_wire(header: BucketHeader) -> Wire:
             list(e.box.stops),
             e.offset,
             e.nbytes,
+            *([e.sparse, e.count] if e.sparse else []),
         ]
         for e in header.entries
     ]
@@ -86,7 +88,9 @@ def header_from_wire(wire: Any) -> BucketHeader:
 
 
 def _entry(row: Any) -> BucketEntry:
-    name, dtype, shape, starts, stops, offset, nbytes = _row(row, 7, "bucket entry")
+    sparse = isinstance(row, list | tuple) and len(row) == 9
+    fields = _row(row, 9 if sparse else 7, "bucket entry")
+    name, dtype, shape, starts, stops, offset, nbytes, *coding = fields
     name = _string(name, "name")
     try:
         box = Box(_ints(starts), _ints(stops))
@@ -99,6 +103,20 @@ def _entry(row: Any) -> BucketEntry:
         box,
         _int(offset, "offset"),
         _int(nbytes, "nbytes"),
+        _int(coding[0], "bytes of a gap", 1, 8) if sparse else 0,
+        _int(coding[1], "count") if sparse else 0,
+    )
+
+
+def shared_to_wire(shared: SharedBuckets) -> Wire:
+    return {"name": shared.name, "secret": shared.secret, "half": shared.half}
+
+
+def shared_from_wire(wire: Any) -> SharedBuckets:
+    """Types alone are checked here; the rank that opens the file trusts none of it."""
+    get = _Fields(wire, "shared buckets")
+    return SharedBuckets(
+        name=get.string("name"), secret=get.string("secret"), half=get.int("half", 1)
     )
 
 
@@ -117,6 +135,7 @@ def request_to_wire(request: UpdateRequest) -> Wire:
         "in_flight": request.in_flight,
         "label": request.label,
         "timeout": request.timeout,
+        "shared": _optional(request.shared, shared_to_wire),
     }
 
 
@@ -136,6 +155,7 @@ def request_from_wire(wire: Any) -> UpdateRequest:
         in_flight=get.string("in_flight"),
         label=get.optional("label", lambda v: _string(v, "label")),
         timeout=get.seconds("timeout"),
+        shared=get.optional("shared", shared_from_wire),
     )
 
 
@@ -176,6 +196,7 @@ def info_to_wire(info: WeightInfo) -> Wire:
         "device": info.device,
         "transports": list(info.transports),
         "last_update_id": info.last_update_id,
+        "host": info.host,
     }
 
 
@@ -193,6 +214,7 @@ def info_from_wire(wire: Any) -> WeightInfo:
         device=get.string("device"),
         transports=get.list("transports", lambda v: _string(v, "transport")),
         last_update_id=get.string("last_update_id"),
+        host=get.string("host"),
     )
 
 

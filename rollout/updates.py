@@ -45,6 +45,20 @@ class WeightInfo:
     device: str
     transports: tuple[str, ...]  # in order of preference, for a peer on another process
     last_update_id: str = ""
+    host: str = ""  # see ``rollout.weight_sync.host``; equal ids share memory, "" shares none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBuckets:
+    """A file of shared memory in which a sender on the ranks' own host lays out its buckets.
+
+    ``name`` is a plain file name, never a path. The file is one page that begins with a mark and
+    ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2.
+    """
+
+    name: str
+    secret: str
+    half: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +68,9 @@ class UpdateRequest:
     ``metadata`` lists what will be sent where the source knows it, and is checked before any byte
     moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
     live value. ``rendezvous`` is where the engine's ranks (group ranks 1..TP) meet the sender
-    (group rank 0), for transports that need a group. ``timeout`` bounds each wait, in seconds.
+    (group rank 0), for transports that need a group; ``shared`` is the memory that "ipc" uses.
+    ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
+    with a copy of it. ``timeout`` bounds each wait, in seconds.
     """
 
     update_id: str
@@ -70,6 +86,7 @@ class UpdateRequest:
     in_flight: str = "keep"
     label: str | None = None
     timeout: float
+    shared: SharedBuckets | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +101,11 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One box of one tensor inside a bucket: ``nbytes`` from ``offset``, row-major."""
+    """One box of one tensor inside a bucket: ``nbytes`` from ``offset``, row-major.
+
+    ``sparse`` is 0 for a box of values. Else the entry overwrites ``count`` elements of the whole
+    tensor, whose gaps are coded in ``sparse`` bytes each; see ``rollout.weight_sync.delta``.
+    """
 
     name: str
     dtype: torch.dtype
@@ -92,6 +113,8 @@ class BucketEntry:
     box: Box
     offset: int
     nbytes: int
+    sparse: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +156,10 @@ class WeightChannel(Protocol):
         ...
 
     def wait(self, index: int, timeout: float) -> None:
-        """Until every rank has taken bucket ``index`` (and so its buffer may be reused)."""
+        """Until every rank has taken bucket ``index`` (and so its buffer may be reused).
+
+        Before any bucket is announced, ``wait(0)`` returns when every rank has met the sender.
+        """
         ...
 
     def seal(self, seal: Seal) -> None:

@@ -10,6 +10,7 @@ from rollout.updates import WeightInfo
 from rollout.weight_sync.checker import WeightReport
 from rollout.weight_sync.checker import check_weights as check
 from rollout.weight_sync.checker import preflight as preflight_source
+from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.publisher import UpdateOptions, publish
 from rollout.weights import UpdateReceipt
 
@@ -19,6 +20,7 @@ class WeightVerbs:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._delta_base = DeltaBase()
 
     def update_weights(
         self,
@@ -33,6 +35,7 @@ class WeightVerbs:
         timeout: float = DEFAULT_TIMEOUT,
         label: str | None = None,
         partial: bool = False,
+        anchor_every: int = 0,
     ) -> UpdateReceipt:
         """Make ``source`` live as one new version, or change nothing and say why.
 
@@ -40,8 +43,11 @@ class WeightVerbs:
         checkpoint directory or a ``WeightSource``. Collective over a distributed source: every
         rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
         ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
-        not sent keeps its live value. Raises a ``WeightError`` (the old version serves on) or an
-        ``EngineError``.
+        not sent keeps its live value. ``transport``: auto | inline | broadcast | ipc.
+        ``encoding``: auto | full | delta; a delta keeps a host copy of what it sent, and goes full
+        by itself where the engine holds something else, and every ``anchor_every`` updates.
+        The receipt's ``details`` say which of them was taken and why. Raises a
+        ``WeightError`` (the old version serves on) or an ``EngineError``.
         """
         options = UpdateOptions(
             version=version,
@@ -53,8 +59,14 @@ class WeightVerbs:
             timeout=timeout,
             label=label,
             partial=partial,
+            anchor_every=anchor_every,
         )
-        receipt = publish(source, connect=lambda: self._backend.link, options=options)
+        receipt = publish(
+            source,
+            connect=lambda: self._backend.link,
+            options=options,
+            base=self._delta_base,
+        )
         self._backend.committed(receipt, partial=partial)  # ranks that did not send learn it too
         return receipt
 

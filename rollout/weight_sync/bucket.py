@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.updates import BucketEntry, BucketHeader
-from rollout.weights import Box, TensorPiece
+from rollout.weight_sync.delta import EncodedDelta, decode, problem
+from rollout.weights import Box, SparsePatch, TensorPiece
 from rollout.wire import DTYPES
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
@@ -30,6 +31,7 @@ class BucketPacker:
     A tensor that fits is never cut; a larger one is cut into boxes of rows, then of parts of rows.
     Where every rank adds tensors of the same names, shapes and dtypes, all see the same buckets: a
     rank that only follows uses ``device="meta"`` and meta tensors, and holds no memory.
+    ``buffers``: memory to pack into, instead of ``num_buffers`` that are made as they are needed.
     """
 
     def __init__(
@@ -38,18 +40,20 @@ class BucketPacker:
         device: torch.device | str = "cpu",
         num_buffers: int = 2,
         wait_free: Callable[[int], None] | None = None,
+        buffers: Sequence[Tensor] = (),
     ) -> None:
         if bucket_bytes < ALIGNMENT:
             raise ConfigError(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
         if num_buffers < 1:
             raise ConfigError(f"num_buffers must be positive, got {num_buffers}")
+        assert all(buffer.numel() >= bucket_bytes for buffer in buffers)
         self.bucket_bytes = bucket_bytes
         self.device = torch.device(device)
         self.wait_free = wait_free
         self.num_buckets = 0  # finished ones
         self.num_tensors = 0
         self.num_bytes = 0  # of tensors, without the gaps of alignment
-        self._buffers: list[Tensor | None] = [None] * num_buffers
+        self._buffers: list[Tensor | None] = [*buffers] or [None] * num_buffers
         self._entries: list[BucketEntry] = []
         self._end = 0  # bytes used in the current bucket
         self._open = False  # whether the current bucket's buffer is ours to write
@@ -86,6 +90,29 @@ class BucketPacker:
                 assert row is not None
                 rest = _without(box, row)
                 pending += [rest, row] if rest.numel else [row]
+
+    def add_delta(self, name: str, delta: EncodedDelta) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Copy the changes of a tensor in, at most ``bucket_bytes`` of them; they are never cut."""
+        assert delta.nbytes <= self.bucket_bytes
+        start, whole = _aligned(self._end), Box.full(delta.shape)
+        if start + delta.nbytes > self.bucket_bytes or len(self._entries) >= MAX_ENTRIES:
+            yield self._finish()
+            start = 0
+        if delta.nbytes:
+            part = self._buffer()[start : start + delta.nbytes]
+            values = delta.values.view(torch.uint8)
+            part[: len(values)].copy_(values)
+            part[len(values) : delta.codes_offset].zero_()
+            part[delta.codes_offset :].copy_(delta.codes)
+        self._entries.append(
+            BucketEntry(
+                name, delta.values.dtype, delta.shape, whole, start, delta.nbytes,
+                delta.width, len(delta.values),
+            )
+        )  # fmt: skip
+        self._end = start + delta.nbytes
+        self.num_tensors += 1
+        self.num_bytes += delta.nbytes
 
     def flush(self) -> Iterator[tuple[BucketHeader, Tensor]]:
         """Yield the last, partly filled bucket, if there is one."""
@@ -124,13 +151,22 @@ class BucketPacker:
         return header, payload
 
 
-def unpack(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Tensor | TensorPiece]]:
+Unpacked = Tensor | TensorPiece | SparsePatch
+
+
+def unpack(
+    header: BucketHeader, payload: Tensor, *, sparse: bool = False
+) -> Iterator[tuple[str, Unpacked]]:
     """The tensors of one bucket, as views of ``payload`` (uint8 [header.nbytes]); no copies.
 
-    A whole tensor comes as a ``Tensor``, a part as a ``TensorPiece``. Everything is checked before
-    the first view is made; raises ``TransferFailed``.
+    A whole tensor comes as a ``Tensor``, a part as a ``TensorPiece``, changes as a ``SparsePatch``
+    (only if the update is ``sparse``). The header is checked before the first view is made, coded
+    positions before their patch is; raises ``TransferFailed``.
     """
     check_header(header)
+    for entry in header.entries:
+        if entry.sparse and not sparse:
+            raise TransferFailed(f"{entry.name!r:.200}: a delta came in an update that is full")
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.nbytes:
         raise TransferFailed(
             f"bucket {header.index}: payload is {payload.dtype} {list(payload.shape)}, "
@@ -141,9 +177,12 @@ def unpack(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Tensor 
     return _views(header, payload)
 
 
-def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Tensor | TensorPiece]]:
+def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Unpacked]]:
     for entry in header.entries:
         raw = payload[entry.offset : entry.offset + entry.nbytes]
+        if entry.sparse:
+            yield entry.name, decode(entry, raw)
+            continue
         values = raw.view(entry.dtype).view(entry.box.shape)
         if entry.box == Box.full(entry.shape):
             yield entry.name, values
@@ -178,7 +217,12 @@ def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
         return f"shape {entry.shape} is out of bounds"
     if not entry.box.fits(entry.shape):
         return f"box {entry.box.starts}:{entry.box.stops} lies outside shape {entry.shape}"
-    if entry.nbytes != entry.box.numel * entry.dtype.itemsize:
+    if entry.sparse:
+        if entry.box != Box.full(entry.shape):
+            return "a delta of a part"
+        if wrong := problem(entry):
+            return wrong
+    elif entry.nbytes != entry.box.numel * entry.dtype.itemsize:
         return f"{entry.nbytes} bytes are not {entry.box.shape} of {entry.dtype}"
     if entry.offset % ALIGNMENT:
         return f"offset {entry.offset} is not a multiple of {ALIGNMENT}"

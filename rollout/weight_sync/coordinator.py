@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from rollout.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineBroken,
     RolloutError,
@@ -25,6 +26,7 @@ from rollout.errors import (
 )
 from rollout.updates import UpdateRequest, WeightInfo
 from rollout.weight_sync.digests import combine
+from rollout.weight_sync.host import host_id
 from rollout.weight_sync.lease import Lease
 from rollout.weights import TensorMeta, UpdateReceipt
 
@@ -84,7 +86,7 @@ class Coordinator:
         aliases: Mapping[str, str],
         device: str,
         num_ranks: int,
-        transports: tuple[str, ...] = ("broadcast", "inline"),
+        transports: tuple[str, ...] = ("broadcast", "inline", "ipc"),
     ) -> None:
         self.engine = engine
         self.metadata = {meta.name: meta for meta in metadata}
@@ -92,6 +94,7 @@ class Coordinator:
         self.num_ranks = num_ranks
         self.state = "idle"
         self._device, self._transports = device, transports
+        self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
         self._label: str | None = None
         self._holder: Lease | None = None
@@ -117,6 +120,7 @@ class Coordinator:
             device=self._device,
             transports=self._transports,
             last_update_id=last,
+            host=self._host,
         )
 
     @property
@@ -197,10 +201,14 @@ class Coordinator:
             raise VersionConflict(
                 f"update {request.update_id} is already live as version {self.engine.version}"
             )
+        if request.encoding not in ("full", "delta"):
+            raise ConfigError(f"encoding must be full or delta, got {request.encoding!r}")
+        if request.encoding == "delta" and (request.base is None or request.staging == "none"):
+            raise ConfigError("a delta needs a base, and a shadow to be staged in")
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
-        if request.partial and self.engine.broken is not None:
+        if (request.partial or request.encoding == "delta") and self.engine.broken is not None:
             raise EngineBroken("live weights are not one version: send a full update")
         return version
 

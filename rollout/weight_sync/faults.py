@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError
-from rollout.updates import BucketHeader, WeightChannel, WeightInfo
+from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
 from rollout.weight_sync.transports import Sender, SenderFactory, make_sender
 
 KINDS = ("flip", "drop", "delay", "kill")
@@ -69,12 +69,18 @@ class _FaultySender:
         self._inner, self._faults = inner, faults
         self.name = inner.name
 
+    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
+        return self._inner.buffers(bucket_bytes)
+
     def rendezvous(self) -> Rendezvous | None:
         return self._inner.rendezvous()
 
-    def connect(self, timeout: float) -> None:
+    def shared(self) -> SharedBuckets | None:
+        return self._inner.shared()
+
+    def connect(self, channel: WeightChannel, timeout: float) -> None:
         self._fire("connect")
-        self._inner.connect(timeout)
+        self._inner.connect(channel, timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         dropped = False

@@ -37,8 +37,8 @@ def publish(
 
     ``obj`` is whatever ``source_for`` accepts. Every rank of a distributed source calls this in
     the same order; only the sender calls ``connect`` and uses ``base``, the copy of what the same
-    engine last committed, which a delta is built on (None: every update is full). Returns the same receipt on every rank;
-    raises the same error of the tree on every rank that is still alive.
+    engine last committed, which a delta is built on (None: every update is full). Returns the same
+    receipt on every rank; raises the same error of the tree on every rank that is still alive.
     """
     timeout = options.timeout
     agreement = agreement_for(obj, timeout=timeout)
@@ -48,7 +48,7 @@ def publish(
         source, failure = _source(obj, info, agreement, timeout)
         agreement.vote(failure, timeout, "source")
         assert source is not None
-        _on_sender(agreement, timeout, "begin", lambda: sending.begin(source))
+        _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source))
         _stream(source, info, agreement, options, sending)
         told = _on_sender(agreement, 4 * timeout, "commit", sending.finish)
         return receipt_from_wire(told["receipt"])
@@ -157,5 +157,3 @@ def _source_failed(error: Exception, last: str) -> SourceFailed:
     failed = SourceFailed(f"the source raised{after}: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed
-
-

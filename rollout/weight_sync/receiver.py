@@ -58,7 +58,8 @@ class RankUpdates:
         self._drop()
         request = request_from_wire(args["request"])
         live = request.staging == "none"
-        session = self._host.open_live() if live else self._host.open_shadow(request.partial)
+        builds_on_live = request.partial or request.encoding == "delta"
+        session = self._host.open_live() if live else self._host.open_shadow(builds_on_live)
         receiver = make_receiver(request, self._rank, self._device)
         self._update = _Staging(request, session, receiver, live)
         return {}
@@ -83,7 +84,8 @@ class RankUpdates:
             carried = tensors.get("payload")
             payload = update.receiver.receive(header, carried, update.request.timeout)
             started = time.perf_counter()
-            update.session.feed(unpack(header, payload))
+            sparse = update.request.encoding == "delta"
+            update.session.feed(unpack(header, payload, sparse=sparse))
             update.seconds += time.perf_counter() - started
             update.next_index += 1
         return {"index": header.index}

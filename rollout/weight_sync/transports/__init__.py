@@ -7,15 +7,23 @@ bytes; a rank posts its receive when it sees the announcement.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError
-from rollout.updates import BucketHeader, UpdateRequest, WeightChannel, WeightInfo
+from rollout.updates import (
+    BucketHeader,
+    SharedBuckets,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.host import host_id
 
-TRANSPORTS = ("inline", "broadcast")
+TRANSPORTS = ("inline", "broadcast", "ipc")
 
 
 class Sender(Protocol):
@@ -23,11 +31,22 @@ class Sender(Protocol):
 
     name: str
 
+    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
+        """Equal uint8 buffers that buckets have to be packed into; () leaves it to the packer.
+
+        Called before ``rendezvous`` and ``shared``; ``bucket_bytes`` is what was agreed on.
+        """
+        ...
+
     def rendezvous(self) -> Rendezvous | None:
         """Where the ranks will meet this sender; None when the road needs no group."""
         ...
 
-    def connect(self, timeout: float) -> None:
+    def shared(self) -> SharedBuckets | None:
+        """The shared memory that the ranks will map; None when the road needs none."""
+        ...
+
+    def connect(self, channel: WeightChannel, timeout: float) -> None:
         """Meet the engine's ranks; called once, after the engine has accepted the update."""
         ...
 
@@ -59,20 +78,68 @@ class Receiver(Protocol):
 SenderFactory = Callable[[WeightInfo, float], Sender]
 
 
+@dataclass(frozen=True, slots=True)
+class Road:
+    """One way to try, and why it is this one's turn."""
+
+    transport: str | SenderFactory
+    reason: str
+
+
+def roads(transport: str | SenderFactory, info: WeightInfo) -> tuple[Road, ...]:
+    """The ways that "auto" tries one after the other; one alone where the caller has chosen.
+
+    The engine's order, but shared memory first where both sides have it, unless the only rank is
+    in this process: then nothing is faster than handing it the bytes.
+    """
+    if transport != "auto":
+        return (Road(transport, "asked for"),)
+    in_process = info.transports[:1] == ("inline",)
+    if in_process and info.tensor_parallel_size == 1:
+        return (Road("inline", "the engine is in this process"),)
+    others = [name for name in info.transports if name != "ipc"]
+    why = _why_not_ipc(info)
+    if why is None:
+        found = [Road("ipc", "same host, and its /dev/shm is this one")]
+        return (*found, *(Road(name, "ipc failed") for name in others))
+    return tuple(Road(name, f"no ipc: {why}") for name in others[:1])
+
+
+def _why_not_ipc(info: WeightInfo) -> str | None:
+    if "ipc" not in info.transports:
+        return "the engine does not offer it"
+    if info.device.split(":")[0] != "cpu":
+        return f"the engine is on {info.device}"
+    if not same_host(info):
+        return "the engine is on another host"
+    return None
+
+
+def same_host(info: WeightInfo) -> bool:
+    """Whether this process shares memory with the engine that announced ``info``."""
+    return info.host != "" and info.host == host_id()
+
+
 def make_sender(transport: str | SenderFactory, info: WeightInfo, timeout: float) -> Sender:
     """The sender for ``transport``: a name of ``TRANSPORTS``, "auto", or a factory of one.
 
-    "auto" takes the first road that the engine announced.
+    "auto" takes the first of ``roads``.
     """
     if callable(transport):
         return transport(info, timeout)
-    name = info.transports[0] if transport == "auto" else transport
+    name = transport
+    if transport == "auto":
+        return make_sender(roads(transport, info)[0].transport, info, timeout)
     if name not in TRANSPORTS:
         raise ConfigError(f"unknown transport {name!r}; known: auto, {', '.join(TRANSPORTS)}")
     if name == "inline":
         from rollout.weight_sync.transports.inline import InlineSender
 
         return InlineSender()
+    if name == "ipc":
+        from rollout.weight_sync.transports.ipc import IpcSender
+
+        return IpcSender(info, timeout)
     from rollout.weight_sync.transports.broadcast import BroadcastSender
 
     return BroadcastSender(info, timeout)
@@ -88,4 +155,10 @@ def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:
         from rollout.weight_sync.transports.broadcast import BroadcastReceiver
 
         return BroadcastReceiver(request.rendezvous, rank, device)
-    raise ConfigError(f"transport {request.transport!r} is unknown or lacks its rendezvous")
+    if request.transport == "ipc" and request.shared is not None:
+        from rollout.weight_sync.transports.ipc import IpcReceiver
+
+        return IpcReceiver(request.shared, rank, request.bucket_bytes)
+    raise ConfigError(
+        f"transport {request.transport!r} is unknown, or lacks its rendezvous or shared memory"
+    )

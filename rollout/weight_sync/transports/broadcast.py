@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
-from rollout.updates import BucketHeader, WeightChannel, WeightInfo
+from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
 
 _POLL = 0.0005  # seconds between looks at a pending receive
 _GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
@@ -37,10 +37,16 @@ class BroadcastSender:
         self._group: Any = None
         self._pending: dict[int, list[Any]] = {}
 
+    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
+        return ()
+
     def rendezvous(self) -> Rendezvous | None:
         return self._server.info
 
-    def connect(self, timeout: float) -> None:
+    def shared(self) -> SharedBuckets | None:
+        return None
+
+    def connect(self, channel: WeightChannel, timeout: float) -> None:
         self._group = join_group(self._server.info, 0, timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout.distributed import Rendezvous
 from rollout.errors import TransferFailed
-from rollout.updates import BucketHeader, WeightChannel
+from rollout.updates import BucketHeader, SharedBuckets, WeightChannel
 
 
 class InlineSender:
@@ -17,10 +17,16 @@ class InlineSender:
 
     name = "inline"
 
+    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
+        return ()
+
     def rendezvous(self) -> Rendezvous | None:
         return None
 
-    def connect(self, timeout: float) -> None:
+    def shared(self) -> SharedBuckets | None:
+        return None
+
+    def connect(self, channel: WeightChannel, timeout: float) -> None:
         return None
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:

@@ -1,0 +1,53 @@
+"""The keywords of one update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.errors import ConfigError
+from rollout.updates import IN_FLIGHT
+from rollout.weight_sync.transports import SenderFactory
+
+ENCODINGS = ("auto", "full", "delta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOptions:
+    """The keywords of ``Rollout.update_weights``; sizes in bytes, times in seconds.
+
+    ``encoding``: "delta" sends what changed since this sender's last commit wherever that is
+    shorter, and keeps a copy of what it sent in host memory for it; the whole goes by itself when
+    the engine holds something else, and as every ``anchor_every``-th update (0: never for this
+    reason). "auto" does so for engines on other hosts, while few elements change and memory is
+    plenty. "full" keeps nothing.
+    """
+
+    version: int | None = None
+    transport: str | SenderFactory = "auto"
+    encoding: str = "auto"
+    staging: str = "auto"
+    in_flight: str = "keep"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout: float = DEFAULT_TIMEOUT
+    label: str | None = None
+    partial: bool = False
+    anchor_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.encoding not in ENCODINGS:
+            raise ConfigError(
+                f"encoding must be one of {', '.join(ENCODINGS)}, got {self.encoding!r}"
+            )
+        if self.staging not in ("auto", "device", "none"):
+            raise ConfigError(f"staging must be auto, device or none, got {self.staging!r}")
+        if self.in_flight not in IN_FLIGHT:
+            raise ConfigError(
+                f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}"
+            )
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        if self.anchor_every < 0:
+            raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")

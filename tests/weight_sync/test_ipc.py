@@ -1,0 +1,196 @@
+"""Shared memory: whose it is gets checked, and nothing is left of it however an update ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.errors import ConfigError, TransferFailed
+from rollout.updates import BucketHeader, SharedBuckets, WeightInfo
+from rollout.weight_sync.host import SHARED_MEMORY, host_id
+from rollout.weight_sync.transports import roads
+from rollout.weight_sync.transports.ipc import MAX_HALF, IpcReceiver, IpcSender
+from rollout.weights import TensorMeta
+
+PAGE = 4096
+
+
+def info(**changes) -> WeightInfo:
+    facts = {
+        "epoch": 1, "version": 0, "label": None, "state": "idle", "dtype": torch.float32,
+        "tensors": (TensorMeta("a", torch.float32, (64, 64)),), "aliases": {},
+        "tensor_parallel_size": 2, "device": "cpu", "host": host_id(),
+        "transports": ("broadcast", "inline", "ipc"),
+    }  # fmt: skip
+    return WeightInfo(**{**facts, **changes})
+
+
+class Channel:
+    """The other side of a road that is not under test here."""
+
+    def wait(self, index: int, timeout: float) -> None: ...
+
+    def bucket(self, header, payload) -> None:
+        assert payload is None
+
+
+@pytest.fixture
+def sender():
+    sender = IpcSender(info(), 1.0)
+    yield sender
+    sender.close()
+
+
+def left() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob("rollout-ipc-*")}
+
+
+def test_what_the_sender_writes_is_what_every_rank_reads(sender) -> None:
+    halves = sender.buffers(1 << 20)
+    ranks = [IpcReceiver(sender.shared(), rank, 1 << 20) for rank in range(2)]
+    for rank in ranks:
+        rank.connect(1.0)
+    sender.connect(Channel(), 1.0)
+    for index in range(5):
+        header = BucketHeader(index, (), 1000)
+        payload = halves[index % 2][:1000]
+        payload.fill_(index + 7)
+        sender.send(Channel(), header, payload)
+        for rank in ranks:
+            assert torch.equal(rank.receive(header, None, 1.0), payload)
+
+
+def test_a_rank_cannot_change_what_others_read(sender) -> None:
+    halves = sender.buffers(1 << 20)
+    ranks = [IpcReceiver(sender.shared(), rank, 1 << 20) for rank in range(2)]
+    for rank in ranks:
+        rank.connect(1.0)
+    halves[0].fill_(3)
+    header = BucketHeader(0, (), 100)
+    ranks[0].receive(header, None, 1.0).fill_(9)
+    assert int(ranks[1].receive(header, None, 1.0).max()) == 3
+    assert int(halves[0].max()) == 3
+
+
+def test_the_name_is_gone_once_every_rank_has_mapped_it(sender) -> None:
+    before = left()
+    sender.buffers(1 << 20)
+    assert left() - before == {sender.shared().name}
+    path = SHARED_MEMORY / sender.shared().name
+    assert path.stat().st_mode & 0o777 == 0o600
+    sender.connect(Channel(), 1.0)
+    assert left() == before
+
+
+def test_halves_are_no_larger_than_they_need_to_be(sender) -> None:
+    assert len(sender.buffers(1 << 30)[0]) <= 64 * 64 * 4 + 2 * PAGE
+    big = IpcSender(info(tensors=(TensorMeta("a", torch.float32, (1 << 16, 1 << 10)),)), 1.0)
+    try:
+        assert len(big.buffers(1 << 30)[0]) == MAX_HALF
+    finally:
+        big.close()
+
+
+def refusals(shared: SharedBuckets) -> dict[str, SharedBuckets]:
+    return {
+        "malformed": replace(shared, name="../tmp/rollout-ipc-1-" + "0" * 32),
+        "is malformed": replace(shared, name="/etc/passwd"),
+        "or secret": replace(shared, secret="x"),
+        "not marked": replace(shared, secret="0" * 32),
+        "were not agreed": replace(shared, half=1 << 40),
+        "bytes were not": replace(shared, half=PAGE + 1),
+        "announced were": replace(shared, half=shared.half + PAGE),
+        "No such file": replace(shared, name=f"rollout-ipc-1-{secrets.token_hex(16)}"),
+    }
+
+
+@pytest.mark.parametrize("text", refusals(SharedBuckets(name="", secret="", half=0)))
+def test_what_a_peer_says_of_the_file_is_not_believed(sender, text) -> None:
+    sender.buffers(1 << 20)
+    rank = IpcReceiver(refusals(sender.shared())[text], 3, 1 << 20)
+    with pytest.raises(TransferFailed, match=rf"rank 3.*{text}"):
+        rank.connect(1.0)
+
+
+def test_a_link_and_a_file_that_others_may_open_are_refused(sender, tmp_path) -> None:
+    sender.buffers(1 << 20)
+    shared = sender.shared()
+    name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
+    link = SHARED_MEMORY / name
+    link.symlink_to(SHARED_MEMORY / shared.name)
+    try:
+        with pytest.raises(TransferFailed, match="refused"):
+            IpcReceiver(replace(shared, name=name), 0, 1 << 20).connect(1.0)
+    finally:
+        link.unlink()
+    (SHARED_MEMORY / shared.name).chmod(0o644)
+    with pytest.raises(TransferFailed, match="others may open it"):
+        IpcReceiver(shared, 0, 1 << 20).connect(1.0)
+
+
+def test_a_bucket_beyond_its_half_is_refused(sender) -> None:
+    sender.buffers(1 << 20)
+    rank = IpcReceiver(sender.shared(), 0, 1 << 20)
+    rank.connect(1.0)
+    with pytest.raises(TransferFailed, match="does not fit"):
+        rank.receive(BucketHeader(0, (), sender.shared().half + 1), None, 1.0)
+
+
+def test_an_engine_on_another_host_is_refused_by_name() -> None:
+    for host in ("", "0" * 32):
+        with pytest.raises(ConfigError, match="needs the engine on this host"):
+            IpcSender(info(host=host), 1.0)
+
+
+def test_auto_takes_shared_memory_exactly_where_both_sides_have_it() -> None:
+    def names(**changes) -> list[str]:
+        return [road.transport for road in roads("auto", info(**changes))]
+
+    assert names() == ["ipc", "broadcast", "inline"]
+    assert names(host="0" * 32) == ["broadcast"]
+    assert names(device="cuda:0") == ["broadcast"]
+    assert names(transports=("broadcast", "inline")) == ["broadcast"]
+    near = ("inline", "broadcast", "ipc")
+    assert names(transports=near, tensor_parallel_size=1) == ["inline"]
+    assert names(transports=near) == ["ipc", "inline", "broadcast"]
+    assert "another host" in roads("auto", info(host="x"))[0].reason
+
+
+KILLED = """
+import os, sys
+from test_ipc import info
+from rollout.weight_sync.transports.ipc import IpcSender
+sender = IpcSender(info(), 1.0)
+sender.buffers(1 << 20)
+print(sender.shared().name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_sender_left_is_removed_by_the_next_one(sender) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        other = IpcSender(info(), 1.0)
+        other.buffers(1 << 20)
+        assert name in left()  # its sender lives
+        other.close()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert name in left()
+    sender.buffers(1 << 20)
+    assert name not in left()
