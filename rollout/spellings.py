@@ -9,6 +9,7 @@ digests are judged in it, so either spelling, in a file or a stream, is the same
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -189,6 +190,33 @@ class Splitter:
                     f"{one.name}: shape {one.shape} is the same transposed, and {by.name} came "
                     "transposed; send both as transformers 5 holds them, or one tensor per expert"
                 )
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like ``name``: first by its words, then by its numbers; or None.
+
+    Names that differ in numbers alone are one candidate, so that thousands of experts cost little.
+    """
+    patterns: dict[str, list[str]] = defaultdict(list)
+    for one in known:
+        patterns[_words(one)].append(one)
+    close = difflib.get_close_matches(_words(name), patterns, 1)
+    if not close:
+        return None
+    wanted = _numbers(name)
+
+    def distance(one: str) -> list[int]:
+        return [abs(a - b) for a, b in zip(_numbers(one), wanted, strict=False)]
+
+    return min(patterns[close[0]], key=distance)
+
+
+def _words(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdecimal()]
 
 
 def is_expert(parts: list[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -14,8 +13,10 @@ from rollout.errors import WeightMismatch
 from rollout.models.alias_check import AliasCheck
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
-from rollout.spellings import Splitter
+from rollout.spellings import Splitter, nearest
 from rollout.weights import Box, SparsePatch, TensorPiece, WeightValue
+
+HINTS = 16  # unknown names of one load whose nearest is searched for
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,8 @@ class WeightLoad:
 
     def _unknown(self, name: str) -> str:
         known = [*self._table.slots, *self._table.aliases, *self._table.spellings.names()]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; the nearest known is {near[0]!r}" if near else ""
+        near = nearest(name, known) if len(self._problems) < HINTS else None
+        hint = f"; the nearest known is {near!r}" if near else ""
         return f"unknown tensor {name!r}{hint}"
 
     def _fault(self, name: str, value: WeightValue) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rollout.errors import WeightMismatch
+from rollout.spellings import nearest
 from rollout.weights import TensorMeta
 
 _MOST = 12  # problems spelled out in one message
@@ -26,8 +26,8 @@ def differences(
     for meta in sent:
         want = wanted.get(aliases.get(meta.name, meta.name))
         if want is None:
-            near = difflib.get_close_matches(meta.name, list(wanted), 1)
-            problems.append(f"{meta.name} is unknown" + (f" (nearest: {near[0]})" if near else ""))
+            near = nearest(meta.name, wanted) if len(problems) < _MOST else None
+            problems.append(f"{meta.name} is unknown" + (f" (nearest: {near})" if near else ""))
         elif meta.shape != want.shape:
             problems.append(f"{meta.name} has shape {meta.shape}, the model wants {want.shape}")
         elif want.dtype.is_floating_point != meta.dtype.is_floating_point:
