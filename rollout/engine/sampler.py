@@ -7,6 +7,7 @@ vocabulary in an order that other rows cannot change, and the draw comes from a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from rollout.engine.logit_edits import apply_edits, apply_penalties
 from rollout.engine.nucleus import nucleus_edge, nucleus_edges
 from rollout.engine.sampling_batch import MIN_P, TEMPERATURE, TOP_P, SamplingBatch
 from rollout.engine.uniforms import uniforms
-from rollout.engine.vocab_scan import argmax_rows, draw_rows, segment_sums
+from rollout.engine.vocab_scan import argmax_rows, draw_logits, draw_rows, segment_sums
 from rollout.generation import GREEDY_BELOW
+from rollout.kernels import scan_logits
 
 CPU_SLICE = 4 << 20  # elements of logits worked on at a time: they stay in the caches
 GPU_SLICE = 256 << 20
@@ -54,17 +56,28 @@ class Sampler:
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
         """``logits``: [R, vocabulary], any float dtype; computed in float32. Not changed."""
-        rows, vocab = logits.shape
+        vocab, parts = logits.shape[1], []
+        for start, stop, plain in _runs(batch, vocab):
+            if plain:
+                parts.append(_sample_plain(logits[start:stop], batch.rows(start, stop)))
+            else:
+                parts += self._sample_slices(logits, batch, start, stop)
+        return _join(parts)
+
+    def _sample_slices(
+        self, logits: Tensor, batch: SamplingBatch, start: int, stop: int
+    ) -> list[Samples]:
+        """Rows start .. stop by way of float32 copies of a few rows at a time."""
         limit = CPU_SLICE if logits.device.type == "cpu" else GPU_SLICE
-        step = max(1, limit // vocab)
-        parts: list[Samples] = []
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            part = logits[start:stop]
+        step = max(1, limit // logits.shape[1])
+        parts = []
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            part = logits[first:last]
             if part.dtype != torch.float32:
                 part = self._area(2, part).copy_(part)
-            parts.append(self._sample(part, batch.rows(start, stop)))
-        return _join(parts)
+            parts.append(self._sample(part, batch.rows(first, last)))
+        return parts
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
         count = batch.num_sampled
@@ -115,6 +128,51 @@ class _Drawn:
     def nothing(cls, device: torch.device) -> _Drawn:
         empty = torch.empty(0, dtype=torch.float64, device=device)
         return cls(torch.empty(0, dtype=torch.int64, device=device), empty, empty)
+
+
+def _runs(batch: SamplingBatch, vocab: int) -> list[tuple[int, int, bool]]:
+    """Neighbouring rows that are all plain, or all not: (first, end, plain).
+
+    Plain rows need no edit, penalty or filter; they score, are greedy, or draw at a temperature.
+    """
+    plain = np.ones(batch.num_rows, dtype=bool)
+    greedy = batch.numbers[:, TEMPERATURE] < GREEDY_BELOW
+    plain[: batch.num_sampled] = greedy | ~_filters(batch, vocab)
+    plain[batch.edit_rows] = False
+    plain[batch.history_rows] = False
+    edges = [0, *(np.flatnonzero(plain[1:] != plain[:-1]) + 1).tolist(), len(plain)]
+    return [(a, b, bool(plain[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, False)]
+
+
+def _sample_plain(logits: Tensor, batch: SamplingBatch) -> Samples:
+    """Rows that sample from their logits as they are, or divided by a temperature."""
+    count, device = batch.num_sampled, logits.device
+    best, best_ids, sums, mass = scan_logits(logits)
+    raw_lse = best.double() + mass.log()
+    temperature = batch.numbers[:, TEMPERATURE]
+    greedy = temperature < GREEDY_BELOW
+    tokens, lse, scale = best_ids[:count], raw_lse[:count], None
+    if not greedy.all():
+        best, sums, mass = best[:count], sums[:count], mass[:count]
+        if (~greedy & (temperature != 1)).any():
+            scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
+            best, _, sums, mass = scan_logits(logits[:count], scale)
+            lse = best.double() + mass.log()
+        draws = torch.from_numpy(uniforms(batch.seeds, batch.counters)).to(device)
+        drawn = draw_logits(logits[:count], scale, best, sums.double(), draws)
+        tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
+    chosen = torch.cat([tokens, torch.from_numpy(batch.targets).to(device)])
+    values = logits.gather(1, chosen[:, None])[:, 0].float()
+    processed = values[:count] if scale is None else values[:count] / scale
+    top_ids, top_logprobs = _alternatives(logits, raw_lse, batch.num_top)
+    return Samples(
+        chosen.cpu(),
+        (values.double() - raw_lse).float().cpu(),
+        (processed.double() - lse).float().cpu(),
+        torch.zeros(count),
+        top_ids.cpu(),
+        top_logprobs.cpu(),
+    )
 
 
 def _draw(
@@ -204,7 +262,7 @@ def _alternatives(logits: Tensor, lse: Tensor, num_top: NDArray[np.int64]) -> tu
     logprobs = torch.zeros(len(logits), count, device=logits.device)
     if count:
         where = torch.from_numpy(np.flatnonzero(num_top > 0)).to(logits.device)
-        values, found = torch.topk(logits[where], count, dim=-1)
+        values, found = torch.topk(logits[where].float(), count, dim=-1)
         ids[where] = found.int()
         logprobs[where] = (values.double() - lse[where, None]).float()
     return ids, logprobs

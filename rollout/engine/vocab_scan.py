@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SEGMENT = 512
+from rollout.kernels.scan_logits import SEGMENT
 
 
 def argmax_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,18 +39,44 @@ def draw_rows(probs: Tensor, sums: Tensor, draws: Tensor) -> Tensor:
     ``probs`` need not sum to 1; ``sums`` are their ``segment_sums``. A token of probability 0 is
     never drawn.
     """
+    segment, target = _find_segment(sums, draws)
+    inside, valid = _segments(probs, segment)
+    return _find_inside(inside.double() * valid, segment, target, probs.shape[1])
+
+
+def draw_logits(
+    logits: Tensor, temperature: Tensor | None, best: Tensor, sums: Tensor, draws: Tensor
+) -> Tensor:
+    """The same for ``probs = exp(logits / temperature - best)``, which are made where needed.
+
+    ``best`` and ``sums`` (here float64) as ``scan_logits`` gives them.
+    """
+    segment, target = _find_segment(sums, draws)
+    inside, valid = _segments(logits, segment)
+    inside = inside.float()
+    if temperature is not None:
+        inside = inside / temperature[:, None]
+    weights = (inside - best[:, None]).exp().double() * valid
+    return _find_inside(weights, segment, target, logits.shape[1])
+
+
+def _find_segment(sums: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """The segment of each row that a draw falls into, and how far into it."""
     cumulative = sums.cumsum(-1)
     total = cumulative[:, -1]
     target = torch.minimum(draws * total, _below(total))
     segment = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     segment.clamp_(max=sums.shape[1] - 1)  # only rows of NaN reach it
     before = (cumulative - sums).gather(1, segment[:, None])[:, 0]
-    inside, valid = _segments(probs, segment)
-    steps = (inside.double() * valid).cumsum(-1)
+    return segment, target - before
+
+
+def _find_inside(weights: Tensor, segment: Tensor, target: Tensor, vocab: int) -> Tensor:
+    steps = weights.cumsum(-1)
     # The float32 sum of a segment and this float64 one differ in the last bits.
-    target = torch.minimum((target - before).clamp_min(0.0), _below(steps[:, -1]))
+    target = torch.minimum(target.clamp_min(0.0), _below(steps[:, -1]))
     found = torch.searchsorted(steps, target[:, None], right=True)[:, 0]
-    return (segment * SEGMENT + found).clamp_(max=probs.shape[1] - 1)
+    return (segment * SEGMENT + found).clamp_(max=vocab - 1)
 
 
 def _segments(values: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from rollout.kernels.linear import linear
 from rollout.kernels.paged_attention import paged_attention
 from rollout.kernels.rms_norm import rms_norm
 from rollout.kernels.rotary import rotary
+from rollout.kernels.scan_logits import scan_logits
 from rollout.kernels.silu_mul import silu_mul
 from rollout.kernels.store_kv import store_kv
 
@@ -18,6 +19,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary",
+    "scan_logits",
     "silu_mul",
     "store_kv",
 ]

@@ -34,6 +34,7 @@ def all_cases() -> Iterator[Case]:
     yield from _stores()
     yield from _attentions()
     yield from _linears()
+    yield from _scans()
     yield from _experts()
 
 
@@ -218,6 +219,19 @@ def _linears() -> Iterator[Case]:
                 return packed_linear(size[0], size[1:], bias=bias, dtype=t, columns_before=before)
 
             yield Case("linear", f"tiles-{rows, outputs, inputs}-{bias}-from {before}", packed)
+
+
+def _scans() -> Iterator[Case]:
+    for rows, vocab in ((1, 1), (3, 511), (2, 512), (4, 1300), (0, 40), (5, 7000)):
+        for warm in (False, True):
+
+            def make(
+                t: torch.dtype, rows: int = rows, vocab: int = vocab, warm: bool = warm
+            ) -> tuple[Any, ...]:
+                temperature = _randn(rows, seed=1).abs() + 0.3 if warm else None
+                return (_randn(rows, vocab + 3) * 4).to(t)[:, :vocab], temperature
+
+            yield Case("scan_logits", f"{rows, vocab}-{'warm' if warm else 'plain'}", make)
 
 
 def _experts() -> Iterator[Case]:

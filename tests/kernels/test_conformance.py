@@ -56,7 +56,7 @@ def test_float32_is_near_what_float64_gives(case: Case) -> None:
     for run in op.implementations().values():
         for a, b in zip(_outputs(run, case, case.make(torch.float32)), wanted, strict=True):
             relative, absolute = _tolerance(case, torch.float32)
-            torch.testing.assert_close(a.double(), b, rtol=relative, atol=absolute)
+            torch.testing.assert_close(a.double(), b.double(), rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
