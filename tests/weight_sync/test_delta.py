@@ -1,0 +1,375 @@
+"""Deltas: lossless by bits, never longer than the whole, and never applied to another base."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Engine, same
+from trainer import BUCKET, DEADLINE, Trainer, fresh, nudged
+
+from rollout.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    TransferFailed,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.update_wire import header_from_wire, header_to_wire
+from rollout.updates import BucketEntry, BucketHeader, UpdateRequest
+from rollout.weight_sync import encodings
+from rollout.weight_sync.bucket import BucketPacker, unpack
+from rollout.weight_sync.delta import WIDTHS, Committed, decode_gaps, encode, encode_gaps
+from rollout.weight_sync.publisher import UpdateOptions
+from rollout.weights import Box, SparsePatch
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 70_000), max_size=50))
+def test_gaps_come_back_as_they_went(gaps) -> None:
+    positions = torch.tensor(gaps, dtype=torch.int64)
+    positions = (positions + 1).cumsum(0) - 1
+    codes, width = encode_gaps(positions)
+    numel = int(positions[-1]) + 1 if gaps else 0
+    assert torch.equal(decode_gaps(codes, width, len(gaps), numel, "x"), positions)
+
+
+@pytest.mark.parametrize(
+    ("gap", "width"),
+    [(0, 1), (254, 1), (255, 1), (3000, 2), (65_534, 2), (65_535, 2), (1 << 24, 4)],
+)
+def test_the_shortest_width_is_taken_and_escapes_are_exact(gap, width) -> None:
+    positions = (torch.full((5,), gap + 1)).cumsum(0) - 1
+    codes, chosen = encode_gaps(positions)
+    assert chosen == width
+    assert len(codes) <= 5 * 4
+    assert torch.equal(decode_gaps(codes, chosen, 5, int(positions[-1]) + 1, "x"), positions)
+
+
+def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator)
+    return raw.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("changed", [0, 1, 7, 400])
+def test_any_bits_survive_through_buckets(dtype, changed) -> None:
+    old = random_bits(9999, dtype, 0).view(101, 99)
+    new = old.clone()
+    where = torch.randperm(9999, generator=torch.Generator().manual_seed(changed))[:changed]
+    new.view(-1).view(INTEGERS[dtype.itemsize])[where] ^= 1
+    found = encode(old, new, 1 << 20)
+    assert found is not None
+    assert len(found.values) == changed
+    packer = BucketPacker(1 << 15)
+    made = [
+        *packer.add("whole", old), *packer.add_delta("x", found), *packer.add_delta("y", found),
+        *packer.flush(),
+    ]  # fmt: skip
+    seen = []
+    for header, payload in made:
+        payload = payload.clone()
+        again = header_from_wire(header_to_wire(header))
+        assert again == header
+        for name, value in unpack(again, payload, sparse=True):
+            if not isinstance(value, SparsePatch):
+                continue
+            patched = old.clone()
+            bits = patched.view(-1).view(INTEGERS[dtype.itemsize])
+            bits[value.positions] = value.values.view(INTEGERS[dtype.itemsize])
+            assert torch.equal(patched.view(torch.uint8), new.view(torch.uint8))
+            seen.append(name)
+    assert seen == ["x", "y"]
+
+
+def test_nan_equals_itself_and_minus_zero_differs_from_zero() -> None:
+    old = torch.tensor([float("nan"), 0.0, 1.0, 2.0] * 4)
+    new = old.clone()
+    new[5] = -0.0
+    found = encode(old, new, 1 << 20)
+    assert found is not None
+    assert found.positions.tolist() == [5]
+    assert torch.signbit(found.values).all()
+
+
+def test_what_is_no_shorter_goes_whole() -> None:
+    old, new = torch.zeros(1000), torch.ones(1000)
+    assert encode(old, new, 1 << 20) is None
+    new[10:] = 0
+    assert encode(old, new, 1 << 20) is not None
+    assert encode(old, new, 20) is None
+
+
+def test_the_copy_follows_what_was_sent() -> None:
+    committed = Committed()
+    values = torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert committed.delta("x", values, 1 << 20) is None
+    values[3, 5] = 1
+    for expected in (1, 0):
+        found = committed.delta("x", values, 1 << 20)
+        assert found is not None
+        assert len(found.values) == expected
+    assert committed.values["x"].data_ptr() != values.data_ptr()
+
+
+def entry(**changes) -> tuple[BucketHeader, torch.Tensor]:
+    """A good bucket of one change at position 3 of 10, or one with something else in it."""
+    fields = {
+        "name": "x", "dtype": torch.float32, "shape": (10,), "box": Box.full((10,)), "offset": 0,
+        "nbytes": 5, "sparse": 1, "count": 1, **changes,
+    }  # fmt: skip
+    made = BucketEntry(**fields)
+    payload = torch.tensor([0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)[: made.nbytes]
+    return BucketHeader(0, (made,), made.nbytes), payload.clone()
+
+
+BAD = {
+    "gaps of 3 bytes": {"sparse": 3},
+    "changed of 10": {"count": 11, "nbytes": 55},
+    "cannot hold": {"nbytes": 4},
+    "cannot hold 1 changes": {"nbytes": 9},
+    "for no change": {"count": 0},
+    "cannot hold 1": {"sparse": 2},
+    "delta of a part": {"box": Box((0,), (9,))},
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_malformed_entry_is_refused_before_it_is_read(text) -> None:
+    header, payload = entry(**BAD[text])
+    with pytest.raises(TransferFailed, match=text):
+        unpack(header, payload, sparse=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "text"), [([255], "not those of 1"), ([10], "outside 10"), ([200], "outside 10")]
+)
+def test_codes_that_lead_outside_are_refused(codes, text) -> None:
+    header, payload = entry()
+    payload[4:] = torch.tensor(codes, dtype=torch.uint8)
+    with pytest.raises(TransferFailed, match=text):
+        list(unpack(header, payload, sparse=True))
+    with pytest.raises(TransferFailed):
+        decode_gaps(np.array([255, 255, 1], np.uint8), 1, 1, 500, "x")
+
+
+def test_a_delta_in_a_full_update_is_refused() -> None:
+    header, payload = entry()
+    assert next(iter(unpack(header, payload, sparse=True)))[1].positions.tolist() == [3]
+    with pytest.raises(TransferFailed, match="a delta came in an update that is full"):
+        unpack(header, payload)
+
+
+def test_every_width_is_decoded_with_escapes() -> None:
+    for width in WIDTHS:
+        escape = (1 << 8 * width) - 1
+        if width == 4:
+            continue  # a gap of 2^32 needs a tensor of as many elements
+        codes = np.array([escape, escape, 4], np.dtype(f"<u{width}")).view(np.uint8)
+        assert decode_gaps(codes, width, 1, 2 * escape + 5, "x").tolist() == [2 * escape + 4]
+
+
+# ---- against an engine ----
+
+
+def test_another_senders_commit_makes_the_next_update_full(engine, checkpoints) -> None:
+    trainer, other = Trainer(engine, "inline"), Trainer(engine, "inline")
+    trainer.send(checkpoints[2], encoding="delta")
+    other.send(checkpoints[1], encoding="delta")
+    weights = nudged(checkpoints[2], 0.01)
+    receipt = trainer.send(weights, encoding="delta")
+    assert receipt.details["encoding"] == "full"
+    assert "does not hold what this sender last committed" in receipt.details["encoding_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
+    assert trainer.send(weights, encoding="delta").details["encoding"] == "delta"
+
+
+class StaleLink:
+    """An engine whose version moves between ``info`` and ``begin``."""
+
+    def __init__(self, engine: Engine, moved: dict[str, torch.Tensor]) -> None:
+        self._engine, self._moved = engine, moved
+
+    def info(self):
+        info = self._engine.info()
+        Trainer(self._engine, "inline").send(self._moved)
+        return info
+
+    def open(self):
+        return self._engine.open()
+
+
+def test_a_refused_base_falls_back_without_reading_the_source_twice(
+    engine,
+    checkpoints,
+) -> None:
+    trainer = Trainer(engine, "ipc")
+    trainer.send(checkpoints[2], encoding="delta")
+    weights = nudged(checkpoints[2], 0.01)
+    pulled = []
+
+    def once():
+        for name, tensor in weights.items():
+            pulled.append(name)
+            yield name, tensor
+
+    link = StaleLink(engine, checkpoints[1])
+    receipt = trainer.send(once(), encoding="delta", link=link)
+    assert receipt.details["encoding"] == "full"
+    assert "refused a delta: built on" in receipt.details["encoding_reason"]
+    assert pulled == list(weights)
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
+
+
+def test_a_rollback_and_a_restart_make_the_next_update_full(engine, checkpoints) -> None:
+    trainer = Trainer(engine, "inline")
+    for weights in (checkpoints[1], checkpoints[2]):
+        trainer.send(weights, encoding="delta")
+    engine.coordinator.rollback(DEADLINE)
+    assert trainer.send(checkpoints[2], encoding="delta").details["encoding"] == "full"
+    engine.epoch += 1
+    assert trainer.send(checkpoints[2], encoding="delta").details["encoding"] == "full"
+    assert trainer.send(checkpoints[2], encoding="delta").details["encoding"] == "delta"
+
+
+def test_an_anchor_comes_every_so_often(engine, checkpoints) -> None:
+    trainer = Trainer(engine, "inline")
+    kinds = [
+        trainer.send(nudged(checkpoints[2], 0.01, seed), encoding="delta", anchor_every=3).details[
+            "encoding"
+        ]
+        for seed in range(7)
+    ]
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta", "full"]
+
+
+def test_a_wrong_base_of_the_sender_cannot_pass(engine, checkpoints) -> None:
+    trainer = Trainer(engine, "inline")
+    trainer.send(checkpoints[2], encoding="delta")
+    committed = trainer.base.take()
+    committed.values["model.norm.weight"][3] += 1  # the copy is not what was committed
+    trainer.base.put(committed)
+    before = engine.live()
+    weights = {n: t.clone() for n, t in checkpoints[2].items()}
+    weights["model.norm.weight"][3] += 1
+    with pytest.raises(ChecksumMismatch, match=r"model\.norm\.weight"):
+        trainer.send(weights, encoding="delta")
+    assert same(engine.live(), before)
+
+
+def test_without_staging_everything_is_sent(engine, checkpoints) -> None:
+    trainer = Trainer(engine, "inline")
+    trainer.send(checkpoints[2], encoding="delta")
+    receipt = trainer.send(checkpoints[2], encoding="delta", staging="none")
+    assert receipt.details["encoding_reason"] == "a delta needs staging"
+    request = UpdateRequest(
+        update_id="x", encoding="delta", base=(7, engine.version), staging="none",
+        bucket_bytes=BUCKET, timeout=DEADLINE,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="needs a base, and a shadow"):
+        engine.open().begin(request)
+    with pytest.raises(ConfigError, match="needs a base"):
+        engine.open().begin(replace(request, base=None, staging="auto"))
+    with pytest.raises(ConfigError, match="full or delta"):
+        engine.open().begin(replace(request, encoding="zip"))
+    with pytest.raises(VersionConflict, match="built on"):
+        engine.open().begin(replace(request, base=(7, 99), staging="auto"))
+    assert engine.info().state == "idle"
+
+
+def test_a_partial_delta_leaves_the_rest_as_it_was(engine, checkpoints) -> None:
+    trainer = Trainer(engine, "ipc")
+    trainer.send(checkpoints[2], encoding="delta")
+    weights = nudged(checkpoints[2], 0.01)
+    part = {name: tensor for name, tensor in weights.items() if "layers.1" in name}
+    receipt = trainer.send(part, encoding="delta", partial=True)
+    assert receipt.details["encoding"] == "delta"
+    mixed = {**checkpoints[2], **part}
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", mixed))
+    assert trainer.send(weights, encoding="delta").details["encoding"] == "delta"
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
+
+
+def test_a_tied_head_that_is_sent_too_must_still_be_equal(engine, checkpoints) -> None:
+    owner = "model.embed_tokens.weight"
+    trainer = Trainer(engine, "inline")
+    for fraction in (0.0, 0.01, 0.02):
+        weights = nudged(checkpoints[2], fraction)
+        head = weights[owner].clone()
+        trainer.send(iter([*weights.items(), ("lm_head.weight", head)]), encoding="delta")
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
+    with pytest.raises(WeightMismatch, match=r"lm_head\.weight"):
+        trainer.send(iter([*weights.items(), ("lm_head.weight", head + 1)]), encoding="delta")
+
+
+class FarLink:
+    """The engine as if it were on another host."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def info(self):
+        return replace(self._engine.info(), host="far away")
+
+    def open(self):
+        return self._engine.open()
+
+
+def test_auto_sends_changes_to_another_host_and_stops_where_most_change(
+    engine,
+    checkpoints,
+    monkeypatch,
+) -> None:
+    trainer, far = Trainer(engine, "auto"), FarLink(engine)
+    assert trainer.send(checkpoints[2]).details["encoding_reason"].startswith("on one host")
+    assert trainer.base.nbytes == 0
+    details = [
+        trainer.send(weights, link=far).details
+        for weights in (checkpoints[2], nudged(checkpoints[2], 0.01), checkpoints[1])
+    ]
+    assert [d["encoding"] for d in details] == ["full", "delta", "delta"]
+    assert details[0]["transport_reason"] == "no ipc: the engine is on another host"
+    assert trainer.base.nbytes == 0  # everything had changed
+    for _ in range(encodings.REST):
+        assert (
+            "most elements changed"
+            in trainer.send(checkpoints[1], link=far).details["encoding_reason"]
+        )
+    assert trainer.send(checkpoints[1], link=far).details["encoding"] == "full"
+    assert trainer.send(checkpoints[1], link=far).details["encoding"] == "delta"
+    monkeypatch.setattr(encodings, "_free_memory", lambda: 1)
+    assert "memory" in trainer.send(checkpoints[1], link=far).details["encoding_reason"]
+
+
+def test_unknown_encodings_and_negative_anchors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="auto, full, delta"):
+        UpdateOptions(encoding="sparse")
+    with pytest.raises(ConfigError, match="anchor_every"):
+        UpdateOptions(anchor_every=-1)
+
+
+def test_finding_and_packing_changes_takes_no_python_loop() -> None:
+    old = torch.zeros(8 << 20, dtype=torch.bfloat16)
+    new = old.clone()
+    new[::100] = 1
+    started = time.perf_counter()
+    found = encode(old, new, 1 << 30)
+    assert time.perf_counter() - started < 3
+    assert found is not None
+    assert found.nbytes <= 0.02 * new.nbytes
