@@ -219,6 +219,7 @@ class Publication:
 
     def close(self) -> None:
         """Abort what did not commit, and let go of the road and the channel."""
+        self._packer = None  # its buffers go now, not when the cycle of callbacks is collected
         for part in (self._sender, self._channel):
             if part is not None:
                 part.close()
