@@ -23,6 +23,7 @@ from rollout.loader import open_checkpoint
 from rollout.models.causal_lm import CausalLM, build_model
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch
+from rollout.weights import TensorMeta
 from rollout.wire import dtype_from_name
 
 Reply = tuple[dict[str, Any], dict[str, Tensor]]
@@ -46,6 +47,7 @@ class ModelRunner:
         started = time.perf_counter()
         self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
         self.dtype = model_config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
+        self._directory = directory
         live = self._build(self.device)
         self._load(live, directory)
         self.table, self.metadata = live.table, live.weight_metadata()
@@ -104,7 +106,13 @@ class ModelRunner:
             self.config.weight_layout,
             max_model_len=self.config.max_model_len,
             expert_parallel=self.config.expert_parallel,
+            tensors=self._checkpoint_tensors,
         )
+
+    def _checkpoint_tensors(self) -> tuple[TensorMeta, ...]:
+        """What the checkpoint's files hold, from their headers."""
+        with open_checkpoint(str(self._directory)) as checkpoint:
+            return checkpoint.metadata()
 
     def _load(self, model: CausalLM, directory: Path) -> None:
         """Read this rank's part of the checkpoint; the first rank shows the progress."""

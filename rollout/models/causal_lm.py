@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -118,12 +118,14 @@ def build_model(
     max_model_len: int | None = None,
     expert_parallel: bool = False,
     registry: Registry | None = None,
+    tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> CausalLM:
     """One rank's model with uninitialised parameters on ``device`` (``meta`` takes no memory).
 
     ``layout`` plain | tiles. ``max_model_len`` (default: the config's) sizes the rope table and
     settles length-dependent rope kinds; see ``Rotary``. ``expert_parallel`` deals out whole experts
-    to the ranks. Raises ``ConfigError``.
+    to the ranks. ``tensors`` says what the checkpoint holds; it is asked for a class from elsewhere
+    alone (``foreign.py``). Raises ``ConfigError``.
     """
     build = Build(
         config=config,
@@ -133,9 +135,13 @@ def build_model(
         layout=layout,
         expert_parallel=expert_parallel,
     )
-    model = (registry or Registry()).load(config.architecture)(
-        build, max_model_len or config.max_position_embeddings
-    )
+    kind = (registry or Registry()).load(config.architecture)
+    max_len = max_model_len or config.max_position_embeddings
+    from rollout.models.foreign import ForeignCausalLM, is_foreign
+
+    if is_foreign(kind):
+        return ForeignCausalLM(build, max_len, kind, tensors())
+    model = kind(build, max_len)
     assert isinstance(model, CausalLM)
     return model
 
@@ -148,6 +154,7 @@ def build_tables(
     *,
     expert_parallel: bool = False,
     registry: Registry | None = None,
+    tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> list[WeightTable]:
     """Every rank's weight table, from models on ``meta``: no memory, no process group."""
     return [
@@ -159,6 +166,7 @@ def build_tables(
             layout,
             expert_parallel=expert_parallel,
             registry=registry,
+            tensors=tensors,
         ).table
         for rank in range(tp_size)
     ]

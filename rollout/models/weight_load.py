@@ -131,11 +131,13 @@ class WeightLoad:
         if isinstance(value, SparsePatch):
             self._aliases.note_patch(name, value)
         try:
-            for slot in self._table.slots[name]:
-                written = self._io.write(slot, value)
-                self._nbytes += written * self._dtype.itemsize
+            self._nbytes += self._write(name, value) * self._dtype.itemsize
         except WeightMismatch as error:
             self._problems.append(str(error))
+
+    def _write(self, name: str, value: WeightValue) -> int:
+        """Put a checked value where it belongs; returns the number of elements written."""
+        return sum(self._io.write(slot, value) for slot in self._table.slots[name])
 
     def _unknown(self, name: str) -> str:
         known = [*self._table.slots, *self._table.aliases, *self._table.spellings.names()]

@@ -16,6 +16,7 @@ from rollout.loader import open_checkpoint, resolve_model
 from rollout.models.causal_lm import build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
+from rollout.weights import TensorMeta
 from rollout.wire import DTYPES, dtype_name
 
 MIB = 1 << 20
@@ -69,6 +70,7 @@ def check(config: EngineConfig) -> Preflight:
         dtype,
         config.weight_layout,
         expert_parallel=config.expert_parallel,
+        tensors=lambda: _headers(directory),
     )
     check_tables(tables)
     if not dummy:
@@ -102,6 +104,11 @@ def check(config: EngineConfig) -> Preflight:
         free_bytes=free,
         kernels=native_status() if device.type == "cpu" else f"torch on {device}",
     )
+
+
+def _headers(directory: str | Path) -> tuple[TensorMeta, ...]:
+    with open_checkpoint(str(directory)) as checkpoint:
+        return checkpoint.metadata()
 
 
 def _check_files(config: EngineConfig, directory: str | Path, table: WeightTable) -> None:
