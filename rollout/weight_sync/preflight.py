@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rollout.errors import WeightMismatch
-from rollout.spellings import nearest
+from rollout.spellings import Spellings, nearest
 from rollout.weights import TensorMeta
 
 _MOST = 12  # problems spelled out in one message
@@ -19,8 +19,13 @@ def differences(
     *,
     partial: bool = False,
 ) -> list[str]:
-    """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor."""
+    """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor.
+
+    Judged in file form: a tensor under another spelling of ``wanted`` (fused experts) counts as
+    those that it holds.
+    """
     problems: list[str] = []
+    sent = _in_file_form(sent, wanted, problems)
     counts = Counter(meta.name for meta in sent)
     problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]
     for meta in sent:
@@ -36,6 +41,21 @@ def differences(
         owners = {aliases.get(name, name) for name in counts} & set(counts)
         problems += [f"{name} is missing" for name in wanted if name not in owners]
     return problems
+
+
+def _in_file_form(
+    sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta], problems: list[str]
+) -> list[TensorMeta]:
+    spellings = Spellings.of({name: meta.shape for name, meta in wanted.items()})
+    found = []
+    for meta in sent:
+        try:
+            parts = spellings.split_shape(meta.name, meta.shape)
+        except WeightMismatch as error:
+            problems.append(str(error))
+            continue
+        found += [TensorMeta(name, meta.dtype, shape) for name, shape in parts]
+    return found
 
 
 def check_metadata(

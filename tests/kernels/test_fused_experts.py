@@ -54,3 +54,25 @@ def test_bfloat16_rounds_where_transformers_does() -> None:
         theirs.down_proj.copy_(w2)
         wanted = theirs(x, picks, weights)
     assert torch.equal(fused_experts(x, w13, w2, picks, weights), wanted)
+
+
+def test_no_token_and_no_expert_here_give_zeros() -> None:
+    x, w13, w2, picks, weights = _inputs()
+    none = fused_experts(x[:0], w13, w2, picks[:0], weights[:0])
+    assert none.shape == (0, HIDDEN)
+    elsewhere = fused_experts(x, w13, w2, picks, weights, EXPERTS)
+    assert elsewhere.shape == x.shape
+    assert not elsewhere.any()
+
+
+def test_float32_weights_are_not_rounded_before_the_sum() -> None:
+    x, w13, w2, picks, weights = _inputs(dtype=torch.bfloat16)
+    wide = torch.rand(weights.shape, generator=torch.Generator().manual_seed(1))
+    out = fused_experts(x, w13, w2, picks, wide)
+    assert out.dtype == torch.bfloat16
+    alone = [
+        fused_experts(x, w13, w2, picks[:, k : k + 1], torch.ones_like(wide[:, :1])).float()
+        for k in range(CHOSEN)
+    ]
+    wanted = sum(part * wide[:, k : k + 1] for k, part in enumerate(alone)).bfloat16()
+    torch.testing.assert_close(out, wanted, rtol=2**-8, atol=0)

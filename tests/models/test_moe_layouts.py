@@ -21,8 +21,9 @@ from rollout.models.causal_lm import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import check_tables
 from rollout.weight_sync.digests import combine, slot_digests
+from rollout.weight_sync.preflight import differences
 from rollout.weight_sync.source import source_for
-from rollout.weights import Box, LazyTensor, SparsePatch, TensorPiece
+from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
@@ -292,3 +293,24 @@ def test_a_square_tensor_beside_a_transposed_one_is_ambiguous(tmp_path, inner, s
         fresh = build_model(config, TensorParallel(), torch.float32, "cpu")
         with pytest.raises(WeightMismatch, match=f"{name}: shape .* is the same transposed"):
             fresh.load_weights(stream)
+
+
+def test_the_check_before_an_update_reads_either_spelling(moe):
+    """A peer that announces transformers' own names is judged in file form all the same."""
+    wanted = {meta.name: meta for meta in ranks_of(moe, 1, False)[0].weight_metadata()}
+
+    def announced(weights):
+        return [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in weights.items()]
+
+    assert differences(announced(moe.memory), wanted, {}) == []
+    fused = FUSED.format("gate_up_proj")
+    twice = differences(
+        [*announced(moe.memory), *announced({fused: moe.memory[fused]})], wanted, {}
+    )
+    assert len(twice) == 12
+    assert all("is sent 2 times" in line for line in twice)
+    without = {k: v for k, v in moe.memory.items() if k != fused}
+    assert len(differences(announced(without), wanted, {})) == 12
+    assert differences(announced(without), wanted, {}, partial=True) == []
+    said = differences(announced({**moe.memory, fused: torch.zeros(5, 48, 64)}), wanted, {})
+    assert f"{fused}: has shape (5, 48, 64)" in said[0]
