@@ -36,4 +36,4 @@ def fused_experts(
         gate, up = F.linear(x[rows // chosen], w13[e]).chunk(2, dim=-1)
         out[rows] = F.linear(F.silu(gate) * up, w2[e])
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
-    return weighted.view(tokens, chosen, -1).sum(dim=1).to(x.dtype)
+    return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
