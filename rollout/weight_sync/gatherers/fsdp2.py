@@ -84,7 +84,7 @@ class FSDP2Source:
         per_rank = -(-tensor.shape[0] // len(members))
         arriving = [
             dist.irecv(rows, src=member, group=group)
-            for member, rows in zip(members, full.split(per_rank), strict=False)
+            for member, rows in zip(members, torch.split(full, per_rank), strict=False)
             if member != members[0]
         ]
         full[: local.shape[0]].copy_(local)
