@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rollout
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rollout.server.auth import Tokens
 
 USER_ERROR, INTERRUPTED = 2, 130
+_FOLLOW_WAIT = 5.0  # seconds for an update that is under way when the service ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +103,10 @@ def _add_serve(commands: Any) -> None:
         "--exit-with-stdin", action="store_true",
         help="end when standard input closes, so when the parent process does",
     )  # fmt: skip
+    parser.add_argument(
+        "--follow", metavar="DIR",
+        help="update from the checkpoints and versions that appear in DIR, under a --weight-dir",
+    )  # fmt: skip
     add_engine_flags(parser)
 
 
@@ -116,6 +121,10 @@ def serve(args: argparse.Namespace) -> int:
     tokens = Tokens(
         generation=_token(args), control=args.control_token or _environment("CONTROL_TOKEN")
     )
+    if args.follow is not None:
+        from rollout.weight_sync.follower import allowed
+
+        allowed(args.follow, config.weight_dirs)
     return asyncio.run(_serve(args, config, tokens))
 
 
@@ -135,7 +144,8 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
         ) as at:
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()
-            await stop.wait()
+            async with _following(args.follow, config, at.grpc, tokens):
+                await stop.wait()
 
     # Starting can take minutes: a signal must end it too.
     running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
@@ -146,6 +156,31 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     with contextlib.suppress(asyncio.CancelledError):
         await running
     return 0
+
+
+@contextlib.asynccontextmanager
+async def _following(
+    directory: str | None, config: Any, address: str, tokens: Tokens
+) -> AsyncIterator[None]:
+    """Updates from ``directory`` go through the service's own gRPC, from a thread."""
+    if directory is None:
+        yield
+        return
+    from rollout.grpc_client import RolloutClient
+    from rollout.weight_sync.follower import Follower
+
+    client = RolloutClient(address, tokens.control or tokens.generation, config.timeout)
+    follower = Follower(directory, config.weight_dirs, lambda: client, timeout=config.timeout)
+    ended = threading.Event()
+    thread = threading.Thread(target=follower.run, args=(ended,), name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        client.close()  # an update under way ends now, and changes nothing
+        await asyncio.to_thread(thread.join, _FOLLOW_WAIT)
+        client.close()
 
 
 def _on_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

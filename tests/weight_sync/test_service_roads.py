@@ -67,6 +67,33 @@ def test_changes_alone_travel_and_are_live_and_proven(client, model, transport) 
     assert client.check_weights(weights).equal
 
 
+def test_a_service_follows_the_checkpoints_of_a_trainer(directory, model, tmp_path) -> None:
+    flags = ("--weight-dir", str(tmp_path), "--follow", str(tmp_path), "--num-kv-blocks", "64")
+    with (
+        serve(directory, *flags, "--max-model-len", "128") as served,
+        Rollout.connect(served.grpc, timeout=20) as rollout,
+    ):
+        weights = nudged(model.state_dict(), 0.5)
+        for step in (10, 20):
+            weights = nudged(weights, 0.5, step)
+            model.save_pretrained(tmp_path / f"checkpoint-{step}", state_dict=dict(weights))
+            deadline = time.monotonic() + 20
+            while rollout.weight_info().version != step:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert rollout.weight_info().label == f"checkpoint-{step}"
+            assert rollout.check_weights(weights).equal
+
+
+def test_following_a_directory_that_was_not_allowed_is_refused(directory, tmp_path) -> None:
+    command = [sys.executable, "-m", "rollout", "serve", str(directory), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--follow", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "is outside every --weight-dir; allow it with --weight-dir" in done.stderr
+
+
 KILLED = """
 import itertools, sys, time
 import torch

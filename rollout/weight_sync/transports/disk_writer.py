@@ -1,0 +1,193 @@
+"""The trainer's side of the disk road: versions written bucket by bucket, the manifest last."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.errors import (
+    ConfigError,
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    VersionConflict,
+)
+from rollout.kernels import digest
+from rollout.update_wire import (
+    header_to_wire,
+    meta_to_wire,
+)
+from rollout.updates import BucketHeader
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker
+from rollout.weight_sync.delta import Committed
+from rollout.weight_sync.source import WeightSource, agreement_for, source_for
+from rollout.weight_sync.transports.disk import (
+    FORMAT,
+    LENGTH,
+    MANIFEST,
+    MAX_CHAIN,
+    Manifest,
+    bucket_key,
+    folder,
+    read_manifest,
+)
+from rollout.weight_sync.transports.store import Store
+from rollout.weights import Box, TensorMeta
+from rollout.wire import tensor_bytes
+
+
+class VersionWriter:
+    """Writes versions of one model, one after the other; collective over a distributed source.
+
+    ``dtype``: floats travel as this, so that of the engines. ``encoding`` "delta" keeps one copy
+    of what was written in host memory and writes a whole version every ``anchor_every``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        dtype: torch.dtype,
+        encoding: str = "full",
+        anchor_every: int = 10,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        if encoding not in ("full", "delta") or not 1 <= anchor_every <= MAX_CHAIN:
+            raise ConfigError(
+                f"encoding must be full or delta and anchor_every 1..{MAX_CHAIN}, got "
+                f"{encoding!r} and {anchor_every}"
+            )
+        self._store, self._dtype, self._bucket_bytes = store, dtype, bucket_bytes
+        self._delta, self._anchor_every = encoding == "delta", anchor_every
+        self._committed: Committed | None = None
+
+    def write(
+        self, obj: Any, version: int, *, label: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> Manifest | None:
+        """Write ``obj`` (whatever ``update_weights`` takes) as ``version``.
+
+        Returns the manifest on the rank that wrote it, None on the others; raises the same error
+        on every rank. A version that is complete already is a ``VersionConflict``.
+        """
+        with closing(agreement_for(obj, timeout=timeout)) as agreement:
+            source = source_for(obj, aliases={}, dtype=self._dtype, agreement=agreement)
+            committed, self._committed = self._committed, None
+            if committed is not None and not (
+                committed.version < version and committed.since_anchor + 1 < self._anchor_every
+            ):
+                committed = Committed(values=committed.values)
+            writing = _Writing(self._store, version, label, self._bucket_bytes)
+            if self._delta:
+                writing.follow(committed or Committed())
+            failure = _stream(source, agreement, writing)
+            agreement.vote(failure, timeout, "write")
+            agreement.vote(_attempt(writing.finish, agreement), timeout, "manifest")
+        if not agreement.is_sender:
+            return None
+        self._committed = writing.committed
+        return writing.manifest
+
+
+class _Writing:
+    """One version on its way into the store."""
+
+    def __init__(self, store: Store, version: int, label: str | None, bucket_bytes: int) -> None:
+        if not 0 <= version < 10**12:
+            raise ConfigError(f"version must be in 0..10^12 - 1, got {version}")
+        self._store, self._version, self._label = store, version, label
+        self._packer = BucketPacker(bucket_bytes, num_buffers=1)
+        self._sizes: list[int] = []
+        self._tensors: list[TensorMeta] = []
+        self._digests: dict[str, int] = {}
+        self._base: int | None = None
+        self.committed: Committed | None = None
+        self.manifest: Manifest | None = None
+
+    def follow(self, committed: Committed) -> None:
+        """Write changes against ``committed``, if it has been written; keep what is written."""
+        self.committed = committed
+        self._base = committed.version if committed.version >= 0 else None
+
+    def begin(self) -> None:
+        with suppress(IncompleteUpdate):
+            read_manifest(self._store, self._version)
+            raise VersionConflict(f"version {self._version} has been written already")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        tensor = tensor.detach().cpu()
+        shape = tuple(tensor.shape)
+        self._tensors.append(TensorMeta(name, tensor.dtype, shape))
+        self._digests[name] = digest(tensor, shape, Box.full(shape))
+        change = None
+        if self.committed is not None and self._base is not None:
+            change = self.committed.delta(name, tensor, self._packer.bucket_bytes)
+        elif self.committed is not None:
+            self.committed.keep(name, tensor)
+        if change is None:
+            made = self._packer.add(name, tensor)
+        else:
+            made = self._packer.add_delta(name, change)
+        for header, payload in made:
+            self._put(header, payload)
+
+    def finish(self) -> None:
+        """The last bucket, then the manifest."""
+        for header, payload in self._packer.flush():
+            self._put(header, payload)
+        document = {
+            "format": FORMAT,
+            "version": self._version,
+            "base": self._base,
+            "label": self._label,
+            "buckets": self._sizes,
+            "tensors": [meta_to_wire(meta) for meta in self._tensors],
+            "digests": self._digests,
+        }
+        self._store.put(f"{folder(self._version)}/{MANIFEST}", json.dumps(document).encode())
+        self.manifest = read_manifest(self._store, self._version)
+        if self.committed is not None:
+            self.committed.since_anchor += 0 if self._base is None else 1
+            self.committed.version = self._version
+
+    def _put(self, header: BucketHeader, payload: Tensor) -> None:
+        head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
+        head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
+        data = b"".join([LENGTH.pack(len(head)), head, tensor_bytes(payload)])
+        self._store.put(bucket_key(self._version, header.index), data)
+        self._sizes.append(len(data))
+
+
+def _stream(source: WeightSource, agreement: Agreement, writing: _Writing) -> RolloutError | None:
+    """Iterate the source to its end in lockstep; the writer's own failure does not stop it."""
+    failure = _attempt(writing.begin, agreement)
+    items = iter(source)
+    try:
+        for name, tensor in items:
+            if failure is None:
+                failure = _attempt(lambda n=name, t=tensor: writing.add(n, t), agreement)
+    except RolloutError as error:
+        failure = failure or error
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+    return failure
+
+
+def _attempt(act: Any, agreement: Agreement) -> RolloutError | None:
+    """The error of what the sender does, the store's own included."""
+    if not agreement.is_sender:
+        return None
+    try:
+        act()
+    except RolloutError as error:
+        return error
+    except OSError as error:
+        return TransferFailed(f"the store failed: {error}")
+    return None

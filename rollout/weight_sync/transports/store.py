@@ -1,0 +1,63 @@
+"""Where versions lie: anything that can put, get and list."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Protocol
+
+from rollout.errors import ConfigError
+
+_KEY = re.compile(r"[0-9a-z][0-9a-z./-]*")
+
+
+class Store(Protocol):
+    """Named runs of bytes; a ``put`` that has returned is seen whole by every later ``get``."""
+
+    def put(self, key: str, data: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes:
+        """Raises ``KeyError`` where there is none."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that begin with ``prefix``."""
+        ...
+
+
+class LocalStore:
+    """A directory as a store; nothing outside it is read or written, links included."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).resolve()
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            half.write_bytes(data)
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyError(key) from None
+
+    def list(self, prefix: str) -> list[str]:
+        found = []
+        for path in self.root.rglob("*"):
+            key = path.relative_to(self.root).as_posix()
+            if key.startswith(prefix) and not path.name.startswith(".") and path.is_file():
+                found.append(key)
+        return sorted(found)
+
+    def _path(self, key: str) -> Path:
+        path = (self.root / key).resolve()
+        if not _KEY.fullmatch(key) or not path.is_relative_to(self.root):
+            raise ConfigError(f"{key!r:.200} lies outside the store {self.root}")
+        return path

@@ -1,0 +1,328 @@
+"""Versions in a store: what is read back is what was written, or a named error says what is not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+from ranks import Engine, same
+from safetensors.torch import save_file
+from trainer import BUCKET, DEADLINE, fresh, nudged
+
+from rollout.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    IncompleteUpdate,
+    SourceFailed,
+    TransferFailed,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.weight_sync.follower import INDEX, Follower
+from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weight_sync.transports.disk import VersionSource, complete_versions
+from rollout.weight_sync.transports.disk_writer import VersionWriter
+from rollout.weight_sync.transports.store import LocalStore
+
+
+class PutGetList:
+    """A store with nothing else: no rename, no append."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.order: list[str] = []
+
+    def put(self, key: str, data: bytes) -> None:
+        self.objects[key] = bytes(data)
+        self.order.append(key)
+
+    def get(self, key: str) -> bytes:
+        return self.objects[key]
+
+    def list(self, prefix: str) -> list[str]:
+        return [key for key in self.objects if key.startswith(prefix)]
+
+
+@pytest.fixture(params=["objects", "directory"])
+def store(request, tmp_path):
+    return PutGetList() if request.param == "objects" else LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+def writer(store, **options) -> VersionWriter:
+    return VersionWriter(store, dtype=torch.float32, bucket_bytes=BUCKET, **options)
+
+
+def read(store, version: int) -> dict[str, torch.Tensor]:
+    return dict(VersionSource(store, version))
+
+
+def equal(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_version_comes_back_and_updates_an_engine(store, engine, checkpoints) -> None:
+    writer(store).write(checkpoints[2], 12, label="step 12")
+    assert complete_versions(store) == [12]
+    assert equal(read(store, 12), checkpoints[2])
+    receipt = publish(
+        VersionSource(store, 12),
+        connect=lambda: engine,
+        options=UpdateOptions(version=12, timeout=DEADLINE, bucket_bytes=BUCKET),
+    )
+    assert receipt.version == 12
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+def test_the_manifest_is_written_last(checkpoints) -> None:
+    store = PutGetList()
+    writer(store).write(checkpoints[2], 1)
+    assert [key.endswith("manifest.json") for key in store.order].index(True) + 1 == len(
+        store.order
+    )
+    assert len(store.order) > 4
+
+
+def test_changes_patch_forward_from_the_last_whole_version(store, checkpoints) -> None:
+    write = writer(store, encoding="delta", anchor_every=3).write
+    history = {v: nudged(checkpoints[2], 0.01 * v, v) for v in range(1, 6)}
+    manifests = {version: write(weights, version) for version, weights in history.items()}
+    assert [m.base for m in manifests.values()] == [None, 1, 2, None, 4]
+    assert sum(manifests[2].buckets) < 0.2 * sum(manifests[1].buckets)  # headers included
+    for version, weights in history.items():
+        assert equal(read(store, version), weights)
+
+
+def test_a_failed_write_makes_the_next_version_whole(store, checkpoints) -> None:
+    writing = writer(store, encoding="delta")
+    writing.write(checkpoints[1], 1)
+
+    def failing():
+        yield from list(nudged(checkpoints[1], 0.01).items())[:5]
+        raise OSError("gone")
+
+    with pytest.raises(SourceFailed, match="gone"):
+        writing.write(failing(), 2)
+    assert complete_versions(store) == [1]
+    assert writing.write(checkpoints[2], 2).base is None
+    assert equal(read(store, 2), checkpoints[2])
+    with pytest.raises(VersionConflict, match="written already"):
+        writing.write(checkpoints[2], 2)
+
+
+def test_a_full_store_is_a_named_error(checkpoints) -> None:
+    class Full(PutGetList):
+        def put(self, key: str, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(TransferFailed, match=r"the store failed.*No space left"):
+        writer(Full()).write(checkpoints[1], 1)
+
+
+def damaged(store: PutGetList, key: str, how: str) -> None:
+    data = bytearray(store.objects[key])
+    if how == "missing":
+        del store.objects[key]
+        return
+    if how == "half":
+        data = data[: len(data) // 2]
+    elif how == "flipped":
+        data[-5] ^= 1
+    elif how == "garbage":
+        data = bytearray(b"\xff" * len(data))
+    store.objects[key] = bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("part", "how", "error", "text"),
+    [
+        ("manifest.json", "missing", IncompleteUpdate, "version 1 has no manifest.json"),
+        ("manifest.json", "half", IncompleteUpdate, "half-written"),
+        ("bucket-000001", "missing", IncompleteUpdate, "bucket-000001 is missing"),
+        ("bucket-000001", "half", IncompleteUpdate, "its manifest says"),
+        ("bucket-000001", "garbage", IncompleteUpdate, "half-written"),
+        ("bucket-000001", "flipped", ChecksumMismatch, "not what was written"),
+    ],
+)
+def test_damage_is_named_and_changes_nothing(engine, checkpoints, part, how, error, text) -> None:
+    store = PutGetList()
+    writer(store).write(checkpoints[2], 1)
+    damaged(store, f"000000000001/{part}", how)
+    before = engine.live()
+    with pytest.raises((error, SourceFailed), match=text):
+        publish(
+            VersionSource(store, 1), connect=lambda: engine, options=UpdateOptions(timeout=DEADLINE)
+        )
+    assert same(engine.live(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": "x"}, "is of 'x'"),
+        ({"version": 2}, "is of"),
+        ({"base": 1}, "cannot patch version 1"),
+        ({"base": 0}, "version 0 has no manifest"),
+        ({"tensors": [["a", "float32", [-1]]]}, "not an integer"),
+        ({"buckets": None}, "malformed"),
+        ({"digests": {"a": -1}}, "out of bounds"),
+    ],
+)
+def test_a_manifest_is_not_believed(checkpoints, change, text) -> None:
+    store = PutGetList()
+    writer(store).write(checkpoints[2], 1)
+    key = "000000000001/manifest.json"
+    store.put(key, json.dumps({**json.loads(store.get(key)), **change}).encode())
+    with pytest.raises((TransferFailed, IncompleteUpdate), match=text):
+        read(store, 1)
+
+
+def test_a_store_in_a_directory_stays_in_it(tmp_path) -> None:
+    (tmp_path / "secret").write_text("x")
+    store = LocalStore(tmp_path / "inside")
+    store.put("1/a", b"b")
+    (tmp_path / "inside" / "link").symlink_to(tmp_path / "secret")
+    for key in ("../secret", "link", "/etc/passwd", "1/../../secret", ""):
+        with pytest.raises(ConfigError, match="outside the store"):
+            store.get(key)
+    assert store.list("") == ["1/a", "link"]
+
+
+# ---- following a directory ----
+
+
+@pytest.fixture
+def follower(engine, tmp_path):
+    where = tmp_path / "run"
+    where.mkdir()
+    return Follower(where, [tmp_path], lambda: engine, timeout=DEADLINE), where
+
+
+def checkpoint(path, weights, shards: int = 1) -> None:
+    path.mkdir(parents=True)
+    names = list(weights)
+    files = {}
+    for shard in range(shards):
+        part = names[shard::shards]
+        file = (
+            f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+            if shards > 1
+            else ("model.safetensors")
+        )
+        save_file({name: weights[name] for name in part}, path / file)
+        files.update(dict.fromkeys(part, file))
+    if shards > 1:
+        (path / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> None:
+    following, where = follower
+    assert following.look() is None
+    checkpoint(where / "checkpoint-500", checkpoints[2], shards)
+    receipt = following.look()
+    assert (receipt.version, receipt.label) == (500, "checkpoint-500")
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+    assert following.look() is None
+    checkpoint(where / "checkpoint-400", checkpoints[1], shards)
+    assert following.look() is None  # older than what is live
+    writer(LocalStore(where)).write(checkpoints[1], 501)
+    assert following.look().version == 501
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[1]))
+
+
+def test_what_is_not_complete_yet_waits(follower, engine, checkpoints) -> None:
+    following, where = follower
+    half = where / "checkpoint-7"
+    checkpoint(half, checkpoints[2], 3)
+    index = (half / INDEX).read_text()
+    shard = half / "model-00002-of-00003.safetensors"
+    whole = shard.read_bytes()
+    checkpoint(where / "checkpoint-3", checkpoints[1])
+    (half / INDEX).unlink()  # shards without an index
+    assert following.look().version == 3  # the newest one that is complete
+    (half / INDEX).write_text(index[:30])
+    assert following.look() is None
+    (half / INDEX).write_text(index)
+    for data in (whole[:5], whole[:100], whole[:-1]):
+        shard.write_bytes(data)
+        assert following.look() is None
+    shard.unlink()
+    assert following.look() is None
+    shard.write_bytes(whole)
+    assert following.look().version == 7
+    (where / "000000000009").mkdir()
+    (where / "000000000009" / "bucket-000000").write_bytes(b"x")  # no manifest
+    (where / "checkpoint-11").mkdir()
+    assert following.look() is None
+    assert engine.version == 7
+
+
+def test_what_does_not_fit_is_named_once_and_changes_nothing(follower, engine, checkpoints) -> None:
+    following, where = follower
+    before = engine.live()
+    checkpoint(where / "checkpoint-1", {"model.other": torch.ones(3)})
+    with pytest.raises(WeightMismatch, match=r"model\.other"):
+        following.look()
+    assert following.look() is None  # the same files are not tried again
+    assert same(engine.live(), before)
+    checkpoint(where / "checkpoint-2", checkpoints[2])
+    assert following.look().version == 2
+
+
+def test_only_the_allowed_directories_are_read(engine, tmp_path, checkpoints) -> None:
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside"
+    allowed.mkdir()
+    checkpoint(outside / "checkpoint-1", checkpoints[2])
+    with pytest.raises(ConfigError, match=f"outside every --weight-dir.*--weight-dir {outside}"):
+        Follower(outside, [allowed], lambda: engine)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        Follower(allowed / "no", [allowed], lambda: engine)
+    following = Follower(allowed, [allowed], lambda: engine, timeout=DEADLINE)
+    (allowed / "checkpoint-1").symlink_to(outside / "checkpoint-1")
+    with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
+        following.look()
+    (allowed / "checkpoint-1").unlink()
+    (allowed / "checkpoint-2").mkdir()
+    (allowed / "checkpoint-2" / "model.safetensors").symlink_to(
+        outside / "checkpoint-1" / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
+        following.look()
+    assert engine.version == 0
+
+
+def test_a_follower_goes_on_after_a_failure_until_it_is_stopped(
+    follower, engine, checkpoints, caplog
+) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-1", {"model.other": torch.ones(3)})
+    stop = threading.Event()
+    thread = threading.Thread(target=following.run, args=(stop, 0.05))
+    thread.start()
+    try:
+        _until(lambda: "WeightMismatch" in caplog.text)
+        checkpoint(where / "tmp-checkpoint-2", checkpoints[2])
+        (where / "tmp-checkpoint-2").rename(where / "checkpoint-2")
+        _until(lambda: engine.version == 2)
+    finally:
+        stop.set()
+        thread.join(10)
+    assert not thread.is_alive()
+    assert caplog.text.count("WeightMismatch") == 1
+
+
+def _until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
