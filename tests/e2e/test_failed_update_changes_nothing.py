@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from statistics import median
 
 import psutil
 import pytest
@@ -117,7 +118,6 @@ def test_a_killed_engine_rank_ends_everything_by_name(checkpoints, phase) -> Non
 def test_a_failing_update_under_sixteen_streams_is_not_noticed(engine, checkpoints) -> None:
     engine.update_weights(weights(checkpoints["a"]))
     before = engine.weight_version
-    quiet_tokens, quiet_gap = run_streams(engine, lambda: None)
 
     def disturb() -> None:
         for transport in ("inline", "broadcast"):
@@ -128,10 +128,16 @@ def test_a_failing_update_under_sixteen_streams_is_not_noticed(engine, checkpoin
                     bucket_bytes=BUCKET,
                 )
 
-    tokens, gap = run_streams(engine, disturb)
-    assert tokens == quiet_tokens
+    # Alternated, and medians: one gap may be the machine's own.
+    quiet_gaps, gaps = [], []
+    for _ in range(3):
+        quiet_tokens, gap = run_streams(engine, lambda: None)
+        quiet_gaps.append(gap)
+        tokens, gap = run_streams(engine, disturb)
+        gaps.append(gap)
+        assert tokens == quiet_tokens
     assert engine.weight_version == before
-    assert gap <= 2 * quiet_gap + 0.05, (gap, quiet_gap)
+    assert median(gaps) <= 2 * median(quiet_gaps) + 0.05, (gaps, quiet_gaps)
 
 
 def run_streams(engine: Rollout, beside) -> tuple[list[list[int]], float]:
