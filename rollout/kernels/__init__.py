@@ -3,6 +3,7 @@
 from rollout.kernels.add_rms_norm import add_rms_norm
 from rollout.kernels.digest import digest
 from rollout.kernels.fused_experts import fused_experts
+from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
 from rollout.kernels.paged_attention import paged_attention
 from rollout.kernels.rms_norm import rms_norm
@@ -15,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "digest",
     "fused_experts",
+    "gated_linear",
     "linear",
     "paged_attention",
     "rms_norm",

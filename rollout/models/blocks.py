@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from rollout.kernels import silu_mul
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.base import Build
@@ -28,7 +27,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(build, inner, hidden, config.mlp_bias, reduce)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.gate_up_proj.gated(x))
         return out
 
 

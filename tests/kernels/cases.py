@@ -206,7 +206,8 @@ def _linears() -> Iterator[Case]:
                     return x, storage, _randn(48, seed=2).to(t) if bias else None, layout, shape
 
                 yield Case("linear", f"{layout.name}-{batch}-{bias}", make)
-    sizes = ((1, 16, 2), (5, 16, 30), (16, 64, 32), (17, 112, 34), (33, 80, 96), (101, 144, 66))
+                yield Case("gated_linear", f"{layout.name}-{batch}-{bias}", make)
+    sizes = ((1, 16, 2), (5, 16, 30), (16, 64, 32), (17, 112, 34), (33, 96, 96), (101, 144, 66))
     for rows, outputs, inputs in sizes:
         for bias, before in ((False, 0), (True, 3)):
 
@@ -218,7 +219,9 @@ def _linears() -> Iterator[Case]:
             ) -> tuple[Any, ...]:
                 return packed_linear(size[0], size[1:], bias=bias, dtype=t, columns_before=before)
 
-            yield Case("linear", f"tiles-{rows, outputs, inputs}-{bias}-from {before}", packed)
+            name = f"tiles-{rows, outputs, inputs}-{bias}-from {before}"
+            yield Case("linear", name, packed)
+            yield Case("gated_linear", name, packed)
 
 
 def _scans() -> Iterator[Case]:

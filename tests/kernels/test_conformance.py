@@ -137,7 +137,7 @@ def test_a_packed_linear_gives_a_row_the_same_bits_in_any_batch(threads: int) ->
     run = _native(kernels.linear)
     from rollout.kernels.linear.cpu import level
 
-    for shape in ((112, 98), (1152, 896)):
+    for shape in ((112, 98), (288, 896), (160, 1090)):
         x, storage, bias, layout, _ = packed_linear(70, shape, bias=True, dtype=torch.bfloat16)
         exact = kernels.linear.reference(x.double(), storage.double(), bias.double(), layout, shape)
         for at in range(level() + 1):
@@ -146,10 +146,15 @@ def test_a_packed_linear_gives_a_row_the_same_bits_in_any_batch(threads: int) ->
             for cuts in ((1,) * 70, (2, 15, 16, 17, 20), (32, 38), (33, 31, 6)):
                 parts = [run(r, storage, bias, layout, shape, at_level=at) for r in x.split(cuts)]
                 assert torch.equal(torch.cat(parts), together)
+            if shape[0] % 32 == 0:
+                gated = _native(kernels.gated_linear)(x, storage, bias, layout, shape, at_level=at)
+                assert torch.equal(gated, kernels.silu_mul(together))
 
 
 def test_more_rows_than_a_cache_holds_are_multiplied_in_stretches(threads: int) -> None:
-    x, storage, _, layout, shape = packed_linear(150, (96, 8192), bias=False, dtype=torch.bfloat16)
+    x, storage, _, layout, shape = packed_linear(
+        1100, (304, 1300), bias=False, dtype=torch.bfloat16
+    )
     got = _native(kernels.linear)(x, storage, None, layout, shape)
     exact = kernels.linear.reference(x.double(), storage.double(), None, layout, shape)
     torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=1e-3)

@@ -12,8 +12,7 @@ from rollout.kernels.linear import linear as op
 from rollout.kernels.native import entry, library
 from rollout.weights import Layout, TileLayout
 
-_LEVELS = ("plain vectors", "AVX512-BF16", "AMX")
-_TILE_ROWS = 16
+TILE_ROWS = 16
 
 
 def available() -> bool:
@@ -22,7 +21,7 @@ def available() -> bool:
 
 @functools.cache
 def level() -> int:
-    """Which of ``_LEVELS`` this machine runs at best."""
+    """The best of this machine: 2 AMX, 1 AVX512-BF16, 0 plain vectors."""
     return int(entry("linear_level", "", "i")())
 
 
@@ -38,18 +37,36 @@ def linear(
     """``at_level`` pins a lower level than the machine's, for tests."""
     if layout.name == "plain":
         return F.linear(x, storage, bias)
-    n, k = shape
-    rows_of_tile = layout.rows if isinstance(layout, TileLayout) else 0
-    alike = x.dtype == storage.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
-    if not alike or rows_of_tile != _TILE_ROWS or not x.shape[-1]:
+    if not takes(x, storage, bias, layout):
         return op.reference(x, storage, bias, layout, shape)
+    return multiply_tiles(x, storage, bias, shape, gated=False, at_level=at_level)
+
+
+def takes(x: Tensor, storage: Tensor, bias: Tensor | None, layout: Layout) -> bool:
+    """Whether ``multiply_tiles`` is made for these arguments."""
+    tiles = isinstance(layout, TileLayout) and layout.rows == TILE_ROWS
+    alike = x.dtype == storage.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
+    return tiles and alike and x.shape[-1] > 0
+
+
+def multiply_tiles(
+    x: Tensor,
+    storage: Tensor,
+    bias: Tensor | None,
+    shape: tuple[int, int],
+    *,
+    gated: bool,
+    at_level: int | None,
+) -> Tensor:
+    """``linear``, or ``gated_linear`` where ``gated``, of what ``takes`` accepts."""
+    n, k = shape
     assert x.shape[-1] == k, f"x {x.shape} does not fit a weight of shape {shape}"
     assert storage.is_contiguous(), "the tiles of a weight lie one after the other"
     flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, k).contiguous()
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
+    out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype)
     if not out.numel():
         return out
-    entry("linear", "plppplllii")(
+    entry("linear", "plpppllliii")(
         flat.data_ptr(),
         flat.stride(0),
         storage.data_ptr(),
@@ -58,6 +75,7 @@ def linear(
         len(flat),
         n,
         k,
+        gated,
         level() if at_level is None else at_level,
         torch.get_num_threads(),
     )

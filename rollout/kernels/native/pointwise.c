@@ -106,10 +106,7 @@ INLINE void gate(const void *x, int64_t stride, void *out, int64_t rows, int64_t
         void *row = (void *)at(out, i * dim, bf16);
         for (int64_t d = 0; d < dim; d += VW) {
             vf v = load_at(g, d, dim, bf16);
-            /* Beyond the clamp silu is v or 0 to the last bit that counts; v carries a NaN on. */
-            vf power = exp_within(vmin(vmax(-v, splat(EXP_LOW)), splat(EXP_HIGH)));
-            vf silu = round_to(v / (power + 1.0f), bf16);
-            store_at(row, d, dim, silu * load_at(up, d, dim, bf16), bf16);
+            store_at(row, d, dim, silu(v, bf16) * load_at(up, d, dim, bf16), bf16);
         }
     }
 }

@@ -158,4 +158,11 @@ INLINE vf exp_negative(vf x) {
     return blend(low, splat(0.0f), exp_within(blend(low, splat(EXP_LOW), x)));
 }
 
+/* v / (1 + e^-v), rounded. Beyond the clamp it is v or 0 to the last bit that counts; v carries a
+ * NaN on. */
+INLINE vf silu(vf v, int bf16) {
+    vf power = exp_within(vmin(vmax(-v, splat(EXP_LOW)), splat(EXP_HIGH)));
+    return round_to(v / (power + 1.0f), bf16);
+}
+
 #endif

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.models.layers.base import Build, Layer, rows_slot, sibling, whole_slot
+from rollout.kernels import gated_linear
+from rollout.models.layers.base import Build, Layer, rows_slot, sibling, storage_of, whole_slot
 from rollout.weights import Box, WeightSlot
 
 
@@ -39,6 +40,13 @@ class MergedColumnLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first part) * second part, of two equal parts."""
+        spec = self.specs["weight"]
+        rows, columns = spec.shape
+        weight = storage_of(self, "weight")
+        return gated_linear(x, weight, self.bias, spec.layout, (rows, columns))
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         result, at = [], 0
