@@ -31,7 +31,8 @@ class Registry:
 
     There is no process-wide registry to mutate: ``register_model`` returns a wider table, which is
     passed along. A package that must also be seen by rank processes declares an entry point in
-    the group ``rollout.models`` (name: the architecture; value: ``module:Class``).
+    the group ``rollout.models`` (name: the architecture; value: ``module:Class``). The class is a
+    ``CausalLM``, or any module that loads by vLLM's contract (``foreign.py``).
     """
 
     entries: Mapping[str, str] = field(default_factory=lambda: BUILT_IN)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rank_threads import Session, run_ranks
 from safetensors.torch import save_file
 
-from rollout import Rollout, SamplingParams
+from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels import digest
@@ -18,6 +18,7 @@ from rollout.models.causal_lm import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.registry import Registry
 from rollout.models.weight_table import check_tables
+from rollout.server.preflight import check
 from rollout.weight_sync.digests import combine, slot_digests
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
@@ -194,6 +195,8 @@ def test_an_engine_serves_and_updates_an_installed_one(tmp_path, monkeypatch):
         found = engine.generate([[1, 2, 3]], greedy)[0].outputs[0]
         return list(found.token_ids), list(found.logprobs.raw)
 
+    facts = check(EngineConfig(model=str(tmp_path / "0"), tensor_parallel_size=2, **settings))
+    assert facts.num_tensors == len(weights_of())
     with Rollout(str(tmp_path / "0"), **settings) as live:
         before = sample(live)
         receipt = live.update_weights(weights_of(1), bucket_bytes=4096, timeout=10)
