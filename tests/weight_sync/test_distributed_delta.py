@@ -1,0 +1,86 @@
+"""Deltas from a sharded trainer: gathered, compared with the sender's copy, sent by the sender."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from serving import serve
+from tiny_models import write_tiny
+
+ROOT = Path(__file__).parents[2]
+
+RANK = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from rollout import Rollout
+
+path, address, meeting, rank, *roads = sys.argv[1:]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
+model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+rows = []
+with Rollout.connect(address, timeout=20) as rollout:
+    for road in roads:
+        for encoding in ("full", "delta", "delta"):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    shard = parameter.to_local().view(-1)
+                    shard[3::100] += 0.25
+            receipt = rollout.update_weights(model, transport=road, encoding=encoding)
+            equal = rollout.check_weights(model).equal
+            rows.append([receipt.transport, receipt.details["encoding"], receipt.version,
+                         receipt.wire_bytes, receipt.digest, equal])
+print(json.dumps(rows), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    where = tmp_path_factory.mktemp("service")
+    write_tiny(where, seed=3)
+    return where
+
+
+def test_two_ranks_of_fsdp2_send_what_changed(directory, tmp_path) -> None:
+    flags = ("--tensor-parallel-size", "2", "--num-kv-blocks", "64", "--max-model-len", "128")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with serve(directory, *flags) as served:
+        command = [sys.executable, "-c", RANK, str(directory), served.grpc, str(tmp_path / "meet")]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), "ipc", "broadcast"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=90) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+    assert all(process.returncode == 0 for process in ranks), said
+    rows, others = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    assert rows == others  # the same receipts on every rank
+    assert [row[:3] for row in rows] == [
+        ["ipc", "full", 1], ["ipc", "full", 2], ["ipc", "delta", 3],
+        ["broadcast", "full", 4], ["broadcast", "full", 5], ["broadcast", "delta", 6],
+    ]  # fmt: skip
+    for whole, changes in ((rows[1], rows[2]), (rows[4], rows[5])):
+        assert changes[3] <= 0.04 * whole[3]
+    assert all(row[5] for row in rows)
+    assert torch.tensor([row[4] for row in rows], dtype=torch.float64).unique().numel() == 6
