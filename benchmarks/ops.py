@@ -1,6 +1,6 @@
 """Native CPU kernels beside torch: median times, the two taken in turn.
 
-python benchmarks/kernels.py [--threads 1] [--rounds 15] [--quick]
+python benchmarks/ops.py [--threads 1] [--rounds 15] [--quick] [--only linears]
 """
 
 from __future__ import annotations
