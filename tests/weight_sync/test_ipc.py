@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Engine
+from trainer import Trainer, nudged
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.updates import BucketHeader, SharedBuckets, WeightInfo
@@ -194,3 +197,58 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_one(sender) -> None:
     assert name in left()
     sender.buffers(1 << 20)
     assert name not in left()
+
+
+# ---- "auto", where shared memory turns out not to work ----
+
+
+@pytest.fixture
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+class Elsewhere:
+    """The engine as if its ranks saw another /dev/shm than their host id says."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def info(self):
+        return self._engine.info()
+
+    def open(self):
+        for path in SHARED_MEMORY.glob(f"rollout-ipc-{os.getpid()}-*"):
+            path.unlink()
+        return self._engine.open()
+
+
+def test_auto_goes_another_way_when_the_ranks_cannot_open_the_file(engine, checkpoints) -> None:
+    trainer, before = Trainer(engine, "auto"), left()
+    trainer.send(checkpoints[1], encoding="delta")
+    receipt = trainer.send(
+        iter(nudged(checkpoints[2], 0.1).items()), encoding="delta", link=Elsewhere(engine)
+    )
+    assert receipt.transport == "broadcast"
+    assert "ipc failed: rank 0: the shared memory" in receipt.details["transport_reason"]
+    assert (receipt.details["encoding"], receipt.version) == ("delta", 2)
+    assert left() == before
+    with pytest.raises(TransferFailed, match="is refused"):
+        trainer.send(checkpoints[1], transport="ipc", link=Elsewhere(engine))
+    assert (engine.version, engine.info().state) == (2, "idle")
+
+
+def test_auto_goes_another_way_when_shared_memory_is_full(engine, checkpoints) -> None:
+    trainer, before = Trainer(engine, "auto"), left()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        receipt = trainer.send(checkpoints[2])
+        with pytest.raises(TransferFailed, match="bytes of shared memory cannot be had"):
+            trainer.send(checkpoints[2], transport="ipc")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert receipt.transport == "broadcast"
+    assert "cannot be had" in receipt.details["transport_reason"]
+    assert left() == before
