@@ -21,6 +21,7 @@ from rollout.errors import (
     DeadlineExceeded,
     EngineBroken,
     RolloutError,
+    TransferFailed,
     UpdateInProgress,
     VersionConflict,
 )
@@ -112,7 +113,7 @@ class Coordinator:
             epoch=self.engine.epoch,
             version=self.engine.version,
             label=self._label,
-            state=self.state,
+            state="broken" if self.state == "idle" and self.engine.broken else self.state,
             dtype=self._dtype,
             tensors=tuple(self.metadata.values()),
             aliases=self.aliases,
@@ -147,6 +148,7 @@ class Coordinator:
                 )
             started = time.perf_counter()
             version, stall = self.engine.version + 1, self.switch(None, "keep", timeout)
+            self._can_roll_back = False
             held = self.digests(timeout)
             receipt = UpdateReceipt(
                 version=version,
@@ -180,11 +182,20 @@ class Coordinator:
         with self._free:
             if self._holder is not lease:
                 return
-            self._holder = None
-            self.state = "broken" if broken else "idle"
-            self._free.notify_all()
-        if broken:
-            self.engine.mark_broken(broken)
+            try:
+                if broken:
+                    self.engine.mark_broken(broken)
+            finally:
+                self._holder = None
+                self.state = "idle" if self.engine.broken is None else "broken"
+                self._free.notify_all()
+
+    def advance(self, lease: Lease, state: str) -> None:
+        """The next state of the update that holds the lease; ``TransferFailed`` if it has ended."""
+        with self._free:
+            if self._holder is not lease:
+                raise TransferFailed(f"the update ended before it was {state}")
+            self.state = state
 
     def staging_begins(self) -> None:
         """The shadow is about to be overwritten: the version it held is gone."""
@@ -282,12 +293,18 @@ class Coordinator:
                 raise DeadlineExceeded(
                     f"no step boundary came within {2 * timeout:g} s (phase: commit)"
                 ) from error
+        try:
+            return future.result(2 * timeout)  # under way: the commit, or going back from it
+        except FutureTimeout as error:
+            if isinstance(error, RolloutError):
+                raise
+            self.engine.mark_broken("a commit did not end at its deadline")
             raise EngineBroken("the commit did not end at its deadline") from error
 
     def _revert(self, base: int, timeout: float, cause: Exception) -> None:
         """Every rank is told to be at ``base`` again; one that never swapped has nothing to do."""
         try:
             self.await_all(self.engine.call("revert", {"version": base}), timeout, "revert")
-        except RolloutError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
             self.engine.mark_broken(f"commit failed ({cause}) and going back failed ({error})")
             raise EngineBroken(f"commit failed ({cause}) and going back failed: {error}") from cause

@@ -1,4 +1,4 @@
-"""Faults on purpose: a transport wrapper that breaks an update at a chosen phase and bucket.
+"""Faults on purpose: wrappers that break an update at a chosen phase and bucket.
 
     from rollout.weight_sync.faults import Fault, Faulty
 
@@ -6,34 +6,68 @@
 
 The update must then fail with the named error, the old version must serve on bit for bit, and the
 next good update must take. Use it on your own stack before you trust a week of training to it.
+
+A transport sees the phases connect and bucket, and the end of the bytes ("seal", just before it is
+sent); what travels on the channel itself, the seal and the commit, it does not see. ``FaultyLink``
+wraps the way to the engine instead, and reaches those two.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from rollout.distributed import Rendezvous
-from rollout.errors import ConfigError
-from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
+from rollout.errors import ConfigError, TransferFailed
+from rollout.updates import (
+    Begun,
+    BucketEntry,
+    BucketHeader,
+    Seal,
+    SharedBuckets,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.publication import WeightLink
 from rollout.weight_sync.transports import Sender, SenderFactory, make_sender
+from rollout.weights import Box, UpdateReceipt
 
-KINDS = ("flip", "drop", "delay", "kill")
-PHASES = ("connect", "bucket", "close")
+PHASES = ("connect", "bucket", "seal", "commit")
+_BYTES = ("flip", "drop", "duplicate", "reorder", "truncate", "dtype", "shape")  # of a bucket
+_ANYWHERE = ("delay", "stall", "kill", "cut")
+KINDS = (*_BYTES, *_ANYWHERE)
+_ON_CHANNEL: Mapping[str, tuple[str, ...]] = {
+    "seal": ("flip", "drop", "duplicate"),
+    "commit": ("drop", "duplicate"),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PAST = 0.5  # seconds beyond the update's timeout that a stalled sender sleeps
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong, and when.
+    """What goes wrong, and when: at ``phase``, for "bucket" as bucket ``bucket`` is sent.
 
-    ``kind``: "flip" inverts bit ``bit`` of the payload after it was digested; "drop" loses the
-    bucket; "delay" sleeps ``seconds``; "kill" sends SIGKILL to ``pid`` (None: the sender itself).
-    ``phase``: "connect" (before meeting the ranks), "bucket" (as bucket ``bucket`` is sent) or
-    "close" (all bytes sent, before the seal is judged).
+    Of a bucket: "flip" inverts bit ``bit`` of its tensors' bytes after they were digested; "drop"
+    loses it; "duplicate" sends it twice; "reorder" sends it after its successor (the last one has
+    none, and goes as it is); "truncate" loses the second half of its bytes; "dtype" and "shape"
+    announce its first tensor as something else.
+
+    At any phase: "delay" sleeps ``seconds`` and goes on; "stall" stops the process ``pid``
+    (SIGSTOP) for ``seconds`` while the sender goes on, or without a ``pid`` lets the sender itself
+    sleep past the update's timeout; "kill" sends SIGKILL to ``pid`` (None: the sender itself);
+    "cut" ends the control connection.
+
+    On the channel (``FaultyLink``): "flip" at the seal inverts bit ``bit`` of one digest, "drop"
+    loses the seal, or the reply of the commit; "duplicate" sends either twice.
     """
 
     kind: str
@@ -48,25 +82,58 @@ class Fault:
             raise ConfigError(f"unknown fault {self.kind!r}; known: {', '.join(KINDS)}")
         if self.phase not in PHASES:
             raise ConfigError(f"unknown phase {self.phase!r}; known: {', '.join(PHASES)}")
-        if self.kind in ("flip", "drop") and self.phase != "bucket":
-            raise ConfigError(f"a {self.kind} happens to a bucket, not at {self.phase}")
+        fits = (
+            self.kind in _ANYWHERE
+            or self.phase == "bucket"
+            or self.kind in _ON_CHANNEL.get(self.phase, ())
+        )
+        if not fits:
+            raise ConfigError(f"a {self.kind} does not happen at {self.phase}")
 
 
 class Faulty:
     """A transport that behaves like ``transport`` but for the given faults."""
 
     def __init__(self, transport: str | SenderFactory, *faults: Fault) -> None:
+        for fault in faults:
+            of_channel = fault.phase in _ON_CHANNEL and fault.kind not in _ANYWHERE
+            if of_channel or fault.phase == "commit":
+                raise ConfigError(
+                    f"a transport does not see a {fault.kind} at {fault.phase}: use FaultyLink"
+                )
         self._transport, self._faults = transport, faults
 
     def __call__(self, info: WeightInfo, timeout: float) -> Sender:
-        return _FaultySender(make_sender(self._transport, info, timeout), self._faults)
+        return _FaultySender(make_sender(self._transport, info, timeout), self._faults, timeout)
+
+
+class FaultyLink:
+    """A way to an engine with faults at the seal and the commit.
+
+    ``publish(model, connect=lambda: FaultyLink(RolloutClient(address), fault), options=...)``
+    """
+
+    def __init__(self, link: WeightLink, *faults: Fault) -> None:
+        for fault in faults:
+            if fault.phase not in _ON_CHANNEL:
+                raise ConfigError(f"a link does not see the {fault.phase}: use Faulty")
+        self._link, self._faults = link, faults
+
+    def info(self) -> WeightInfo:
+        return self._link.info()
+
+    def open(self) -> WeightChannel:
+        return _FaultyChannel(self._link.open(), self._faults)
 
 
 class _FaultySender:
     """The wrapped sender; faults fire once each, as their bucket passes."""
 
-    def __init__(self, inner: Sender, faults: tuple[Fault, ...]) -> None:
-        self._inner, self._faults = inner, faults
+    def __init__(self, inner: Sender, faults: tuple[Fault, ...], timeout: float) -> None:
+        self._inner, self._faults, self._timeout = inner, faults, timeout
+        self._channel: WeightChannel | None = None
+        self._late: tuple[BucketHeader, Tensor] | None = None  # sent after its successor
+        self._closed = False
         self.name = inner.name
 
     def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
@@ -79,43 +146,175 @@ class _FaultySender:
         return self._inner.shared()
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
+        self._channel = channel
         self._fire("connect")
         self._inner.connect(channel, timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
-        dropped = False
+        late, self._late = self._late, None
+        self._send(channel, header, payload)
+        if late is not None:
+            self._inner.send(channel, *late)
+
+    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
+        late, self._late = self._late, None
+        if late is not None and late[0].index != index:
+            self._late, late = late, None
+        if late is not None:
+            self._inner.send(channel, *late)
+        self._inner.wait(channel, index, timeout)
+
+    def close(self) -> None:
+        if not self._closed:  # the first time all bytes are sent; later it is the end
+            self._closed = True
+            self._fire("seal")
+        self._inner.close()
+
+    def _send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
+        lost = twice = False
         for fault in self._faults:
             if fault.phase != "bucket" or fault.bucket != header.index:
                 continue
             if fault.kind == "flip":
-                payload = payload.clone()
-                payload[fault.bit // 8] ^= 1 << fault.bit % 8
-            elif fault.kind == "drop":
-                dropped = True
+                payload = _flipped(header, payload, fault.bit)
+            elif fault.kind == "truncate":
+                payload = self._truncated(payload)
+            elif fault.kind in ("dtype", "shape"):
+                header = _misdescribed(header, fault.kind)
+            elif fault.kind == "reorder":
+                self._late = (header, payload)
+                return
+            elif fault.kind == "stall" and fault.pid is None and self.rendezvous() is not None:
+                channel.bucket(header, None)  # announced, and then nothing comes
+                _strike(fault, channel, self._timeout)
+                return
             else:
-                _strike(fault)
-        if dropped:
+                _strike(fault, channel, self._timeout)
+            lost |= fault.kind == "drop"
+            twice |= fault.kind == "duplicate"
+        if not lost:
+            self._inner.send(channel, header, payload)
+            if twice:
+                self._inner.send(channel, header, payload)
+        elif self.rendezvous() is not None:
             # A road that moves bytes apart from their announcement loses just the bytes.
-            if self._inner.rendezvous() is not None:
-                channel.bucket(header, None)
-            return
-        self._inner.send(channel, header, payload)
+            channel.bucket(header, None)
 
-    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
-        self._inner.wait(channel, index, timeout)
-
-    def close(self) -> None:
-        self._fire("close")
-        self._inner.close()
+    def _truncated(self, payload: Tensor) -> Tensor:
+        keep = payload.numel() // 2
+        if self.shared() is None:
+            return payload[:keep]
+        payload[keep:] = 0  # shared memory has a fixed length: the rest was never written
+        return payload
 
     def _fire(self, phase: str) -> None:
         for fault in self._faults:
-            if fault.phase == phase:
-                _strike(fault)
+            if fault.phase == phase and self._channel is not None:
+                _strike(fault, self._channel, self._timeout)
 
 
-def _strike(fault: Fault) -> None:
+class _FaultyChannel:
+    """The wrapped channel."""
+
+    def __init__(self, inner: WeightChannel, faults: tuple[Fault, ...]) -> None:
+        self._inner, self._faults = inner, faults
+        self._timeout = 0.0
+
+    def begin(self, request: UpdateRequest) -> Begun:
+        self._timeout = request.timeout
+        return self._inner.begin(request)
+
+    def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        self._inner.bucket(header, payload)
+
+    def wait(self, index: int, timeout: float) -> None:
+        self._inner.wait(index, timeout)
+
+    def seal(self, seal: Seal) -> None:
+        kinds = self._fire("seal")
+        if fault := kinds.get("flip"):
+            name = min(seal.digests)
+            wrong = seal.digests[name] ^ 1 << fault.bit % 64
+            seal = replace(seal, digests={**seal.digests, name: wrong})
+        if "drop" not in kinds:
+            self._inner.seal(seal)
+        if "duplicate" in kinds:
+            self._inner.seal(seal)
+
+    def commit(self) -> UpdateReceipt:
+        kinds = self._fire("commit")
+        receipt = self._inner.commit()
+        if "duplicate" in kinds:
+            self._inner.commit()
+        if "drop" in kinds:
+            raise TransferFailed("the reply of the commit was lost on purpose")
+        return receipt
+
+    def abort(self, reason: str) -> None:
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _fire(self, phase: str) -> dict[str, Fault]:
+        """Strike what strikes here; the faults of this phase, by kind."""
+        here = {fault.kind: fault for fault in self._faults if fault.phase == phase}
+        for fault in here.values():
+            _strike(fault, self._inner, self._timeout)
+        return here
+
+
+def _strike(fault: Fault, channel: WeightChannel, timeout: float) -> None:
+    """The kinds that do not care what is being sent."""
+    pid = os.getpid() if fault.pid is None else fault.pid
     if fault.kind == "delay":
         time.sleep(fault.seconds)
     elif fault.kind == "kill":
-        os.kill(os.getpid() if fault.pid is None else fault.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+    elif fault.kind == "cut":
+        channel.close()
+    elif fault.kind == "stall" and fault.pid is None:
+        time.sleep(timeout + _PAST)
+    elif fault.kind == "stall":
+        os.kill(pid, signal.SIGSTOP)
+        awake = threading.Timer(fault.seconds, _go_on, (pid,))
+        awake.daemon = True
+        awake.start()
+
+
+def _go_on(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return  # it was killed meanwhile
+
+
+def _flipped(header: BucketHeader, payload: Tensor, bit: int) -> Tensor:
+    """A copy with one bit of the tensors' bytes inverted; the gaps between them carry nothing."""
+    total = 8 * sum(entry.nbytes for entry in header.entries)
+    payload = payload.clone()
+    left = bit % total if total else 0
+    for entry in header.entries:
+        if left < 8 * entry.nbytes:
+            payload[entry.offset + left // 8] ^= 1 << left % 8
+            break
+        left -= 8 * entry.nbytes
+    return payload
+
+
+def _misdescribed(header: BucketHeader, kind: str) -> BucketHeader:
+    """The header with another dtype of the same width, or another shape, for its first entry."""
+    first = header.entries[0]
+    if kind == "dtype":
+        wrong = replace(first, dtype=_INTEGERS[first.dtype.itemsize])
+    else:
+        wrong = _misshapen(first)
+    return replace(header, entries=(wrong, *header.entries[1:]))
+
+
+def _misshapen(entry: BucketEntry) -> BucketEntry:
+    """As if of a tensor with one more row; the bytes are announced as they are."""
+    if not entry.shape:
+        return replace(entry, shape=(1,), box=Box.full((1,)))
+    shape = (entry.shape[0] + 1, *entry.shape[1:])
+    return replace(entry, shape=shape, box=Box.full(shape) if entry.sparse else entry.box)

@@ -31,30 +31,41 @@ class Lease:
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: _Sealed | None = None
-        self._ended: str | None = None
+        self._touched = False  # ranks may have begun to overwrite what they hold
+        # Closing can come from another thread at any time. While ``begin`` runs, that thread
+        # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
         self._lock = threading.Lock()
+        self._phase = ""  # beginning | committing, while one of them runs
+        self._ended: str | None = None
+        self._freed = False
         self._started = time.perf_counter()
 
     def begin(self, request: UpdateRequest) -> Begun:
         if self._request is not None:
             raise VersionConflict("a channel carries one update; open another")
         of = self._of
-        of.acquire(self, request.timeout)
-        self._started = time.perf_counter()
+        self._enter("beginning")
         try:
+            of.acquire(self, request.timeout)
+            self._started = time.perf_counter()
             request = replace(request, version=of.check(request))
             if request.metadata is not None:
                 check_metadata(request.metadata, of.metadata, of.aliases, partial=request.partial)
             self._request = request
+            self._not_ended("begin")
             of.staging_begins()
             if request.staging == "none":
                 of.engine.hold(request.timeout)
+            self._touched = True
             wire = request_to_wire(replace(request, metadata=None))
             of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
             # The ranks go on to meet the sender; their replies are due before the first bucket's.
             self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
+            self._leave()
+            self._not_ended("begin")
         except BaseException as error:
-            self.abort(str(error))
+            self._leave()
+            self._end(self._ended or str(error), failed=True)
             raise
         assert request.version is not None
         return Begun(
@@ -95,7 +106,7 @@ class Lease:
             self.abort(str(error))
             raise
         self._sealed = _Sealed(seal, votes, time.perf_counter() - started)
-        of.state = "staged"
+        of.advance(self, "staged")
 
     def commit(self) -> UpdateReceipt:
         request, of = self._live("commit"), self._of
@@ -105,9 +116,11 @@ class Lease:
         try:
             if request.in_flight == "wait":
                 of.engine.drain(request.timeout)
-            of.state = "committing"
+            self._enter("committing")
+            of.advance(self, "committing")
             stall = of.switch(request, request.in_flight, request.timeout)
         except BaseException as error:
+            self._leave()
             self.abort(str(error))
             raise
         finally:
@@ -115,6 +128,7 @@ class Lease:
                 of.engine.undrain()
         receipt = self._receipt(request, self._sealed, stall, time.perf_counter() - started)
         of.record(receipt, request.label, reversible=request.staging != "none")
+        self._leave()
         self._end("committed")
         return receipt
 
@@ -129,9 +143,21 @@ class Lease:
     def _live(self, phase: str) -> UpdateRequest:
         if self._request is None:
             raise VersionConflict(f"{phase} before begin")
+        self._not_ended(phase)
+        return self._request
+
+    def _not_ended(self, phase: str) -> None:
         if self._ended is not None:
             raise TransferFailed(f"the update ended before its {phase}: {self._ended}")
-        return self._request
+
+    def _enter(self, phase: str) -> None:
+        with self._lock:
+            self._not_ended(phase)
+            self._phase = phase
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._phase = ""
 
     def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
         try:
@@ -142,16 +168,19 @@ class Lease:
 
     def _end(self, reason: str, failed: bool = False) -> None:
         with self._lock:
-            if self._ended is not None:
+            if self._freed or self._phase == "committing":
                 return
-            self._ended = reason
+            self._ended = self._ended or reason
+            if self._phase == "beginning":
+                return
+            self._freed = True
         request, of = self._request, self._of
         broken = None
         if request is not None:
             if failed:
                 of.engine.record_update(failed=True)
                 self._tell_ranks(request)
-                if request.staging == "none":
+                if request.staging == "none" and self._touched:
                     broken = f"an update without staging failed midway: {reason}"
             if request.staging == "none":
                 of.engine.release()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed
+from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
 from rollout.update_wire import header_from_wire, request_from_wire
 from rollout.updates import UpdateRequest
 from rollout.weight_sync.bucket import unpack
@@ -52,6 +52,7 @@ class RankUpdates:
     def __init__(self, host: UpdateHost, rank: int, device: str) -> None:
         self._host, self._rank, self._device = host, rank, device
         self._update: _Staging | None = None
+        self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
 
     def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Open the shadow for the update described by ``args["request"]``."""
@@ -127,14 +128,18 @@ class RankUpdates:
     def _current(self, args: Mapping[str, Any]) -> _Staging:
         update = self._update
         if update is None or update.request.update_id != args["update_id"]:
+            if self._failed is not None and self._failed[0] == args["update_id"]:
+                raise from_wire(self._failed[1])  # what follows from it may be asked for first
             raise TransferFailed(
                 f"rank {self._rank}: update {args['update_id']} is not in progress here"
             )
         return update
 
-    def _drop(self) -> None:
+    def _drop(self, error: BaseException | None = None) -> None:
         update, self._update = self._update, None
         if update is not None:
+            # Its wire form: the error itself would keep the update's memory by its traceback.
+            self._failed = None if error is None else (update.request.update_id, to_wire(error))
             update.receiver.close()
 
     def _dropping_on_error(self) -> _DropOnError:
@@ -164,6 +169,9 @@ class _DropOnError:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             return
-        self._updates._drop()
+        told = error
         if not isinstance(error, RolloutError) and isinstance(error, RuntimeError):
-            raise TransferFailed(f"rank {self._updates._rank}: {error}") from error
+            told = TransferFailed(f"rank {self._updates._rank}: {error}")
+        self._updates._drop(told)
+        if told is not error:
+            raise told from error

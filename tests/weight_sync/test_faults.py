@@ -1,0 +1,182 @@
+"""Every kind of fault at every phase: a named error in time, the old bits, the next one takes."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+from ranks import Engine, same
+from trainer import Trainer
+
+from rollout.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    DeadlineExceeded,
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    UpdateInProgress,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.weight_sync.faults import KINDS, Fault, Faulty, FaultyLink
+
+TIMEOUT = 1.0
+GONE = (TransferFailed, IncompleteUpdate, DeadlineExceeded)
+
+# What the sender is told; None: nothing is wrong with the update.
+BROKEN = {
+    Fault("flip", bucket=2, bit=77): (ChecksumMismatch, r"1 of \d+ tensors arrived changed"),
+    Fault("drop", bucket=2): (GONE, "bucket"),
+    Fault("duplicate", bucket=2): (TransferFailed, "bucket 2 came where 3 was due"),
+    Fault("reorder", bucket=2): (TransferFailed, "bucket 3 came where 2 was due"),
+    Fault("truncate", bucket=2): ((TransferFailed, ChecksumMismatch), "carried|arrived changed"),
+    Fault("dtype", bucket=2): (WeightMismatch, "model\\..*int32"),
+    Fault("shape", bucket=2): (WeightMismatch, "model\\..*shape"),
+    Fault("cut", bucket=2): (TransferFailed, "channel was closed"),
+    Fault("cut", phase="connect"): (TransferFailed, "channel was closed"),
+    Fault("cut", phase="seal"): (TransferFailed, "channel was closed"),
+    Fault("delay", bucket=2, seconds=0.2): None,
+    Fault("delay", phase="connect", seconds=0.2): None,
+    Fault("delay", phase="seal", seconds=0.2): None,
+    Fault("stall", phase="seal"): None,
+}
+ON_CHANNEL = {
+    Fault("flip", phase="seal", bit=5): (ChecksumMismatch, "arrived changed"),
+    Fault("drop", phase="seal"): (VersionConflict, "commit before seal"),
+    Fault("duplicate", phase="seal"): (TransferFailed, "not in progress"),
+    Fault("cut", phase="seal"): (TransferFailed, "channel was closed"),
+    Fault("cut", phase="commit"): (TransferFailed, "channel was closed"),
+    Fault("delay", phase="commit", seconds=0.2): None,
+    Fault("drop", phase="commit"): None,  # the engine says that it is live
+    Fault("duplicate", phase="commit"): None,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["inline", "broadcast"])
+def trainer(request, engine):
+    return Trainer(engine, request.param)
+
+
+def name_of(fault: Fault) -> str:
+    return f"{fault.kind}-{fault.phase}"
+
+
+def expect(trainer, weights, expected, **options) -> None:
+    """One faulty update on top of version v, then a good one."""
+    engine = trainer.engine
+    before, version = engine.live(), engine.version
+    started = time.monotonic()
+    if expected is None:
+        receipt = trainer.send(weights, timeout=TIMEOUT, **options)
+        assert (receipt.version, engine.version) == (version + 1, version + 1)
+        assert not same(engine.live(), before)
+    else:
+        with pytest.raises(expected[0], match=expected[1]):
+            trainer.send(weights, timeout=TIMEOUT, **options)
+        assert engine.version == version
+        assert same(engine.live(), before)
+    assert time.monotonic() - started < 3 * TIMEOUT
+    assert engine.info().state == "idle"
+
+
+@pytest.mark.parametrize("fault", BROKEN, ids=name_of)
+def test_a_fault_of_the_road(trainer, engine, checkpoints, fault) -> None:
+    trainer.send(checkpoints[1])
+    expect(trainer, checkpoints[2], BROKEN[fault], transport=Faulty(trainer.transport, fault))
+    good = trainer.send(checkpoints[2])
+    assert good.version == engine.version
+    assert good.digest == sum(engine.digests(TIMEOUT).values()) % 2**64
+
+
+@pytest.mark.parametrize("fault", ON_CHANNEL, ids=name_of)
+def test_a_fault_of_the_channel(trainer, engine, checkpoints, fault) -> None:
+    trainer.send(checkpoints[1])
+    expect(trainer, checkpoints[2], ON_CHANNEL[fault], link=FaultyLink(engine, fault))
+    assert trainer.send(checkpoints[2]).version == engine.version
+
+
+def test_a_sender_that_stalls_keeps_nobody_longer_than_the_deadline(trainer, engine, checkpoints):
+    trainer.send(checkpoints[1])
+    before, version = engine.live(), engine.version
+    stalled = Faulty(trainer.transport, Fault("stall", bucket=2))
+    if trainer.transport == "broadcast":  # announced bytes are waited for
+        with pytest.raises(DeadlineExceeded, match=r"bucket 2 was announced but did not arrive"):
+            trainer.send(checkpoints[2], transport=stalled, timeout=TIMEOUT)
+        assert same(engine.live(), before)
+        assert engine.version == version
+    else:  # nobody waits for the sender but the next one
+        began = []
+
+        class Slow:
+            def __iter__(self):
+                for index, item in enumerate(checkpoints[2].items()):
+                    if index == 4:
+                        with pytest.raises(UpdateInProgress):
+                            Trainer(engine, "inline").send(checkpoints[1], timeout=0.3)
+                        began.append(index)
+                    yield item
+
+        trainer.send(iter(Slow()), timeout=TIMEOUT)
+        assert began == [4]
+        trainer.send(checkpoints[1], transport=stalled, timeout=0.2)
+    assert trainer.send(checkpoints[2]).version == engine.version
+
+
+def test_a_stopped_process_goes_on_and_a_killed_one_does_not(trainer, checkpoints) -> None:
+    """Ranks are threads here; the end-to-end tests kill and stop real ones."""
+    child = subprocess.Popen(["sleep", "30"])
+    try:
+        stop = Fault("stall", bucket=1, pid=child.pid, seconds=0.3)
+        trainer.send(checkpoints[2], transport=Faulty(trainer.transport, stop))
+        assert state_of(child.pid) == "T"
+        deadline = time.monotonic() + 3
+        while state_of(child.pid) == "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        kill = Fault("kill", phase="connect", pid=child.pid)
+        trainer.send(checkpoints[1], transport=Faulty(trainer.transport, kill))
+        assert child.wait(3) == -9
+    finally:
+        child.kill()
+        child.wait()
+
+
+def state_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0]
+
+
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("kill", "stall", "delay")])
+def test_shared_memory_and_deltas_too(engine, checkpoints, kind, encoding) -> None:
+    trainer = Trainer(engine, "ipc")
+    trainer.send(checkpoints[1], encoding=encoding)
+    before, version = engine.live(), engine.version
+    fault = Faulty("ipc", Fault(kind, bucket=0, bit=9))
+    with pytest.raises(RolloutError):
+        trainer.send(checkpoints[2], transport=fault, encoding=encoding, timeout=TIMEOUT)
+    assert same(engine.live(), before)
+    assert (engine.version, engine.info().state) == (version, "idle")
+    assert trainer.send(checkpoints[2]).version == version + 1
+
+
+def test_what_a_wrapper_does_not_see_is_refused() -> None:
+    for wrong in (
+        lambda: Fault("drop", phase="connect"),
+        lambda: Fault("melt"),
+        lambda: Fault("flip", phase="never"),
+        lambda: Faulty("inline", Fault("cut", phase="commit")),
+        lambda: Faulty("inline", Fault("flip", phase="seal")),
+        lambda: FaultyLink(None, Fault("flip")),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()

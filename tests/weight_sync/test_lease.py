@@ -1,0 +1,143 @@
+"""A channel may close at any moment, from another thread: nothing is torn, nothing stays taken."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from by_hand import ByHand
+from ranks import Engine, same
+
+from rollout.errors import DeadlineExceeded, TransferFailed, UpdateInProgress, VersionConflict
+
+
+@pytest.fixture
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def beside():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
+
+
+class Gate:
+    """Holds one method of a rank until it is opened."""
+
+    def __init__(self, rank, method: str) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+        inner = getattr(rank, method)
+
+        def held(args, tensors):
+            self.entered.set()
+            assert self.opened.wait(10)
+            return inner(args, tensors)
+
+        setattr(rank, method, held)
+
+
+def next_one_takes(engine, weights) -> None:
+    update = ByHand(engine, weights)
+    update.send_all()
+    assert update.commit().version == engine.version
+    assert engine.info().state == "idle"
+
+
+def test_closed_while_the_ranks_vote(engine, checkpoints, beside) -> None:
+    before = engine.live()
+    gate = Gate(engine.ranks[1], "stage_seal")
+    update = ByHand(engine, checkpoints[2])
+    sealing = beside(update.send_all)
+    assert gate.entered.wait(5)
+    update.channel.close()
+    gate.opened.set()
+    with pytest.raises(TransferFailed, match="ended before"):
+        sealing.result(5)
+    assert engine.info().state == "idle"
+    assert same(engine.live(), before)
+    next_one_takes(engine, checkpoints[2])
+
+
+def test_closed_while_it_waits_for_another(engine, checkpoints, beside) -> None:
+    first, second = ByHand(engine, checkpoints[2]), ByHand(engine, checkpoints[2])
+    first.begin()
+    waiting = beside(second.begin)
+    second.channel.close()
+    first.channel.close()
+    with pytest.raises(TransferFailed, match="ended before its begin"):
+        waiting.result(5)
+    assert engine.info().state == "idle"
+    next_one_takes(engine, checkpoints[2])
+
+
+def test_closed_while_it_begins(engine, checkpoints, beside) -> None:
+    gate = Gate(engine.ranks[0], "stage_begin")
+    update = ByHand(engine, checkpoints[2])
+    beginning = beside(update.begin)
+    assert gate.entered.wait(5)
+    update.channel.close()
+    with pytest.raises(UpdateInProgress):  # not before the ranks are done with the first
+        ByHand(engine, checkpoints[2], timeout=0.1).begin()
+    gate.opened.set()
+    with pytest.raises(TransferFailed, match="ended before its begin"):
+        beginning.result(5)
+    assert engine.ended == [True]
+    next_one_takes(engine, checkpoints[2])
+
+
+def test_closed_while_it_commits(engine, checkpoints, beside) -> None:
+    update = ByHand(engine, checkpoints[2])
+    update.send_all()
+    gate = Gate(engine.ranks[1], "commit")
+    committing = beside(update.commit)
+    assert gate.entered.wait(5)
+    update.channel.close()
+    with pytest.raises(UpdateInProgress, match="committing"):
+        ByHand(engine, checkpoints[1], timeout=0.1).begin()
+    gate.opened.set()
+    assert committing.result(5).version == engine.version == 1
+    assert engine.info().state == "idle"
+    next_one_takes(engine, checkpoints[1])
+
+
+def test_a_commit_that_is_late_on_one_rank_is_taken_back_on_all(engine, checkpoints) -> None:
+    before = engine.live()
+    update = ByHand(engine, checkpoints[2], timeout=1.5)
+    update.send_all()
+    gate = Gate(engine.ranks[1], "commit")
+    threading.Timer(2.0, gate.opened.set).start()
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 did not answer .*commit"):
+        update.commit()
+    assert (engine.version, engine.broken) == (0, None)
+    assert same(engine.live(), before)
+    next_one_takes(engine, checkpoints[2])
+
+
+def test_a_refused_update_leaves_a_broken_engine_broken(engine, checkpoints) -> None:
+    update = ByHand(engine, checkpoints[2], staging="none")
+    update.begin()
+    update.bucket()
+    update.channel.close()
+    assert engine.info().state == "broken"
+    with pytest.raises(VersionConflict):
+        ByHand(engine, checkpoints[2], version=0).begin()
+    with pytest.raises(VersionConflict):
+        engine.coordinator.rollback(1.0)
+    assert engine.info().state == "broken"
+    next_one_takes(engine, checkpoints[2])
+    assert engine.broken is None
+
+
+def test_an_update_without_staging_that_never_began_breaks_nothing(engine, checkpoints) -> None:
+    def late(timeout: float) -> None:
+        raise DeadlineExceeded("no step boundary came")
+
+    engine.hold = late
+    with pytest.raises(DeadlineExceeded):
+        ByHand(engine, checkpoints[2], staging="none").begin()
+    assert engine.info().state == "idle"
+    assert engine.broken is None
