@@ -27,9 +27,11 @@ from rollout.cli_flags import (
 )
 from rollout.errors import ConfigError, RolloutError
 from rollout.observability import LEVELS, configure_logging
+from rollout.update_wire import receipt_to_wire
 
 if TYPE_CHECKING:
     from rollout.server.auth import Tokens
+    from rollout.weights import UpdateReceipt
 
 USER_ERROR, INTERRUPTED = 2, 130
 _FOLLOW_WAIT = 5.0  # seconds for an update that is under way when the service ends
@@ -266,11 +268,20 @@ def _add_check(commands: Any) -> None:
     parser = _add_command(
         commands, "check", check, "say whether a model can be served here, without its weights"
     )
+    parser.usage = "rollout check MODEL [options] | --against DIR HOST:PORT"
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument(
+        "--against", metavar="DIR",
+        help="instead: whether the service at HOST:PORT holds the weights of this checkpoint",
+    )  # fmt: skip
+    _add_token(parser, "bearer token of the service, with --against")
     add_engine_flags(parser)
 
 
 def check(args: argparse.Namespace) -> int:
+    """Also tells differing weights from differing kernels; status 1 when weights differ."""
+    if args.against is not None:
+        return _check_against(args)
     from rollout.server.preflight import check as preflight
 
     for line in preflight(engine_config(args, model=args.model)).lines():
@@ -278,16 +289,33 @@ def check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_against(args: argparse.Namespace) -> int:
+    with rollout.Rollout.connect(args.model, _token(args)) as engine:
+        report = engine.check_weights(args.against)
+    live = f"version {report.version} of epoch {report.epoch}, {report.num_tensors} tensors"
+    if report.equal:
+        print(f"weights equal: kernels differ, where logprobs do ({live})")
+        return 0
+    print(f"weights differ: {len(report.differing) + len(report.problems)} tensors ({live})")
+    for line in (*report.differing, *report.problems):
+        print(f"  {line}")
+    return 1
+
+
 def _add_info(commands: Any) -> None:
     parser = _add_command(commands, "info", info, "what a running service is and does")
     parser.add_argument("address", metavar="HOST:PORT", help="gRPC address of the service")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--receipts", type=int, default=4, metavar="N", help="of the last N commits (default: 4)"
+    )
     _add_token(parser, "bearer token of the service")
 
 
 def info(args: argparse.Namespace) -> int:
     with rollout.Rollout.connect(args.address, _token(args), timeout=10.0) as engine:
         server, stats, weights = engine.server_info(), engine.metrics(), engine.weight_info()
+        receipts = engine.receipts()[-args.receipts :] if args.receipts > 0 else ()
     facts = {
         "model": server.model,
         "state": stats.state,
@@ -311,11 +339,26 @@ def info(args: argparse.Namespace) -> int:
         "package": server.package_version,
     }
     if args.json:
-        print(json.dumps({name.replace(" ", "_"): value for name, value in facts.items()}))
+        told = {name.replace(" ", "_"): value for name, value in facts.items()}
+        print(json.dumps({**told, "receipts": [receipt_to_wire(r) for r in receipts]}))
         return 0
     for name, value in facts.items():
         print(f"{name:17} {'-' if value is None else value}")
+    for receipt in receipts:
+        print(f"{'receipt':17} {_receipt_line(receipt)}")
     return 0
+
+
+def _receipt_line(receipt: UpdateReceipt) -> str:
+    """One commit: the digest is the trainer's, and every rank voted that it holds just that."""
+    times = receipt.timings
+    label = f" {receipt.label!r}" if receipt.label else ""
+    return (
+        f"v{receipt.version}{label} digest {receipt.digest:016x} {receipt.num_tensors} tensors "
+        f"{receipt.num_bytes} bytes ({receipt.wire_bytes} sent) by {receipt.transport} to "
+        f"{len(receipt.ranks)} ranks, total {times.get('total', 0.0):.3f} s, "
+        f"stall {times.get('stall', 0.0):.4f} s"
+    )
 
 
 # ---- helpers ----

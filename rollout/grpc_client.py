@@ -175,6 +175,15 @@ class RolloutClient:
             )
         return dict(reply.digests)
 
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Receipts(
+                pb.ReceiptsRequest(), timeout=self.timeout, metadata=self._metadata
+            )
+        return tuple(
+            update_wire.receipt_from_wire(json.loads(document.json)) for document in reply.receipts
+        )
+
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Take note of a commit this client has seen; a full one makes a new epoch acceptable."""
         if not partial or self._seen is None or self._seen[0] == receipt.epoch:

@@ -259,6 +259,16 @@ class DigestsResponse(_message.Message):
     digests: _containers.ScalarMap[str, int]
     def __init__(self, digests: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class ReceiptsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReceiptsResponse(_message.Message):
+    __slots__ = ("receipts",)
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    receipts: _containers.RepeatedCompositeFieldContainer[WeightDocument]
+    def __init__(self, receipts: _Optional[_Iterable[_Union[WeightDocument, _Mapping]]] = ...) -> None: ...
+
 class UpdateCommand(_message.Message):
     __slots__ = ("begin", "bucket", "chunk", "wait", "seal", "commit", "abort")
     BEGIN_FIELD_NUMBER: _ClassVar[int]

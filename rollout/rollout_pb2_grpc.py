@@ -238,6 +238,11 @@ class WeightSyncStub:
                 request_serializer=rollout_dot_rollout__pb2.DigestsRequest.SerializeToString,
                 response_deserializer=rollout_dot_rollout__pb2.DigestsResponse.FromString,
                 _registered_method=True)
+        self.Receipts = channel.unary_unary(
+                '/rollout.v1.WeightSync/Receipts',
+                request_serializer=rollout_dot_rollout__pb2.ReceiptsRequest.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.ReceiptsResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServicer:
@@ -269,6 +274,12 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Receipts(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -291,6 +302,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.Digests,
                     request_deserializer=rollout_dot_rollout__pb2.DigestsRequest.FromString,
                     response_serializer=rollout_dot_rollout__pb2.DigestsResponse.SerializeToString,
+            ),
+            'Receipts': grpc.unary_unary_rpc_method_handler(
+                    servicer.Receipts,
+                    request_deserializer=rollout_dot_rollout__pb2.ReceiptsRequest.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.ReceiptsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -401,6 +417,33 @@ class WeightSync:
             '/rollout.v1.WeightSync/Digests',
             rollout_dot_rollout__pb2.DigestsRequest.SerializeToString,
             rollout_dot_rollout__pb2.DigestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Receipts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/Receipts',
+            rollout_dot_rollout__pb2.ReceiptsRequest.SerializeToString,
+            rollout_dot_rollout__pb2.ReceiptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -201,6 +201,7 @@ class AsyncRollout:
     update_weights = _in_thread(WeightVerbs.update_weights)
     weight_info = _in_thread(WeightVerbs.weight_info)
     rollback = _in_thread(WeightVerbs.rollback)
+    receipts = _in_thread(WeightVerbs.receipts)
     check_weights = _in_thread(WeightVerbs.check_weights)
     preflight = _in_thread(WeightVerbs.preflight)
 

@@ -141,6 +141,9 @@ class EmbeddedBackend:
     def digests(self, timeout: float) -> dict[str, int]:
         return self.coordinator.digests(timeout)
 
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        return self.coordinator.receipts
+
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Nothing to remember: an embedded engine has one life."""
 

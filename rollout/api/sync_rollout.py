@@ -93,6 +93,7 @@ class Rollout:
     update_weights = _here(WeightVerbs.update_weights)
     weight_info = _here(WeightVerbs.weight_info)
     rollback = _here(WeightVerbs.rollback)
+    receipts = _here(WeightVerbs.receipts)
     check_weights = _here(WeightVerbs.check_weights)
     preflight = _here(WeightVerbs.preflight)
 

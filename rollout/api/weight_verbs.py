@@ -81,6 +81,10 @@ class WeightVerbs:
         """
         return self._backend.rollback(timeout)
 
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        """Of the last commits (64 at most), oldest first, whoever sent them."""
+        return self._backend.receipts()
+
     def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
         """Name the tensors of ``source`` that differ from the live ones; only digests travel."""
         return check(source, connect=lambda: self._backend, timeout=timeout)

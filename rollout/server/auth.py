@@ -15,6 +15,7 @@ _READ_ONLY = frozenset(
         "/rollout.v1.Control/ServerInfo",
         "/rollout.v1.Control/Stats",
         "/rollout.v1.WeightSync/Info",
+        "/rollout.v1.WeightSync/Receipts",
     }
 )
 _OPEN = ("/grpc.health.v1.Health/",)

@@ -50,6 +50,15 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
         digests = await asyncio.to_thread(self._rollout.backend.digests, seconds(request))
         return pb.DigestsResponse(digests=digests)
 
+    @answers
+    async def Receipts(self, request: Any) -> Any:  # noqa: N802
+        receipts = await asyncio.to_thread(self._rollout.backend.receipts)
+        documents = [
+            pb.WeightDocument(json=_json(update_wire.receipt_to_wire(receipt)))
+            for receipt in receipts
+        ]
+        return pb.ReceiptsResponse(receipts=documents)
+
     async def Update(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         stream = _UpdateStream(self._rollout.backend.open())
         reading = asyncio.create_task(stream.feed(commands))

@@ -12,7 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from serving import alive, descendants, serve
+from tiny_models import write_tiny
 
+from rollout import Rollout
 from rollout.cli import make_parser
 from rollout.cli_flags import ENGINE_HELP, engine_config
 from rollout.config import EngineConfig
@@ -67,6 +69,7 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
         facts = json.loads(out)
         assert (facts["ranks"], facts["version"], facts["state"]) == (2, 0, "running")
         assert facts["tokens_generated"] == 4
+        assert facts["receipts"] == []
         _, out, _ = run("info", served.grpc)
         assert f"{facts['epoch']}" in out
         served.process.send_signal(signal.SIGINT)
@@ -74,6 +77,32 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
         assert served.process.stdout is not None
         assert served.process.stdout.read() == ""  # the ready line was all
     gone_by(time.monotonic() + 5, ranks)
+
+
+def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare, tmp_path) -> None:
+    write_tiny(tmp_path, "llama", seed=1)
+    with serve(bare, "--dtype", "float32") as served:
+        status, out, _ = run("check", "--against", bare, served.grpc)
+        assert status == 0
+        assert out.startswith("weights equal: kernels differ")
+        status, out, _ = run("check", "--against", tmp_path, served.grpc)
+        assert status == 1
+        assert out.startswith("weights differ: ")
+        assert "\n  model.embed_tokens.weight\n" in out
+        with Rollout.connect(served.grpc) as engine:
+            sent = [engine.update_weights(tmp_path), engine.update_weights(bare, label="back")]
+            kept = engine.receipts()
+        assert [(r.version, r.digest, r.update_id) for r in kept] == [
+            (r.version, r.digest, r.update_id) for r in sent
+        ]
+        status, _, _ = run("check", "--against", bare, served.grpc)
+        assert status == 0
+        _, out, _ = run("info", served.grpc, "--receipts", 1, "--json")
+        (last,) = json.loads(out)["receipts"]
+        assert (last["version"], last["digest"]) == (2, sent[1].digest)
+        _, out, _ = run("info", served.grpc)
+        assert f"v1 digest {sent[0].digest:016x} " in out
+        assert f"v2 'back' digest {sent[1].digest:016x} " in out
 
 
 def test_a_service_goes_with_its_parent_even_while_it_loads(bare: Path) -> None:
