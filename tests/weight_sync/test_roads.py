@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from ranks import Engine, same
 from trainer import Trainer, fresh, nudged
@@ -28,7 +30,7 @@ def engine(request, checkpoints, layout):
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     def found() -> set[str]:
-        return {path.name for path in SHARED_MEMORY.glob("rollout-ipc-*")}
+        return {path.name for path in SHARED_MEMORY.glob(f"rollout-ipc-{os.getpid()}-*")}
 
     before = found()
     yield

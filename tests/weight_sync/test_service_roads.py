@@ -43,17 +43,16 @@ def client(service):
         yield rollout
 
 
-def left() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("rollout-ipc-*")}
+def left(pid: int) -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob(f"rollout-ipc-{pid}-*")}
 
 
 def test_auto_is_shared_memory_on_one_host_and_the_receipt_says_why(client, model) -> None:
-    before = left()
     receipt = client.update_weights(model, bucket_bytes=64 << 10)
     assert receipt.transport == "ipc"
     assert receipt.details["transport_reason"].startswith("same host")
     assert client.check_weights(model).equal
-    assert left() <= before
+    assert not left(os.getpid())
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "inline"])
@@ -116,7 +115,7 @@ def test_a_trainer_killed_midway_leaves_the_version_and_no_memory(
     client, model, service, transport
 ) -> None:
     client.update_weights(model)
-    version, before = client.weight_version, left()
+    version = client.weight_version
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, service.grpc, transport],
         stdout=subprocess.PIPE,
@@ -133,7 +132,7 @@ def test_a_trainer_killed_midway_leaves_the_version_and_no_memory(
     while client.weight_info().state != "idle":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert left() <= before
+    assert not left(process.pid)
     assert client.weight_version == version
     assert client.check_weights(model).equal
     assert client.update_weights(model, transport=transport).version == version + 1
