@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types unit install clean
+.PHONY: demo test lint types unit soak install clean
 
 demo: $(STAMP)
 	$(BIN)/python trainer_examples/grpo_fsdp2.py
@@ -21,6 +21,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest
+
+# Ten minutes of updates, faults and streams; prints what was checked. SEED=n for another course.
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --seconds 600 --seed $(or $(SEED),0)
 
 install: $(STAMP)
 

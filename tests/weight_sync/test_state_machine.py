@@ -1,4 +1,4 @@
-"""The state machine of updates against a small model, over real ranks: drawn in docs/weight_sync.md."""
+"""The state machine drawn in docs/weight_sync.md, over real ranks, against a small model of it."""
 
 from __future__ import annotations
 
@@ -295,5 +295,5 @@ def test_updates_follow_their_model(checkpoints) -> None:
             deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
-        ),  # fmt: skip
+        ),
     )
