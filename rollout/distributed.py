@@ -110,7 +110,7 @@ def join_group(
             nccl._timeout = limit
             return dist.ProcessGroupNCCL(store, rank, where.size, nccl)
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_gloo_host(where.host))]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(where.host))]
         gloo._timeout = limit
         return dist.ProcessGroupGloo(store, rank, where.size, gloo)
     except (RuntimeError, dist.DistError) as error:
@@ -137,8 +137,8 @@ def _probe(where: Rendezvous, rank: int, timeout: float) -> None:
         ) from error
 
 
-def _gloo_host(host: str) -> str:
-    """The local address gloo listens on: the interface that reaches the rendezvous."""
+def local_address(host: str) -> str:
+    """The address of this machine on the interface that reaches ``host``."""
     if host in ("localhost", LOOPBACK, "::1"):
         return LOOPBACK
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:

@@ -88,7 +88,8 @@ class GrpcWeightChannel:
     def commit(self) -> UpdateReceipt:
         assert self._request is not None, "commit before begin"
         self._send(commit=pb.Commit())
-        event = self._reply("receipt", 3 * self._timeout + GRACE)  # it may wait for a boundary
+        # Draining, a boundary, and the commit itself or going back from it have deadlines there.
+        event = self._reply("receipt", 6 * self._timeout + GRACE)
         receipt = update_wire.receipt_from_wire(json.loads(event.json))
         self._committed(receipt, partial=self._request.partial)
         return receipt

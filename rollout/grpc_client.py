@@ -18,6 +18,7 @@ import grpc
 from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.config import DEFAULT_TIMEOUT
+from rollout.distributed import local_address
 from rollout.errors import EngineRestarted
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.grpc_channel import GrpcWeightChannel
@@ -146,6 +147,11 @@ class RolloutClient:
                 pb.WeightInfoRequest(), timeout=self.timeout, metadata=self._metadata
             )
         return update_wire.info_from_wire(json.loads(reply.json))
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine on the interface that reaches the service."""
+        return local_address(self.address.rpartition(":")[0].strip("[]"))
 
     def open(self) -> GrpcWeightChannel:
         """A channel for one update; its lease is one stream, opened by ``begin``."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import rollout
 from rollout.config import EngineConfig
+from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import EngineClosed, EngineError, InvalidRequest
@@ -240,6 +241,11 @@ class _NearLink:
         info = self._coordinator.info()
         near = sorted(info.transports, key=lambda name: name != "inline")
         return replace(info, transports=tuple(near))
+
+    local_address = LOOPBACK  # the ranks are children of this process
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        return self._coordinator.receipts
 
     def open(self) -> WeightChannel:
         return self._coordinator.open()

@@ -188,9 +188,10 @@ class Worker:
         """Digest per slot of the live weights, of the tensors in ``names`` or of all."""
         names = args.get("names")
         wanted = None if names is None else frozenset(names)
+        before = self.version  # the main thread may commit meanwhile: the caller compares
         slots = self.runner.instances.read_slots(live=True)
         rows = slot_digests(row for row in slots if wanted is None or row[0].source in wanted)
-        return {"digests": rows, "version": self.version}
+        return {"digests": rows, "versions": [before, self.version]}
 
     def _join(self, rendezvous: Any) -> None:
         """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""

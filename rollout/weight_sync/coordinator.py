@@ -130,9 +130,19 @@ class Coordinator:
         return tuple(self._receipts)
 
     def digests(self, timeout: float) -> dict[str, int]:
-        """Digest per tensor of the live weights, read on every rank beside generation."""
-        replies = self.gather("stage_digests", {}, timeout, phase="digest")
-        return combine([reply["digests"] for reply in replies])
+        """Digest per tensor of the live weights, read on every rank beside generation.
+
+        Of one version: a reading that a commit fell into is thrown away and done again.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            replies = self.gather("stage_digests", {}, timeout, phase="digest")
+            if len({version for reply in replies for version in reply["versions"]}) == 1:
+                return combine([reply["digests"] for reply in replies])
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"commits came faster than the weights could be read, for {timeout:g} s"
+                )
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         """Make the version before the last commit live again, as a new version.
@@ -161,7 +171,8 @@ class Coordinator:
                 ranks=(),
                 transport="rollback",
             )
-            self.record(receipt, None)
+            labels = [kept.label for kept in self._receipts if kept.version < version - 1]
+            self.record(receipt, labels[-1] if labels else None)
             return receipt
         finally:
             self.free(None)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rollout.distributed import Rendezvous
+from rollout.distributed import LOOPBACK, Rendezvous
 from rollout.errors import ConfigError, TransferFailed
 from rollout.updates import (
     Begun,
@@ -103,8 +103,9 @@ class Faulty:
                 )
         self._transport, self._faults = transport, faults
 
-    def __call__(self, info: WeightInfo, timeout: float) -> Sender:
-        return _FaultySender(make_sender(self._transport, info, timeout), self._faults, timeout)
+    def __call__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> Sender:
+        inner = make_sender(self._transport, info, timeout, host)
+        return _FaultySender(inner, self._faults, timeout)
 
 
 class FaultyLink:
@@ -119,8 +120,15 @@ class FaultyLink:
                 raise ConfigError(f"a link does not see the {fault.phase}: use Faulty")
         self._link, self._faults = link, faults
 
+    @property
+    def local_address(self) -> str:
+        return self._link.local_address
+
     def info(self) -> WeightInfo:
         return self._link.info()
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        return self._link.receipts()
 
     def open(self) -> WeightChannel:
         return _FaultyChannel(self._link.open(), self._faults)

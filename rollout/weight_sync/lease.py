@@ -31,6 +31,7 @@ class Lease:
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: _Sealed | None = None
+        self._drained = False
         self._touched = False  # ranks may have begun to overwrite what they hold
         # Closing can come from another thread at any time. While ``begin`` runs, that thread
         # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
@@ -55,6 +56,7 @@ class Lease:
             self._not_ended("begin")
             of.staging_begins()
             if request.staging == "none":
+                self._drain(request)  # running requests cannot end once steps are held
                 of.engine.hold(request.timeout)
             self._touched = True
             wire = request_to_wire(replace(request, metadata=None))
@@ -114,8 +116,7 @@ class Lease:
             raise VersionConflict("commit before seal")
         started = time.perf_counter()
         try:
-            if request.in_flight == "wait":
-                of.engine.drain(request.timeout)
+            self._drain(request)
             self._enter("committing")
             of.advance(self, "committing")
             stall = of.switch(request, request.in_flight, request.timeout)
@@ -123,9 +124,6 @@ class Lease:
             self._leave()
             self.abort(str(error))
             raise
-        finally:
-            if request.in_flight == "wait":
-                of.engine.undrain()
         receipt = self._receipt(request, self._sealed, stall, time.perf_counter() - started)
         of.record(receipt, request.label, reversible=request.staging != "none")
         self._leave()
@@ -184,7 +182,14 @@ class Lease:
                     broken = f"an update without staging failed midway: {reason}"
             if request.staging == "none":
                 of.engine.release()
+            if self._drained:
+                of.engine.undrain()
         of.free(self, broken)
+
+    def _drain(self, request: UpdateRequest) -> None:
+        if request.in_flight == "wait" and not self._drained:
+            self._drained = True
+            self._of.engine.drain(request.timeout)
 
     def _tell_ranks(self, request: UpdateRequest) -> None:
         args = {"update_id": request.update_id}

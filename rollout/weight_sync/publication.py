@@ -15,7 +15,9 @@ from rollout.errors import (
     DeadlineExceeded,
     EngineBroken,
     EngineClosed,
+    RequestAborted,
     RolloutError,
+    SourceFailed,
     TransferFailed,
     VersionConflict,
 )
@@ -24,12 +26,13 @@ from rollout.update_wire import info_to_wire, receipt_to_wire
 from rollout.updates import BucketHeader, Seal, UpdateRequest, WeightChannel, WeightInfo
 from rollout.weight_sync.bucket import BucketPacker
 from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.digests import total
 from rollout.weight_sync.encodings import Encoder
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.transports import Road, Sender, make_sender, roads
 from rollout.weights import Box, TensorMeta, UpdateReceipt
+
+_POLL = 0.05  # seconds between questions about a commit whose reply was lost
 
 
 class WeightLink(Protocol):
@@ -38,6 +41,13 @@ class WeightLink(Protocol):
     def info(self) -> WeightInfo: ...
 
     def open(self) -> WeightChannel: ...
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]: ...
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine as the engine reaches it."""
+        ...
 
 
 class Publication:
@@ -78,7 +88,12 @@ class Publication:
         """
         assert self._info is not None
         self._encoder = Encoder(self._options, self._info, self._base)
-        metadata = source.metadata()
+        try:
+            metadata = source.metadata()
+        except RolloutError:
+            raise
+        except Exception as error:  # the trainer's own code
+            raise source_failed(error, "") from error
         ways = list(roads(self._options.transport, self._info))
         while True:
             try:
@@ -88,7 +103,7 @@ class Publication:
                 if self._encoder.encoding == "full":
                     raise
                 self._encoder.fall_back(f"the engine refused a delta: {error}")
-            except (TransferFailed, ConfigError) as error:
+            except (TransferFailed, ConfigError, DeadlineExceeded) as error:
                 self._give_back()
                 if len(ways) == 1:
                     raise
@@ -102,7 +117,9 @@ class Publication:
         options, timeout = self._options, self._options.timeout
         self._update_id = uuid.uuid4().hex
         self._road = road
-        sender = self._sender = make_sender(road.transport, self._info, timeout)
+        sender = self._sender = make_sender(
+            road.transport, self._info, timeout, self._link.local_address
+        )
         buffers = sender.buffers(options.bucket_bytes)
         channel = self._channel = self._link.open()
         begun = channel.begin(
@@ -170,8 +187,9 @@ class Publication:
                 self._send(header, payload)
         except RolloutError as error:
             self.failure = error
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - it must wait for the next vote, whatever it is
             self.failure = TransferFailed(f"sending {name!r} failed: {error}")
+            self.failure.__cause__ = error
 
     def flush(self) -> None:
         """Send what is left and wait until every rank has taken every bucket."""
@@ -204,7 +222,7 @@ class Publication:
         )
         try:
             receipt = self._channel.commit()
-        except (DeadlineExceeded, EngineClosed, TransferFailed) as error:
+        except (DeadlineExceeded, EngineClosed, RequestAborted, TransferFailed) as error:
             receipt = self._committed_after_all(error)
         self._encoder.settle(receipt.epoch, receipt.version, self._wire_bytes, self._num_bytes)
         timings = {**receipt.timings, "total": time.perf_counter() - self._started}
@@ -241,32 +259,22 @@ class Publication:
         self._transfer_seconds += time.perf_counter() - started
 
     def _committed_after_all(self, lost: RolloutError) -> UpdateReceipt:
-        """A reply may be lost after the commit: the engine says whether this update is live."""
+        """A reply may be lost after the commit began: the engine says how it ended."""
         assert self._connect is not None
-        try:
-            info = self._connect().info()
-        except RolloutError:
-            raise lost from None
-        if info.last_update_id != self._update_id:
-            raise lost
-        assert self._sender is not None
-        return UpdateReceipt(
-            version=info.version,
-            epoch=info.epoch,
-            digest=total(v for name, v in self._digests.items() if name not in info.aliases),
-            num_tensors=sum(name not in info.aliases for name in self._digests),
-            num_bytes=self._num_bytes,
-            wire_bytes=self._wire_bytes,
-            timings={"gather": self.gather_seconds, "transfer": self._transfer_seconds},
-            ranks=(),
-            update_id=self._update_id,
-            transport=self._sender.name,
-            label=self._options.label,
-            details={
-                **self._details(),
-                "recovered": "the commit's reply was lost; the engine confirmed it",
-            },
-        )
+        deadline = time.monotonic() + 5 * self._options.timeout
+        while True:
+            try:
+                link = self._connect()
+                state = link.info().state
+                ours = [r for r in link.receipts() if r.update_id == self._update_id]
+            except RolloutError:
+                raise lost from None
+            if ours:
+                why = "the commit's reply was lost; the engine's own receipt was asked for"
+                return replace(ours[0], details={**ours[0].details, "recovered": why})
+            if state not in ("staged", "committing") or time.monotonic() > deadline:
+                raise lost
+            time.sleep(_POLL)
 
     def _details(self) -> dict[str, str]:
         """What the receipt says about how it went."""
@@ -278,3 +286,11 @@ class Publication:
             "encoding": self._encoder.encoding,
             "encoding_reason": self._encoder.reason,
         }
+
+
+def source_failed(error: Exception, last: str) -> SourceFailed:
+    """An exception of the trainer's own code, after tensor ``last``, as one of the tree."""
+    after = f" after {last!r}" if last else ""
+    failed = SourceFailed(f"the source raised{after}: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed

@@ -8,17 +8,20 @@ the same receipt or the same error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
-from rollout.errors import RolloutError, SourceFailed, from_wire, to_wire
+import torch
+from torch import Tensor
+
+from rollout.errors import RolloutError, from_wire, to_wire
 from rollout.update_wire import info_from_wire, receipt_from_wire
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.options import UpdateOptions
-from rollout.weight_sync.publication import Publication, WeightLink
+from rollout.weight_sync.publication import Publication, WeightLink, source_failed
 from rollout.weight_sync.source import WeightSource, agreement_for, source_for
 from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import UpdateReceipt
@@ -71,6 +74,8 @@ def _source(
         )
     except RolloutError as error:
         return None, error
+    except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
+        return None, source_failed(error, "")
 
 
 def _on_sender(
@@ -84,6 +89,10 @@ def _on_sender(
             said = act()
         except RolloutError as error:
             failure, said = error, {"error": to_wire(error)}
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear how it went
+            said = {"error": to_wire(error)}
+            failure = from_wire(said["error"])
+            failure.__cause__ = error
     if agreement.size > 1:
         # The sender's own wait is bounded by ``timeout``; the others allow for it to say so.
         said = agreement.broadcast(said, 2 * timeout, phase)
@@ -104,7 +113,7 @@ def _stream(
 ) -> None:
     """Iterate the source in lockstep, sending on the sender, voting once per bucket's worth."""
     sizes = {meta.name: meta.nbytes for meta in info.tensors}
-    items = iter(source)
+    items = _items(source)
     since_vote, last = 0, ""
     error: Exception | None = None
     with Watchdog(options.timeout, sending.give_up) as watchdog:
@@ -113,11 +122,11 @@ def _stream(
                 started = time.perf_counter()
                 watchdog.arm(f"trainer rank {agreement.ranks[agreement.rank]}", "gather", last)
                 try:
-                    item = next(items, None)
+                    item = _checked(next(items, None), agreement.is_sender)
                 except RolloutError as failure:
                     error, item = failure, None
                 except Exception as failure:  # noqa: BLE001 - whatever the trainer's code raises
-                    error, item = _source_failed(failure, last), None
+                    error, item = source_failed(failure, last), None
                 finally:
                     watchdog.disarm()
                 sending.gather_seconds += time.perf_counter() - started
@@ -133,9 +142,7 @@ def _stream(
                 sending.flush()
             agreement.vote(error or sending.failure, options.timeout, f"end, after {last!r}")
         finally:
-            close = getattr(items, "close", None)
-            if close is not None:
-                close()
+            items.close()
 
 
 def _vote(
@@ -152,8 +159,18 @@ def _vote(
     return 0
 
 
-def _source_failed(error: Exception, last: str) -> SourceFailed:
-    after = f" after {last!r}" if last else ""
-    failed = SourceFailed(f"the source raised{after}: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
+def _items(source: WeightSource) -> Generator[Any]:
+    """So that an ``__iter__`` that raises does it at the first ``next``, like any other."""
+    yield from source
+
+
+def _checked(item: Any, is_sender: bool) -> tuple[str, Tensor] | None:
+    """An item of a source, if it is one; on the sender its tensor must hold values, densely."""
+    if item is None:
+        return None
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise TypeError(f"it yielded {item!r:.80}, not a pair (name, tensor)")
+    if is_sender and (tensor.is_meta or tensor.layout is not torch.strided):
+        raise TypeError(f"{name!r} holds no dense values: {tensor.layout} on {tensor.device}")
+    return name, tensor

@@ -66,7 +66,8 @@ class Rank:
         return self.updates.abort(args)
 
     def stage_digests(self, args, tensors):
-        return {"digests": slot_digests(self.instances.read_slots(live=True))}
+        rows = slot_digests(self.instances.read_slots(live=True))
+        return {"digests": rows, "versions": [self.version, self.version]}
 
     def interrupt_update(self, args, tensors):
         self.updates.interrupt(args["update_id"])
@@ -98,6 +99,7 @@ class Engine:
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed
         self.held = False
+        self.gates: list[str] = []  # what updates did to generation
         self._order = threading.Lock()
         model = self.ranks[0].instances.live
         self.coordinator = Coordinator(
@@ -113,6 +115,11 @@ class Engine:
 
     def open(self):
         return self.coordinator.open()
+
+    def receipts(self):
+        return self.coordinator.receipts
+
+    local_address = "127.0.0.1"
 
     def digests(self, timeout: float):
         return self.coordinator.digests(timeout)
@@ -141,15 +148,19 @@ class Engine:
         self.version = version
         self.committed.append((version, in_flight))
 
-    def drain(self, timeout: float) -> None: ...
+    def drain(self, timeout: float) -> None:
+        self.gates.append("drain")
 
-    def undrain(self) -> None: ...
+    def undrain(self) -> None:
+        self.gates.append("undrain")
 
     def hold(self, timeout: float) -> None:
         self.held = True
+        self.gates.append("hold")
 
     def release(self) -> None:
         self.held = False
+        self.gates.append("release")
 
     def mark_broken(self, reason: str | None) -> None:
         self.broken = reason

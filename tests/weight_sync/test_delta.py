@@ -205,6 +205,7 @@ class StaleLink:
 
     def __init__(self, engine: Engine, moved: dict[str, torch.Tensor]) -> None:
         self._engine, self._moved = engine, moved
+        self.receipts, self.local_address = engine.receipts, engine.local_address
 
     def info(self):
         info = self._engine.info()
@@ -323,6 +324,7 @@ class FarLink:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.receipts, self.local_address = engine.receipts, engine.local_address
 
     def info(self):
         return replace(self._engine.info(), host="far away")

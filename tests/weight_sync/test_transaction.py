@@ -359,3 +359,123 @@ def test_boxes_of_one_tensor_cross_buckets(engine, new) -> None:
     assert receipt.version == 1
     assert Box.full((2, 2)).numel == 4
     assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
+
+
+class OwnSource:
+    """A trainer's own source that raises in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        from rollout.weight_sync.agreement import Agreement
+
+        self.agreement, self._where = Agreement(), where
+
+    def metadata(self):
+        if self._where == "metadata":
+            raise KeyError("no such shard")
+
+    def local_boxes(self):
+        return []
+
+    def __iter__(self):
+        if self._where == "iter":
+            raise KeyError("no such shard")
+        return iter(())
+
+
+@pytest.mark.parametrize("where", ["metadata", "iter"])
+def test_a_source_of_ones_own_that_raises_anywhere_is_named(engine, where) -> None:
+    with pytest.raises(SourceFailed, match="KeyError: 'no such shard'"):
+        update(engine, OwnSource(where))
+    assert engine.info().state == "idle"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        7,
+        ("x", [1, 2]),
+        ("x",),
+        ("x", torch.ones(2, device="meta")),
+        ("x", torch.eye(2).to_sparse()),
+    ],
+    ids=["int", "list", "one", "meta", "sparse"],
+)
+def test_what_is_no_named_tensor_is_refused_as_the_sources_fault(engine, item) -> None:
+    with pytest.raises(SourceFailed):
+        update(engine, iter([item]))
+    assert engine.info().state == "idle"
+
+
+def test_waiting_for_requests_comes_before_holding_their_steps(engine, new) -> None:
+    update(engine, new, staging="none", in_flight="wait")
+    assert engine.gates == ["drain", "hold", "release", "undrain"]
+    engine.gates.clear()
+    update(engine, new, in_flight="wait")
+    assert engine.gates == ["drain", "undrain"]
+
+
+def test_a_reading_that_a_commit_fell_into_is_done_again(engine, new) -> None:
+    read = []
+    honest = engine.ranks[-1].stage_digests
+
+    def torn(args, tensors):
+        reply = honest(args, tensors)
+        read.append(1)
+        if len(read) == 1:
+            reply["versions"] = [0, 1]
+        return reply
+
+    engine.ranks[-1].stage_digests = torn
+    update(engine, new)
+    read.clear()
+    assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
+    assert len(read) == 2
+
+
+class LosesTheReply:
+    """A link whose commit happens, late, after its reply was lost."""
+
+    def __init__(self, engine, commits: bool) -> None:
+        self._engine, self._commits = engine, commits
+        self.local_address, self.info = engine.local_address, engine.info
+        self.receipts = engine.receipts
+
+    def open(self):
+        lease = self._engine.open()
+        honest = lease.commit
+
+        def commit():
+            if not self._commits:
+                lease.close()
+                raise TransferFailed("the link broke")
+            self._engine.coordinator.advance(lease, "committing")
+            threading.Timer(0.3, honest).start()
+            raise TransferFailed("the link broke")
+
+        lease.commit = commit
+        lease.close = lambda: None if self._commits else type(lease).close(lease)
+        return lease
+
+
+def test_a_lost_reply_is_answered_by_the_engines_own_receipt(engine, new) -> None:
+    link = LosesTheReply(engine, commits=True)
+    options = UpdateOptions(bucket_bytes=BUCKET, timeout=DEADLINE)
+    receipt = publish(new, connect=lambda: link, options=options)
+    assert receipt.version == engine.version == 1
+    assert "recovered" in receipt.details
+    assert receipt.ranks == engine.receipts()[-1].ranks
+
+
+def test_a_reply_lost_before_the_commit_is_a_failure(engine, new) -> None:
+    link = LosesTheReply(engine, commits=False)
+    options = UpdateOptions(bucket_bytes=BUCKET, timeout=DEADLINE)
+    with pytest.raises(TransferFailed, match="the link broke"):
+        publish(new, connect=lambda: link, options=options)
+    assert engine.version == 0
+
+
+def test_a_rollback_brings_the_label_back(engine, new, checkpoints) -> None:
+    update(engine, new, label="good")
+    update(engine, checkpoints[1], label="bad")
+    engine.coordinator.rollback(DEADLINE)
+    assert engine.info().label == "good"

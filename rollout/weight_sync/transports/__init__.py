@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rollout.distributed import Rendezvous
+from rollout.distributed import LOOPBACK, Rendezvous
 from rollout.errors import ConfigError
 from rollout.updates import (
     BucketHeader,
@@ -75,7 +75,7 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-SenderFactory = Callable[[WeightInfo, float], Sender]
+SenderFactory = Callable[[WeightInfo, float, str], Sender]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def roads(transport: str | SenderFactory, info: WeightInfo) -> tuple[Road, ...]:
     if why is None:
         found = [Road("ipc", "same host, and its /dev/shm is this one")]
         return (*found, *(Road(name, "ipc failed") for name in others))
-    return tuple(Road(name, f"no ipc: {why}") for name in others[:1])
+    return tuple(Road(name, f"no ipc: {why}") for name in others)
 
 
 def _why_not_ipc(info: WeightInfo) -> str | None:
@@ -120,16 +120,19 @@ def same_host(info: WeightInfo) -> bool:
     return info.host != "" and info.host == host_id()
 
 
-def make_sender(transport: str | SenderFactory, info: WeightInfo, timeout: float) -> Sender:
+def make_sender(
+    transport: str | SenderFactory, info: WeightInfo, timeout: float, host: str = LOOPBACK
+) -> Sender:
     """The sender for ``transport``: a name of ``TRANSPORTS``, "auto", or a factory of one.
 
-    "auto" takes the first of ``roads``.
+    "auto" takes the first of ``roads``. ``host``: the address of this machine as the engine
+    reaches it, for roads that listen here.
     """
     if callable(transport):
-        return transport(info, timeout)
+        return transport(info, timeout, host)
     name = transport
     if transport == "auto":
-        return make_sender(roads(transport, info)[0].transport, info, timeout)
+        return make_sender(roads(transport, info)[0].transport, info, timeout, host)
     if name not in TRANSPORTS:
         raise ConfigError(f"unknown transport {name!r}; known: auto, {', '.join(TRANSPORTS)}")
     if name == "inline":
@@ -142,7 +145,7 @@ def make_sender(transport: str | SenderFactory, info: WeightInfo, timeout: float
         return IpcSender(info, timeout)
     from rollout.weight_sync.transports.broadcast import BroadcastSender
 
-    return BroadcastSender(info, timeout)
+    return BroadcastSender(info, timeout, host)
 
 
 def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:

@@ -31,7 +31,7 @@ class BroadcastSender:
     name = "broadcast"
 
     def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
-        backend = "nccl" if info.device == "cuda" and torch.cuda.is_available() else "gloo"
+        backend = choose_backend(info.device, torch.cuda.is_available())
         size = info.tensor_parallel_size + 1
         self._server = RendezvousServer(size, backend, host, timeout)
         self._group: Any = None
@@ -115,7 +115,7 @@ class BroadcastReceiver:
         return held[: header.nbytes]
 
     def _wait(self, work: Any, index: int, timeout: float) -> None:
-        if self._device != "cpu":
+        if self._device.split(":")[0] != "cpu":
             work.wait()
             return
         # Polled rather than waited for, so that an abort frees this thread at once.
@@ -135,6 +135,11 @@ class BroadcastReceiver:
         self._closed.set()
         group, self._group = self._group, None
         _drop(group)
+
+
+def choose_backend(device: str, cuda_here: bool) -> str:
+    """NCCL where the engine's ranks (``cuda:0`` ...) and this process have devices, else gloo."""
+    return "nccl" if device.split(":")[0] == "cuda" and cuda_here else "gloo"
 
 
 def _preamble(header: BucketHeader, device: torch.device) -> Tensor:
