@@ -114,14 +114,11 @@ class Member:
         due = time.monotonic()
         while not self.soak.over.wait(max(0.0, due - time.monotonic())):
             due = max(due + self.every, time.monotonic())
-            started = time.monotonic()
             try:
                 self._event()
                 self._verify()
             except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
                 self.soak.violated(f"{self.name}: {type(error).__name__}: {error}")
-            if (took := time.monotonic() - started) > LIMIT:
-                self.soak.violated(f"{self.name}: an update took {took:.1f} s")
 
     def _event(self) -> None:
         if self.random.random() < 0.06:
@@ -157,6 +154,7 @@ class Member:
         handle = draw.choice((self.engine, self.remote))
         if fault is not None:
             self.soak.faults[f"{fault.kind} {fault.phase}"] += 1
+        started = time.monotonic()
         try:
             receipt = handle.update_weights({n: weights[n] for n in names}, **options)
         except RolloutError as error:
@@ -165,6 +163,9 @@ class Member:
             if fault is None and not busy:  # long requests may outlast the deadline of "wait"
                 raise AssertionError(f"a good update failed: {error!r}") from error
             return
+        finally:
+            if (took := time.monotonic() - started) > LIMIT:
+                self.soak.violated(f"{self.name}: {fault} on {road} took {took:.1f} s")
         self.soak.count(updates=1)
         content = {**self.content[self.version], **dict.fromkeys(names, which)}
         self._committed(receipt, content, names)

@@ -27,6 +27,7 @@ from rollout.cli_flags import (
 )
 from rollout.errors import ConfigError, RolloutError
 from rollout.observability import LEVELS, configure_logging
+from rollout.tls import ServerTls
 from rollout.update_wire import receipt_to_wire
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ def _add_serve(commands: Any) -> None:
         "--control-token", metavar="TOKEN",
         help="token for weights and control (default: --token allows them too)",
     )  # fmt: skip
+    group.add_argument("--tls-cert", metavar="PEM", help="certificate of the gRPC server")
+    group.add_argument("--tls-key", metavar="PEM", help="its key")
+    group.add_argument(
+        "--tls-client-ca", metavar="PEM",
+        help="let in only gRPC clients with a certificate of this authority",
+    )  # fmt: skip
     group.add_argument(
         "--exit-with-stdin", action="store_true",
         help="end when standard input closes, so when the parent process does",
@@ -123,11 +130,23 @@ def serve(args: argparse.Namespace) -> int:
     tokens = Tokens(
         generation=_token(args), control=args.control_token or _environment("CONTROL_TOKEN")
     )
+    if (args.tls_cert is None) != (args.tls_key is None) or (
+        args.tls_client_ca is not None and args.tls_cert is None
+    ):
+        raise ConfigError("--tls-cert and --tls-key go together, --tls-client-ca with them")
+    if args.tls_cert is not None and args.follow is not None:
+        raise ConfigError("--follow reaches the service without TLS: give one or the other")
     if args.follow is not None:
         from rollout.weight_sync.follower import allowed
 
         allowed(args.follow, config.weight_dirs)
     return asyncio.run(_serve(args, config, tokens))
+
+
+def _server_tls(args: argparse.Namespace) -> ServerTls | None:
+    if args.tls_cert is None:
+        return None
+    return ServerTls(cert=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca)
 
 
 async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
@@ -142,8 +161,9 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
 
     async def run() -> None:
         async with serving(
-            config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens
-        ) as at:
+            config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
+            tls=_server_tls(args),
+        ) as at:  # fmt: skip
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()
             async with _following(args.follow, config, at.grpc, tokens):

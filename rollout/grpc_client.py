@@ -36,6 +36,7 @@ from rollout.proto_convert import (
 )
 from rollout.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
 from rollout.server_info import ServerInfo
+from rollout.tls import ClientTls
 from rollout.updates import WeightInfo
 from rollout.weights import UpdateReceipt
 
@@ -48,9 +49,15 @@ class RolloutClient:
     """
 
     def __init__(
-        self, address: str, token: str | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        address: str,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        tls: ClientTls | None = None,
     ) -> None:
         self.address, self.timeout = address, timeout
+        self._credentials = None if tls is None else tls.credentials()
+        self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
         self._sync: grpc.Channel | None = None
@@ -254,11 +261,17 @@ class RolloutClient:
     def _aio_channel(self) -> grpc.aio.Channel:
         loop = asyncio.get_running_loop()
         if self._aio is None or self._aio[0] is not loop:
-            self._aio = loop, grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._aio = loop, self._connected(grpc.aio)
         return self._aio[1]
 
     def _sync_channel(self) -> grpc.Channel:
         with self._lock:
             if self._sync is None:
-                self._sync = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+                self._sync = self._connected(grpc)
             return self._sync
+
+    def _connected(self, library: Any) -> Any:
+        """A channel of ``grpc`` or ``grpc.aio``."""
+        if self._credentials is None:
+            return library.insecure_channel(self.address, options=self._options)
+        return library.secure_channel(self.address, self._credentials, options=self._options)

@@ -23,6 +23,8 @@ from rollout.errors import TransferFailed
 MAX_HEADER = 256 << 20
 MAX_PAYLOAD = 1 << 40
 _PREFIX = struct.Struct("<IQ")
+# RuntimeError: nested too deep, or sizes that no tensor can have.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError)
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -80,7 +82,7 @@ def decode(head: bytes | bytearray | memoryview, payload: bytearray) -> Frame:
         header = json.loads(bytes(head))
         described = header.pop("tensors")
         tensors = {key: _view(payload, *row) for key, row in described.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise TransferFailed(f"malformed frame: {error}") from error
     return header, tensors
 

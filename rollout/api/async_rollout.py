@@ -18,6 +18,7 @@ from rollout.grpc_client import RolloutClient
 from rollout.metrics import EngineStats
 from rollout.proto_convert import Messages
 from rollout.server_info import ServerInfo
+from rollout.tls import ClientTls
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,14 +56,19 @@ class AsyncRollout:
 
     @classmethod
     def connect(
-        cls, address: str, token: str | None = None, timeout: float = DEFAULT_TIMEOUT
+        cls,
+        address: str,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        tls: ClientTls | None = None,
     ) -> Self:
         """A service at "host:port" of its gRPC server; ``timeout`` bounds calls but generation."""
         host, colon, port = address.rpartition(":")
         if not (host and colon and port.isdigit()):
             raise ConfigError(f"address {address!r} is not host:port, e.g. 127.0.0.1:50051")
         self = cls.__new__(cls)
-        self._set_up(RolloutClient(address, token, timeout), address)
+        self._set_up(RolloutClient(address, token, timeout, tls=tls), address)
         return self
 
     def _set_up(self, backend: Backend, address: str | None) -> None:

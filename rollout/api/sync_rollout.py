@@ -16,6 +16,7 @@ from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.tls import ClientTls
 
 BLOCKING_CALLS = 16  # verbs that may wait in threads at once (pause, sleep, abort, start ...)
 
@@ -57,14 +58,20 @@ class Rollout:
 
     @classmethod
     def connect(
-        cls, address: str, token: str | None = None, timeout: float = DEFAULT_TIMEOUT
+        cls,
+        address: str,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        tls: ClientTls | None = None,
     ) -> Self:
         """A service at "host:port" of its gRPC server; every rank of a trainer may hold one.
 
-        Raises ``EngineClosed`` when nothing answers there.
+        ``tls``: the certificates to demand and to show (``rollout.tls.ClientTls``). Raises
+        ``EngineClosed`` when nothing answers there.
         """
         self = cls.__new__(cls)
-        self._begin(lambda: AsyncRollout.connect(address, token, timeout))
+        self._begin(lambda: AsyncRollout.connect(address, token, timeout, tls=tls))
         return self
 
     def _begin(self, make: Callable[[], AsyncRollout]) -> None:

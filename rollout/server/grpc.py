@@ -24,6 +24,7 @@ from rollout.server.grpc_services import (
     TokenInterceptor,
 )
 from rollout.server.grpc_weights import WeightSyncService
+from rollout.tls import ServerTls
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -52,10 +53,12 @@ async def serve(
     *,
     token: str | None = None,
     control_token: str | None = None,
+    tls: ServerTls | None = None,
 ) -> GrpcServer:
     """Start serving in the running loop; port 0 picks a free one.
 
-    ``token`` allows sampling, ``control_token`` (default: the same) weights and control too. Raises
+    ``token`` allows sampling, ``control_token`` (default: the same) weights and control too.
+    ``tls`` encrypts; with its ``client_ca`` only clients that have a certificate are let in. Raises
     ``ConfigError`` for a busy port, and for a host beyond loopback without a token.
     """
     tokens = Tokens(generation=token, control=control_token)
@@ -70,17 +73,20 @@ async def serve(
     reflection.enable_server_reflection(
         [*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server
     )
-    bound = _bind(server, host, port)
+    bound = _bind(server, host, port, None if tls is None else tls.credentials())
     await server.start()
     for name in ("", *services):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     return GrpcServer(server, health, host, bound)
 
 
-def _bind(server: Any, host: str, port: int) -> int:
+def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = int(server.add_insecure_port(target))
+        if credentials is None:
+            bound = int(server.add_insecure_port(target))
+        else:
+            bound = int(server.add_secure_port(target, credentials))
     except RuntimeError as error:
         raise ConfigError(_busy(target, error)) from error
     if bound == 0:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.api import AsyncRollout
 
 MAX_BUCKET = 8 << 30  # bytes one bucket may announce; memory is only taken for what arrives
+MAX_WAIT = 86400.0  # seconds
 AHEAD = 8  # commands read before the first of them has run
 _END = object()
 
@@ -134,6 +135,10 @@ class _UpdateStream:
         if kind == "chunk":
             return self._add_chunk(command.chunk)
         if kind == "wait":
+            if not 0 <= command.wait.timeout <= MAX_WAIT:
+                raise TransferFailed(
+                    f"a wait of {command.wait.timeout} s: 0 to {MAX_WAIT} it may be"
+                )
             self._channel.wait(command.wait.index, command.wait.timeout)
             return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
         if kind == "seal":
@@ -191,5 +196,5 @@ def _json(wire: Any) -> bytes:
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TransferFailed(f"malformed update message: {error}") from error

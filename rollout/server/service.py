@@ -19,6 +19,7 @@ from rollout.errors import ConfigError
 from rollout.server.auth import Tokens
 from rollout.server.http import build_app
 from rollout.server.http_answers import TokenText
+from rollout.tls import ServerTls
 
 GRACE = 5.0  # seconds that open HTTP connections get at the end
 
@@ -39,6 +40,7 @@ async def serving(
     port: int = 0,
     grpc_port: int = 0,
     tokens: Tokens | None = None,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[Addresses]:
     """Everything up inside the block, everything gone after it; port 0 picks a free one.
 
@@ -54,7 +56,7 @@ async def serving(
         try:
             await rollout.start()
             grpc_address = await rollout.serve(
-                host, grpc_port, token=tokens.generation, control_token=tokens.control
+                host, grpc_port, token=tokens.generation, control_token=tokens.control, tls=tls
             )
             async with _http(rollout, http_socket, tokens):
                 http_port = http_socket.getsockname()[1]

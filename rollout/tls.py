@@ -1,0 +1,66 @@
+"""Who the two ends of a gRPC connection are, proven by certificates (TLS, or mutual TLS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTls:
+    """PEM files of a server: its ``cert`` chain and ``key``.
+
+    With ``client_ca`` only clients with a certificate of that authority may connect.
+    """
+
+    cert: str
+    key: str
+    client_ca: str | None = None
+
+    def credentials(self) -> Any:
+        pair = (_read(self.key, "key"), _read(self.cert, "certificate"))
+        authority = None if self.client_ca is None else _read(self.client_ca, "client authority")
+        return grpc.ssl_server_credentials([pair], authority, authority is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTls:
+    """PEM files of a client: the ``ca`` its server must be signed by, and its own certificate.
+
+    ``cert`` and ``key`` are needed where the server asks for them (its ``client_ca``).
+    ``server_name``: what the server's certificate is made out to, where that is not the address.
+    """
+
+    ca: str
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("a client's certificate needs its key, and the key its certificate")
+
+    def credentials(self) -> Any:
+        return grpc.ssl_channel_credentials(
+            _read(self.ca, "authority"),
+            None if self.key is None else _read(self.key, "key"),
+            None if self.cert is None else _read(self.cert, "certificate"),
+        )
+
+    @property
+    def options(self) -> tuple[tuple[str, str], ...]:
+        if self.server_name is None:
+            return ()
+        return (("grpc.ssl_target_name_override", self.server_name),)
+
+
+def _read(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the TLS {what} {path} cannot be read: {error.strerror}") from None

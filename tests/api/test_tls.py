@@ -1,0 +1,94 @@
+"""Weights over TLS: a client without the right certificate changes nothing and learns nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+
+import pytest
+
+from rollout import Rollout
+from rollout.errors import ConfigError, EngineClosed
+from rollout.server.grpc import serve
+from rollout.tls import ClientTls, ServerTls
+
+SAN = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+
+
+def openssl(*words) -> None:
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two authorities, each with a pair it has signed: NAME.pem and NAME.key."""
+    where = tmp_path_factory.mktemp("tls")
+    for name in ("ours", "theirs"):
+        ca, pair = where / f"{name}-ca", where / name
+        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        openssl("req", "-x509", *new, "-subj", f"/CN={name} authority", "-days", 2,
+                "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
+        openssl("req", *new, "-subj", f"/CN={name}", "-keyout", f"{pair}.key",
+                "-out", f"{pair}.csr")  # fmt: skip
+        (where / "ext").write_text(SAN)
+        openssl("x509", "-req", "-in", f"{pair}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
+                "-CAcreateserial", "-days", 2, "-extfile", where / "ext",
+                "-out", f"{pair}.pem")  # fmt: skip
+    return lambda name: str(where / name)
+
+
+@pytest.fixture(scope="module")
+def address(engine, made):
+    """The shared engine behind a second door, which asks for certificates."""
+    stop = asyncio.Event()
+    found: list[str] = []
+    ready = threading.Event()
+    tls = ServerTls(cert=made("ours.pem"), key=made("ours.key"), client_ca=made("ours-ca.pem"))
+
+    async def main() -> None:
+        server = await serve(engine._async, tls=tls)
+        found.append(server.address)
+        ready.set()
+        await stop.wait()
+        await server.stop()
+
+    future = asyncio.run_coroutine_threadsafe(main(), engine._loop._loop)
+    assert ready.wait(20)
+    yield found[0]
+    engine._loop._loop.call_soon_threadsafe(stop.set)
+    future.result(20)
+
+
+def client(made, name: str, ca: str = "ours") -> ClientTls:
+    return ClientTls(ca=made(f"{ca}-ca.pem"), cert=made(f"{name}.pem"), key=made(f"{name}.key"))
+
+
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+def test_the_right_certificate_may_do_everything(address, made, other_weights, transport) -> None:
+    with Rollout.connect(address, timeout=10, tls=client(made, "ours")) as rollout:
+        receipt = rollout.update_weights(other_weights, transport=transport)
+        assert receipt.version == rollout.weight_version
+        assert rollout.check_weights(other_weights).equal
+        assert rollout.generate([[1, 2, 3]])[0].finished
+
+
+@pytest.mark.parametrize("who", ["nobody", "plain", "theirs", "mistaken"])
+def test_others_are_not_let_in(address, made, who, capfd) -> None:
+    tls = {
+        "nobody": ClientTls(ca=made("ours-ca.pem")),
+        "plain": None,
+        "theirs": client(made, "theirs"),
+        "mistaken": client(made, "ours", ca="theirs"),  # it is the server that is not trusted
+    }[who]
+    with pytest.raises(EngineClosed):
+        Rollout.connect(address, timeout=5, tls=tls)
+
+
+def test_what_cannot_be_read_is_a_mistake_by_name(made) -> None:
+    with pytest.raises(ConfigError, match=r"authority .*absent"):
+        Rollout.connect("127.0.0.1:1", tls=ClientTls(ca="absent"))
+    with pytest.raises(ConfigError, match="needs its key"):
+        ClientTls(ca="x", cert="y")
+    with pytest.raises(ConfigError, match="certificate"):
+        ServerTls(cert="absent", key=made("ours.key")).credentials()
