@@ -32,6 +32,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "enable_prefix_caching": "share the KV blocks of common prefixes",
     "staging": "where an update waits for its commit: auto, device, host or none",
     "weight_layout": "how linear weights lie in memory: auto, plain or tiles",
+    "deterministic": "the same bits for a sequence in any batch, cached, cut or preempted",
     "seed": "of requests that bring none",
     "num_threads": "CPU threads of each rank (default: cores / ranks)",
     "timeout": "seconds that a wait may take",

@@ -32,7 +32,9 @@ class EngineConfig:
     (this process, TP=1) | multiprocess. ``load_format`` auto | safetensors | pt | dummy.
     ``staging`` auto | device | host | none: where an uncommitted version waits.
     ``expert_parallel``: the ranks of a mixture-of-experts model hold whole experts, instead of a
-    part of each. ``weight_layout`` auto | plain | tiles: how linear weights lie in memory.
+    part of each. ``deterministic``: a sequence gets the same bits (tokens and all logprobs)
+    whatever runs beside it and however it is cut, cached or preempted; see ``docs/benchmarks.md``
+    for its cost. ``weight_layout`` auto | plain | tiles: how linear weights lie in memory.
     ``num_threads``: CPU threads of each rank, default cores divided by ranks. ``kv_cache_bytes``:
     of each rank, default on CPU min(4 GiB, a quarter of the free memory after the shadow is
     reserved).
@@ -58,6 +60,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     staging: str = "auto"
     weight_layout: str = "auto"
+    deterministic: bool = False
     seed: int = 0
     num_threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT

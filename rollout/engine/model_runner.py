@@ -106,6 +106,7 @@ class ModelRunner:
             self.config.weight_layout,
             max_model_len=self.config.max_model_len,
             expert_parallel=self.config.expert_parallel,
+            deterministic=self.config.deterministic,
             tensors=self._checkpoint_tensors,
         )
 

@@ -141,7 +141,7 @@ def _runs(batch: SamplingBatch, vocab: int) -> list[tuple[int, int, bool]]:
     plain[batch.edit_rows] = False
     plain[batch.history_rows] = False
     edges = [0, *(np.flatnonzero(plain[1:] != plain[:-1]) + 1).tolist(), len(plain)]
-    return [(a, b, bool(plain[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, False)]
+    return [(a, b, bool(plain[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, True)]
 
 
 def _sample_plain(logits: Tensor, batch: SamplingBatch) -> Samples:

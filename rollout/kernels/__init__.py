@@ -5,6 +5,7 @@ from rollout.kernels.digest import digest
 from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
+from rollout.kernels.ordered_linear import ordered_linear
 from rollout.kernels.paged_attention import paged_attention
 from rollout.kernels.rms_norm import rms_norm
 from rollout.kernels.rotary import rotary
@@ -18,6 +19,7 @@ __all__ = [
     "fused_experts",
     "gated_linear",
     "linear",
+    "ordered_linear",
     "paged_attention",
     "rms_norm",
     "rotary",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rollout.distributed import TensorParallel
 from rollout.models.blocks import Decoder, DecoderBlock
 from rollout.models.config import ModelConfig
+from rollout.models.determinism import check_deterministic
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, storage_of
 from rollout.models.layers.embedding import Head, VocabParallel
@@ -117,6 +118,7 @@ def build_model(
     *,
     max_model_len: int | None = None,
     expert_parallel: bool = False,
+    deterministic: bool = False,
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> CausalLM:
@@ -124,7 +126,8 @@ def build_model(
 
     ``layout`` plain | tiles. ``max_model_len`` (default: the config's) sizes the rope table and
     settles length-dependent rope kinds; see ``Rotary``. ``expert_parallel`` deals out whole experts
-    to the ranks. ``tensors`` says what the checkpoint holds; it is asked for a class from elsewhere
+    to the ranks. ``deterministic`` makes a row of logits independent of the rows beside it, bit by
+    bit. ``tensors`` says what the checkpoint holds; it is asked for a class from elsewhere
     alone (``foreign.py``). Raises ``ConfigError``.
     """
     build = Build(
@@ -134,11 +137,14 @@ def build_model(
         device=torch.device(device),
         layout=layout,
         expert_parallel=expert_parallel,
+        deterministic=deterministic,
     )
     kind = (registry or Registry()).load(config.architecture)
     max_len = max_model_len or config.max_position_embeddings
     from rollout.models.foreign import ForeignCausalLM, is_foreign
 
+    if deterministic:
+        check_deterministic(build, kind if is_foreign(kind) else None)
     if is_foreign(kind):
         return ForeignCausalLM(build, max_len, kind, tensors())
     model = kind(build, max_len)
@@ -153,6 +159,7 @@ def build_tables(
     layout: str = "plain",
     *,
     expert_parallel: bool = False,
+    deterministic: bool = False,
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> list[WeightTable]:
@@ -165,6 +172,7 @@ def build_tables(
             "meta",
             layout,
             expert_parallel=expert_parallel,
+            deterministic=deterministic,
             registry=registry,
             tensors=tensors,
         ).table

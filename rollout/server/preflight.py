@@ -70,6 +70,7 @@ def check(config: EngineConfig) -> Preflight:
         dtype,
         config.weight_layout,
         expert_parallel=config.expert_parallel,
+        deterministic=config.deterministic,
         tensors=lambda: _headers(directory),
     )
     check_tables(tables)

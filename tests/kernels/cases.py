@@ -206,6 +206,7 @@ def _linears() -> Iterator[Case]:
                     return x, storage, _randn(48, seed=2).to(t) if bias else None, layout, shape
 
                 yield Case("linear", f"{layout.name}-{batch}-{bias}", make)
+                yield Case("ordered_linear", f"{layout.name}-{batch}-{bias}", make)
                 yield Case("gated_linear", f"{layout.name}-{batch}-{bias}", make)
     sizes = ((1, 16, 2), (5, 16, 30), (16, 64, 32), (17, 112, 34), (33, 96, 96), (101, 144, 66))
     for rows, outputs, inputs in sizes:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.kernels import linear
+from rollout.kernels import linear, ordered_linear
 from rollout.kernels.linear import reads_tiles
 from rollout.kernels.native import use_huge_pages
 from rollout.models.config import ModelConfig
@@ -25,6 +25,7 @@ class Build:
 
     ``auto`` becomes tiles where a native kernel reads them, else plain.
     ``expert_parallel``: ranks hold whole experts, instead of a part of each.
+    ``deterministic``: linears run ``ordered_linear``, whose rows do not depend on the batch.
     """
 
     config: ModelConfig
@@ -33,6 +34,7 @@ class Build:
     device: torch.device
     layout: str = "plain"
     expert_parallel: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -82,7 +84,8 @@ class Layer(nn.Module):
         """``x @ weight^T + bias``, whatever the weight's layout."""
         spec = self.specs["weight"]
         rows, columns = spec.shape
-        return linear(x, storage_of(self, "weight"), bias, spec.layout, (rows, columns))
+        run = ordered_linear if self.build.deterministic else linear
+        return run(x, storage_of(self, "weight"), bias, spec.layout, (rows, columns))
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """Every slot that fills this layer, whose module name is ``prefix``."""

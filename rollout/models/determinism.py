@@ -1,0 +1,37 @@
+"""What an engine that gives the same bits in any batch can be built from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout.errors import ConfigError
+from rollout.kernels.native import library, native_status
+from rollout.models.layers.base import Build
+
+MAX_DIM, MAX_GROUP = 256, 64  # what the native attention takes; its reference keeps no order
+MAX_RANKS = 2  # the sum of two is the same in any order
+
+
+def check_deterministic(build: Build, foreign: Any = None) -> None:
+    """Raise a ``ConfigError`` naming everything of ``build`` whose bits depend on the batch.
+
+    ``foreign``: the class of a model written elsewhere, if it is one.
+    """
+    config = build.config
+    wide = config.head_dim > MAX_DIM or config.num_heads > MAX_GROUP * config.num_kv_heads
+    checks = {
+        f"device {build.device.type} (use device='cpu')": build.device.type not in ("cpu", "meta"),
+        f"{build.dtype} (use float32 or bfloat16)": build.dtype
+        not in (torch.float32, torch.bfloat16),
+        f"tensor_parallel_size={build.tp.size} (at most {MAX_RANKS})": build.tp.size > MAX_RANKS,
+        "mixtures of experts": config.moe is not None,
+        f"{foreign}, a model class from elsewhere": foreign is not None,
+        f"attention heads of {config.head_dim}, {config.num_heads} over "
+        f"{config.num_kv_heads} (at most {MAX_DIM}, {MAX_GROUP} to one)": wide,
+        f"a machine without the native kernels ({native_status()})": library() is None,
+    }
+    refused = [what for what, is_so in checks.items() if is_so]
+    if refused:
+        raise ConfigError(f"deterministic=True does not support {'; '.join(refused)}")

@@ -1,0 +1,74 @@
+"""deterministic=True: equal bits for a sequence however it is run, and refusals by name.
+
+The soak of a thousand schedules is ``benchmarks/determinism.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from determinism.schedules import Ways, alone, compare, engine, run
+from tiny_models import write_tiny
+
+from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
+from rollout.engine.core import EngineCore
+from rollout.errors import ConfigError
+from rollout.models.causal_lm import build_tables
+from rollout.models.config import ModelConfig
+
+ENGINES, BATCHES = 10, 3  # of each dtype
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequence_has_the_same_bits_under_every_schedule(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = str(tmp_path)
+    write_tiny(tmp_path, "qwen3", dtype=dtype)
+    wanted = alone(model, 64)
+    ways = Ways()
+    for seed in range(ENGINES):
+        compare(model, wanted, seed, BATCHES, ways)
+    assert ways.preemptions > 0
+    assert ways.cached_tokens > 0
+    assert ways.largest == 64
+
+
+def test_without_it_float32_bits_depend_on_the_batch(tmp_path: Path) -> None:
+    """Or the test above could not fail."""
+    write_tiny(tmp_path, "qwen3", hidden_size=96)
+    wanted = alone(str(tmp_path), 32, deterministic=False)
+    core = engine(str(tmp_path), deterministic=False, num_kv_blocks=400)
+    try:
+        assert run(core, list(range(32))) != wanted
+    finally:
+        core.close()
+
+
+def test_a_prompt_longer_than_a_step_runs_alone(tmp_path: Path) -> None:
+    """Its first steps sample nothing at all."""
+    write_tiny(tmp_path, "qwen3")
+    core = engine(str(tmp_path), deterministic=False, max_num_batched_tokens=1, num_kv_blocks=12)
+    try:
+        assert len(run(core, [0])) == 1
+    finally:
+        core.close()
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "moe", "qwen3_moe")
+    core = EngineCore(
+        EngineConfig(model=str(tmp_path / "moe"), device="cpu", dtype="float16", deterministic=True)
+    )
+    with pytest.raises(ConfigError, match=r"float16 \(use float32 or bfloat16\); mixtures"):
+        core.start()
+    core.close()
+    write_tiny(tmp_path / "dense", "qwen3", num_key_value_heads=4)
+    config = ModelConfig.from_directory(tmp_path / "dense")
+    assert len(build_tables(config, 2, deterministic=True)) == TensorParallel(0, 2).size
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4"):
+        build_tables(config, 4, deterministic=True)
