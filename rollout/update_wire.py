@@ -6,7 +6,7 @@ naming the field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollout.distributed import Rendezvous
@@ -15,9 +15,11 @@ from rollout.updates import (
     Begun,
     BucketEntry,
     BucketHeader,
+    Message,
     Seal,
     SharedBuckets,
     UpdateRequest,
+    Wants,
     WeightInfo,
 )
 from rollout.weights import Box, RankReceipt, Shape, TensorMeta, UpdateReceipt
@@ -64,27 +66,49 @@ def rendezvous_from_wire(wire: Any) -> Rendezvous:
 
 
 def header_to_wire(header: BucketHeader) -> Wire:
-    rows = [
-        [
-            e.name,
-            dtype_name(e.dtype),
-            list(e.shape),
-            list(e.box.starts),
-            list(e.box.stops),
-            e.offset,
-            e.nbytes,
-            *([e.sparse, e.count] if e.sparse else []),
+    wire: Wire = {
+        "index": header.index,
+        "nbytes": header.nbytes,
+        "entries": [_entry_to_wire(e) for e in header.entries],
+    }
+    if header.messages:
+        wire["messages"] = [
+            [m.src, m.dst, m.start, m.stop, [_entry_to_wire(e) for e in m.entries]]
+            for m in header.messages
         ]
-        for e in header.entries
-    ]
-    return {"index": header.index, "nbytes": header.nbytes, "entries": rows}
+    return wire
 
 
 def header_from_wire(wire: Any) -> BucketHeader:
     """Types and signs are checked here; ``bucket.unpack`` checks that entries fit the payload."""
     get = _Fields(wire, "bucket header")
     entries = get.list("entries", _entry)
-    return BucketHeader(get.int("index"), entries, get.int("nbytes"))
+    messages = get.list("messages", _message) if "messages" in wire else ()
+    return BucketHeader(get.int("index"), entries, get.int("nbytes"), messages)
+
+
+def _message(row: Any) -> Message:
+    src, dst, start, stop, entries = _row(row, 5, "message")
+    return Message(
+        _int(src, "sending rank"),
+        _int(dst, "receiving rank"),
+        _int(start, "start"),
+        _int(stop, "stop"),
+        _list(entries, _entry, "entries of a message"),
+    )
+
+
+def _entry_to_wire(e: BucketEntry) -> list[Any]:
+    return [
+        e.name,
+        dtype_name(e.dtype),
+        list(e.shape),
+        list(e.box.starts),
+        list(e.box.stops),
+        e.offset,
+        e.nbytes,
+        *([e.sparse, e.count] if e.sparse else []),
+    ]
 
 
 def _entry(row: Any) -> BucketEntry:
@@ -92,20 +116,48 @@ def _entry(row: Any) -> BucketEntry:
     fields = _row(row, 9 if sparse else 7, "bucket entry")
     name, dtype, shape, starts, stops, offset, nbytes, *coding = fields
     name = _string(name, "name")
-    try:
-        box = Box(_ints(starts), _ints(stops))
-    except ValueError as error:
-        raise TransferFailed(f"bucket entry {name!r:.200}: {error}") from error
     return BucketEntry(
         name,
         dtype_from_name(_string(dtype, "dtype")),
         _ints(shape),
-        box,
+        _box(starts, stops, f"bucket entry {name!r:.200}"),
         _int(offset, "offset"),
         _int(nbytes, "nbytes"),
         _int(coding[0], "bytes of a gap", 1, 8) if sparse else 0,
         _int(coding[1], "count") if sparse else 0,
     )
+
+
+def _box(starts: Any, stops: Any, what: str) -> Box:
+    try:
+        return Box(_ints(starts), _ints(stops))
+    except ValueError as error:
+        raise TransferFailed(f"{what}: {error}") from error
+
+
+def boxes_to_wire(boxes: Mapping[str, Sequence[Box]]) -> Wire:
+    """Tensor name -> its boxes, of one rank."""
+    return {name: [[list(b.starts), list(b.stops)] for b in of] for name, of in boxes.items()}
+
+
+def boxes_from_wire(wire: Any) -> dict[str, tuple[Box, ...]]:
+    """Types and signs alone are checked: whoever plans with them knows the shapes."""
+    if not isinstance(wire, Mapping) or len(wire) > MAX_LIST:
+        raise TransferFailed("boxes: expected an object of bounded size")
+
+    def box(row: Any) -> Box:
+        starts, stops = _row(row, 2, "box")
+        return _box(starts, stops, "box")
+
+    return {_string(name, "name"): _list(rows, box, "boxes") for name, rows in wire.items()}
+
+
+def wants_to_wire(wants: Wants) -> list[Any]:
+    return [boxes_to_wire(rank) for rank in wants]
+
+
+def wants_from_wire(wire: Any) -> Wants:
+    return _list(wire, boxes_from_wire, "wants")
 
 
 def shared_to_wire(shared: SharedBuckets) -> Wire:
@@ -136,6 +188,8 @@ def request_to_wire(request: UpdateRequest) -> Wire:
         "label": request.label,
         "timeout": request.timeout,
         "shared": _optional(request.shared, shared_to_wire),
+        "senders": request.senders,
+        "layout": request.layout,
     }
 
 
@@ -156,6 +210,8 @@ def request_from_wire(wire: Any) -> UpdateRequest:
         label=get.optional("label", lambda v: _string(v, "label")),
         timeout=get.seconds("timeout"),
         shared=get.optional("shared", shared_from_wire),
+        senders=get.int("senders", 1, 1 << 20),
+        layout=get.string("layout"),
     )
 
 
@@ -170,6 +226,8 @@ def begun_to_wire(begun: Begun) -> Wire:
         "epoch": begun.epoch,
         "base_version": begun.base_version,
         "version": begun.version,
+        "layout": begun.layout,
+        "wants": _optional(begun.wants, wants_to_wire),
     }
 
 
@@ -180,6 +238,8 @@ def begun_from_wire(wire: Any) -> Begun:
         epoch=get.int("epoch", 0, MAX_DIGEST),
         base_version=get.int("base_version"),
         version=get.int("version"),
+        layout=get.string("layout"),
+        wants=get.optional("wants", wants_from_wire),
     )
 
 

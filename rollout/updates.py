@@ -70,7 +70,8 @@ class UpdateRequest:
     live value. ``rendezvous`` is where the engine's ranks (group ranks 1..TP) meet the sender
     (group rank 0), for transports that need a group; ``shared`` is the memory that "ipc" uses.
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
-    with a copy of it. ``timeout`` bounds each wait, in seconds.
+    with a copy of it. ``timeout`` bounds each wait, in seconds. With "p2p" the first ``senders``
+    ranks of the group are the trainer's, and ``layout`` names the wants that the sender remembers.
     """
 
     update_id: str
@@ -87,16 +88,27 @@ class UpdateRequest:
     label: str | None = None
     timeout: float
     shared: SharedBuckets | None = None
+    senders: int = 1
+    layout: str = ""
+
+
+Wants = tuple[Mapping[str, tuple[Box, ...]], ...]  # of each rank: file name -> disjoint boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The lease: the update will commit as ``version`` on top of ``base_version`` of ``epoch``."""
+    """The lease: the update will commit as ``version`` on top of ``base_version`` of ``epoch``.
+
+    Where trainer ranks will send to ranks of the engine directly: ``wants``, what each of the
+    latter takes, and ``layout``, its digest; None where the request showed that it is known.
+    """
 
     update_id: str
     epoch: int
     base_version: int
     version: int
+    layout: str = ""
+    wants: Wants | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +130,44 @@ class BucketEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """What trainer rank ``src`` sends to engine rank ``dst`` in one round of a "p2p" update.
+
+    It fills bytes ``start`` to ``stop`` of the receiver's part of the round, from whose beginning
+    the offsets of the entries count.
+    """
+
+    src: int
+    dst: int
+    start: int
+    stop: int
+    entries: tuple[BucketEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
 class BucketHeader:
-    """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload."""
+    """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
+
+    A round of a "p2p" update has ``messages`` instead of entries of its own, whose bytes
+    ``nbytes`` adds up; what one rank sees of it is its ``share``.
+    """
 
     index: int
     entries: tuple[BucketEntry, ...]
     nbytes: int
+    messages: tuple[Message, ...] = ()
+
+    def share(self, rank: int) -> BucketHeader:
+        """This bucket as engine rank ``rank`` receives it."""
+        if not self.messages:
+            return self
+        mine = tuple(m for m in self.messages if m.dst == rank)
+        entries = tuple(entry for message in mine for entry in message.entries)
+        return BucketHeader(self.index, entries, max((m.stop for m in mine), default=0), mine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

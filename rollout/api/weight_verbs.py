@@ -12,6 +12,7 @@ from rollout.weight_sync.checker import check_weights as check
 from rollout.weight_sync.checker import preflight as preflight_source
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weight_sync.survey import PlanCache
 from rollout.weights import UpdateReceipt
 
 
@@ -20,7 +21,7 @@ class WeightVerbs:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._delta_base = DeltaBase()
+        self._delta_base, self._plans = DeltaBase(), PlanCache()
 
     def update_weights(
         self,
@@ -43,7 +44,7 @@ class WeightVerbs:
         checkpoint directory or a ``WeightSource``. Collective over a distributed source: every
         rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
         ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
-        not sent keeps its live value. ``transport``: auto | inline | broadcast | ipc.
+        not sent keeps its live value. ``transport``: auto | inline | broadcast | ipc | p2p.
         ``encoding``: auto | full | delta; a delta keeps a host copy of what it sent, and goes full
         by itself where the engine holds something else, and every ``anchor_every`` updates.
         The receipt's ``details`` say which of them was taken and why. Raises a
@@ -66,6 +67,7 @@ class WeightVerbs:
             connect=lambda: self._backend.link,
             options=options,
             base=self._delta_base,
+            plans=self._plans,
         )
         self._backend.committed(receipt, partial=partial)  # ranks that did not send learn it too
         return receipt

@@ -81,6 +81,12 @@ class ModelInstances:
         """Nothing is left to derive: ``WeightLoad.finish`` ran ``after_load``."""
         self._in_place = live
 
+    def slots(self) -> Iterator[WeightSlot]:
+        """Every slot of this rank; both instances have the same."""
+        model = self.live if self._shadow is None else self._shadow
+        for slots in model.table.slots.values():
+            yield from slots
+
     def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Every slot of this rank with its values, read through the layouts."""
         model = self.live if live else self._shadow

@@ -87,7 +87,7 @@ class Coordinator:
         aliases: Mapping[str, str],
         device: str,
         num_ranks: int,
-        transports: tuple[str, ...] = ("broadcast", "inline", "ipc"),
+        transports: tuple[str, ...] = ("broadcast", "inline", "ipc", "p2p"),
     ) -> None:
         self.engine = engine
         self.metadata = {meta.name: meta for meta in metadata}

@@ -50,6 +50,11 @@ class Encoder:
         self.encoding, self.reason = "full", reason
         self._held = Committed()
 
+    def send_whole(self, reason: str) -> None:
+        """Send everything and keep nothing: the road does not pass whole tensors by here."""
+        self.fall_back(reason)
+        self._keeps = False
+
     def delta(self, name: str, tensor: Tensor, max_bytes: int) -> EncodedDelta | None:
         """The change of one tensor, or None to send it whole; its copy is brought up to date."""
         # An alias is compared with its owner by the engine: it goes whole, and is not kept.

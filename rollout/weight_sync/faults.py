@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,7 +38,14 @@ from rollout.updates import (
     WeightInfo,
 )
 from rollout.weight_sync.publication import WeightLink
-from rollout.weight_sync.transports import Sender, SenderFactory, make_sender
+from rollout.weight_sync.transports import (
+    Sender,
+    SenderFactory,
+    SpreadSender,
+    is_spread,
+    make_sender,
+)
+from rollout.weight_sync.transports.p2p import outgoing
 from rollout.weights import Box, UpdateReceipt
 
 PHASES = ("connect", "bucket", "seal", "commit")
@@ -103,6 +111,10 @@ class Faulty:
                 )
         self._transport, self._faults = transport, faults
 
+    @property
+    def is_spread(self) -> bool:
+        return is_spread(self._transport)
+
     def __call__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> Sender:
         inner = make_sender(self._transport, info, timeout, host)
         return _FaultySender(inner, self._faults, timeout)
@@ -143,6 +155,13 @@ class _FaultySender:
         self._late: tuple[BucketHeader, Tensor] | None = None  # sent after its successor
         self._closed = False
         self.name = inner.name
+
+    def spread(self, ranks: int) -> None:
+        cast(SpreadSender, self._inner).spread(ranks)
+
+    @property
+    def sent_bytes(self) -> int:
+        return cast(SpreadSender, self._inner).sent_bytes
 
     def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
         return self._inner.buffers(bucket_bytes)
@@ -299,25 +318,36 @@ def _go_on(pid: int) -> None:
 
 def _flipped(header: BucketHeader, payload: Tensor, bit: int) -> Tensor:
     """A copy with one bit of the tensors' bytes inverted; the gaps between them carry nothing."""
-    total = 8 * sum(entry.nbytes for entry in header.entries)
+    spans = [(entry.offset, entry.nbytes) for entry in header.entries]
+    for message, at in outgoing(header, 0):
+        spans += [(at + e.offset - message.start, e.nbytes) for e in message.entries]
+    total = 8 * sum(nbytes for _, nbytes in spans)
     payload = payload.clone()
     left = bit % total if total else 0
-    for entry in header.entries:
-        if left < 8 * entry.nbytes:
-            payload[entry.offset + left // 8] ^= 1 << left % 8
+    for offset, nbytes in spans:
+        if left < 8 * nbytes:
+            payload[offset + left // 8] ^= 1 << left % 8
             break
-        left -= 8 * entry.nbytes
+        left -= 8 * nbytes
     return payload
 
 
 def _misdescribed(header: BucketHeader, kind: str) -> BucketHeader:
     """The header with another dtype of the same width, or another shape, for its first entry."""
-    first = header.entries[0]
+    if header.messages:
+        first, *rest = header.messages
+        entries = _misnamed(first.entries, kind)
+        return replace(header, messages=(replace(first, entries=entries), *rest))
+    return replace(header, entries=_misnamed(header.entries, kind))
+
+
+def _misnamed(entries: tuple[BucketEntry, ...], kind: str) -> tuple[BucketEntry, ...]:
+    first = entries[0]
     if kind == "dtype":
         wrong = replace(first, dtype=_INTEGERS[first.dtype.itemsize])
     else:
         wrong = _misshapen(first)
-    return replace(header, entries=(wrong, *header.entries[1:]))
+    return (wrong, *entries[1:])
 
 
 def _misshapen(entry: BucketEntry) -> BucketEntry:

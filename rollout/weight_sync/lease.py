@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
-from rollout.update_wire import header_to_wire, request_to_wire
-from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest
+from rollout.update_wire import header_to_wire, request_to_wire, wants_from_wire
+from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest, Wants
 from rollout.weight_sync.digests import combine, compare, total
 from rollout.weight_sync.preflight import check_metadata
 from rollout.weights import RankReceipt, UpdateReceipt
@@ -60,7 +62,8 @@ class Lease:
                 of.engine.hold(request.timeout)
             self._touched = True
             wire = request_to_wire(replace(request, metadata=None))
-            of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
+            replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
+            layout, wants = _wants(replies, request.layout)
             # The ranks go on to meet the sender; their replies are due before the first bucket's.
             self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
             self._leave()
@@ -75,6 +78,8 @@ class Lease:
             epoch=of.engine.epoch,
             base_version=of.engine.version,
             version=request.version,
+            layout=layout,
+            wants=wants,
         )
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
@@ -236,6 +241,15 @@ class Lease:
             label=request.label,
             details=dict(seal.details),
         )
+
+
+def _wants(replies: Sequence[Mapping[str, Any]], known: str) -> tuple[str, Wants | None]:
+    """The ranks' wants and their digest; None where the digest is ``known``, "" for no wants."""
+    rows = [reply["wants"] for reply in replies if "wants" in reply]
+    if not rows:
+        return "", None
+    layout = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return layout, None if layout == known else wants_from_wire(rows)
 
 
 class _Sealed:

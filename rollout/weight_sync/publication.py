@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -22,14 +22,22 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.kernels import digest
-from rollout.update_wire import info_to_wire, receipt_to_wire
+from rollout.update_wire import info_to_wire, receipt_to_wire, rendezvous_to_wire
 from rollout.updates import BucketHeader, Seal, UpdateRequest, WeightChannel, WeightInfo
 from rollout.weight_sync.bucket import BucketPacker
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.encodings import Encoder
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.source import WeightSource
-from rollout.weight_sync.transports import Road, Sender, make_sender, roads
+from rollout.weight_sync.survey import PlanCache, Survey
+from rollout.weight_sync.transports import (
+    Road,
+    Sender,
+    SpreadSender,
+    is_spread,
+    make_sender,
+    roads,
+)
 from rollout.weights import Box, TensorMeta, UpdateReceipt
 
 _POLL = 0.05  # seconds between questions about a commit whose reply was lost
@@ -53,8 +61,11 @@ class WeightLink(Protocol):
 class Publication:
     """The sender's open update; on the other ranks it stays unopened."""
 
-    def __init__(self, options: UpdateOptions, base: DeltaBase | None) -> None:
+    def __init__(
+        self, options: UpdateOptions, base: DeltaBase | None, plans: PlanCache | None = None
+    ) -> None:
         self._options, self._base = options, base
+        self._plans = plans if plans is not None else PlanCache()
         self._encoder: Encoder | None = None
         self._road: Road | None = None
         self._link: WeightLink | None = None
@@ -63,10 +74,12 @@ class Publication:
         self._sender: Sender | None = None
         self._packer: BucketPacker | None = None
         self._info: WeightInfo | None = None
+        self._survey: Survey | None = None
         self._update_id = uuid.uuid4().hex
         self._digests: dict[str, int] = {}
         self._num_bytes = 0
         self._wire_bytes = 0
+        self._sent: list[int] = []  # by trainer rank, where each sends
         self._num_buckets = 0
         self._started = time.perf_counter()
         self.gather_seconds = 0.0
@@ -79,12 +92,16 @@ class Publication:
         self._connect = connect
         self._link = connect()
         self._info = self._link.info()
-        return {"info": info_to_wire(self._info)}
+        transport = self._options.transport
+        auto = transport == "auto" and "p2p" in self._info.transports
+        look = "asked" if is_spread(transport) else "auto" if auto else ""
+        return {"info": info_to_wire(self._info), "look": look}
 
-    def begin(self, source: WeightSource) -> dict[str, Any]:
+    def begin(self, source: WeightSource, survey: Survey | None = None) -> dict[str, Any]:
         """Open the update on the best road and in the best encoding that the engine takes.
 
         Nothing of the source is read before that: what fails here is tried in the next best way.
+        ``survey``: what trainer ranks hold, where that was looked into.
         """
         assert self._info is not None
         self._encoder = Encoder(self._options, self._info, self._base)
@@ -94,7 +111,12 @@ class Publication:
             raise
         except Exception as error:  # the trainer's own code
             raise source_failed(error, "") from error
-        ways = list(roads(self._options.transport, self._info))
+        self._survey = survey
+        ways = list(
+            roads(self._options.transport, self._info)
+            if survey is None
+            else roads(self._options.transport, self._info, survey.problem, survey.split)
+        )
         while True:
             try:
                 return self._open(ways[0], metadata)
@@ -120,6 +142,10 @@ class Publication:
         sender = self._sender = make_sender(
             road.transport, self._info, timeout, self._link.local_address
         )
+        survey = self._survey if is_spread(road.transport) else None
+        if survey is not None:
+            cast(SpreadSender, sender).spread(len(survey.have))
+            self._encoder.send_whole("boxes go straight from rank to rank")
         buffers = sender.buffers(options.bucket_bytes)
         channel = self._channel = self._link.open()
         begun = channel.begin(
@@ -138,8 +164,16 @@ class Publication:
                 label=options.label,
                 timeout=timeout,
                 shared=sender.shared(),
+                senders=1 if survey is None else len(survey.have),
+                layout="" if survey is None else self._plans.layout,
             )
         )
+        if survey is not None:
+            # Every trainer rank connects, after it has been told where.
+            where = sender.rendezvous()
+            assert where is not None
+            wants = self._plans.wants_for(begun, survey)
+            return {"p2p": {"where": rendezvous_to_wire(where), **wants}}
         sender.connect(channel, timeout)
         self._packer = BucketPacker(
             min([options.bucket_bytes, *(buffer.numel() for buffer in buffers)]),
@@ -148,6 +182,33 @@ class Publication:
             buffers=buffers,
         )
         return {"version": begun.version}
+
+    def connect(self) -> None:
+        """Meet the other members of a group that trainer ranks form, too."""
+        assert self._sender is not None
+        assert self._channel is not None
+        self._sender.connect(self._channel, self._options.timeout)
+
+    def send_round(self, header: BucketHeader, payload: Tensor) -> None:
+        """Announce a round and send this rank's part of it; the round before has arrived then."""
+        if self._gave_up is not None:
+            raise DeadlineExceeded(self._gave_up)
+        self._send(header, payload)
+        if header.index:
+            self._wait_free(header.index - 1)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank alone has sent in rounds."""
+        return cast(SpreadSender, self._sender).sent_bytes
+
+    def end_rounds(
+        self, metadata: Sequence[TensorMeta], digests: Mapping[str, int], sent: Sequence[int]
+    ) -> None:
+        """Every round has arrived; ``sent``: the bytes that left each trainer rank."""
+        self._digests = dict(digests)
+        self._num_bytes = sum(meta.nbytes for meta in metadata)
+        self._wire_bytes, self._sent = sum(sent), list(sent)
 
     def _give_back(self) -> None:
         """Let go of an attempt that failed before anything was sent."""
@@ -195,9 +256,8 @@ class Publication:
         """Send what is left and wait until every rank has taken every bucket."""
         if self.failure is not None:
             return
-        assert self._packer is not None
         try:
-            for header, payload in self._packer.flush():
+            for header, payload in self._packer.flush() if self._packer is not None else ():
                 self._send(header, payload)
             for index in range(max(0, self._num_buckets - 2), self._num_buckets):
                 self._wait_free(index)
@@ -280,7 +340,9 @@ class Publication:
         """What the receipt says about how it went."""
         assert self._encoder is not None
         assert self._road is not None
+        sent = {"sent_bytes": ",".join(map(str, self._sent))} if self._sent else {}
         return {
+            **sent,
             "digest_seconds": f"{self._digest_seconds:.6f}",
             "transport_reason": self._road.reason,
             "encoding": self._encoder.encoding,

@@ -22,7 +22,9 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.publication import Publication, WeightLink, source_failed
+from rollout.weight_sync.rounds import Rounds
 from rollout.weight_sync.source import WeightSource, agreement_for, source_for
+from rollout.weight_sync.survey import PlanCache, survey
 from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import UpdateReceipt
 
@@ -35,24 +37,34 @@ def publish(
     connect: Callable[[], WeightLink],
     options: UpdateOptions,
     base: DeltaBase | None = None,
+    plans: PlanCache | None = None,
 ) -> UpdateReceipt:
     """Make the weights of ``obj`` live on the engine as one version, or change nothing.
 
     ``obj`` is whatever ``source_for`` accepts. Every rank of a distributed source calls this in
     the same order; only the sender calls ``connect`` and uses ``base``, the copy of what the same
-    engine last committed, which a delta is built on (None: every update is full). Returns the same
-    receipt on every rank; raises the same error of the tree on every rank that is still alive.
+    engine last committed, which a delta is built on (None: every update is full). ``plans``
+    remembers between updates, on every rank, what goes where. Returns the same receipt on every
+    rank; raises the same error of the tree on every rank that is still alive.
     """
     timeout = options.timeout
+    plans = plans if plans is not None else PlanCache()
     agreement = agreement_for(obj, timeout=timeout)
-    with closing(agreement), closing(Publication(options, base)) as sending:
+    with closing(agreement), closing(Publication(options, base, plans)) as sending:
         told = _on_sender(agreement, timeout, "info", lambda: sending.meet(connect))
         info = info_from_wire(told["info"])
         source, failure = _source(obj, info, agreement, timeout)
         agreement.vote(failure, timeout, "source")
         assert source is not None
-        _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source))
-        _stream(source, info, agreement, options, sending)
+        look = told["look"] == "asked" or (told["look"] == "auto" and agreement.size > 1)
+        found = survey(source, agreement, timeout, plans) if look else None
+        told = _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source, found))
+        if "p2p" in told:
+            assert found is not None
+            plans.learn(told["p2p"], info)
+            Rounds(source, found, agreement, options, sending).run(told["p2p"]["where"], plans)
+        else:
+            _stream(source, info, agreement, options, sending)
         told = _on_sender(agreement, 4 * timeout, "commit", sending.finish)
         return receipt_from_wire(told["receipt"])
 

@@ -11,15 +11,17 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
-from rollout.update_wire import header_from_wire, request_from_wire
+from rollout.update_wire import boxes_to_wire, header_from_wire, request_from_wire
 from rollout.updates import UpdateRequest
 from rollout.weight_sync.bucket import unpack
 from rollout.weight_sync.digests import slot_digests
+from rollout.weight_sync.plan import disjoint
 from rollout.weight_sync.transports import Receiver, make_receiver
-from rollout.weights import WeightSlot, WeightValue
+from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
 
 
 class LoadSession(Protocol):
@@ -39,6 +41,10 @@ class UpdateHost(Protocol):
 
     def open_live(self) -> LoadSession:
         """A session straight into the live instance (staging="none")."""
+        ...
+
+    def slots(self) -> Iterable[WeightSlot]:
+        """What this rank takes of every checkpoint tensor; an empty take where it is nothing."""
         ...
 
     def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
@@ -63,6 +69,8 @@ class RankUpdates:
         session = self._host.open_live() if live else self._host.open_shadow(builds_on_live)
         receiver = make_receiver(request, self._rank, self._device)
         self._update = _Staging(request, session, receiver, live)
+        if request.transport == "p2p":
+            return {"wants": boxes_to_wire(self._wants(session))}
         return {}
 
     def connect(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +83,7 @@ class RankUpdates:
     def bucket(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Receive the announced bucket and load it; buckets come in order, none is skipped."""
         update = self._current(args)
-        header = header_from_wire(args["header"])
+        header = header_from_wire(args["header"]).share(self._rank)
         with self._dropping_on_error():
             if header.index != update.next_index:
                 raise TransferFailed(
@@ -124,6 +132,23 @@ class RankUpdates:
         update = self._update
         if update is not None and update.request.update_id == update_id:
             update.receiver.close()
+
+    def _wants(self, session: LoadSession) -> dict[str, tuple[Box, ...]]:
+        """The boxes that trainer ranks have to send here, by tensor.
+
+        A tensor of which this rank takes nothing is never sent to it: it is complete as it is.
+        """
+        boxes: dict[str, list[Box]] = {}
+        nothing: dict[str, TensorPiece] = {}
+        for slot in self._host.slots():
+            boxes.setdefault(slot.source, []).append(slot.take)
+            empty = Box((0,) * len(slot.shape), (0,) * len(slot.shape))
+            nothing[slot.source] = TensorPiece(
+                slot.shape, torch.float32, empty, torch.empty(empty.shape)
+            )
+        wants = {name: disjoint(takes) for name, takes in boxes.items()}
+        session.feed((name, nothing[name]) for name, found in wants.items() if not found)
+        return {name: found for name, found in wants.items() if found}
 
     def _current(self, args: Mapping[str, Any]) -> _Staging:
         update = self._update

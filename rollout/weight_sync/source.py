@@ -49,6 +49,19 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class LocalSource(WeightSource, Protocol):
+    """A source that can also read what this rank holds, so that no gather is needed at all."""
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        """The values of each of ``local_boxes()[name]``, in the wire dtype, shaped like the box.
+
+        Local; valid until the next call. Ranks that hold the same box hold the same values. A
+        source that cannot tell its boxes of some tensor lists none, and is gathered instead.
+        """
+        ...
+
+
 def source_for(
     obj: Any,
     *,
@@ -71,9 +84,10 @@ def source_for(
     spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
     if not spellings:
         return source
-    from rollout.weight_sync.spelled import SpelledSource
+    from rollout.weight_sync.spelled import LocalSpelledSource, SpelledSource
 
-    return SpelledSource(source, spellings)
+    kind = LocalSpelledSource if isinstance(source, LocalSource) else SpelledSource
+    return kind(source, spellings)
 
 
 def _gatherer(

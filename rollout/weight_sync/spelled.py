@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.spellings import Spellings, Splitter
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box, TensorMeta, TensorPiece
 
 
 class SpelledSource:
@@ -62,3 +62,34 @@ class SpelledSource:
                 for part, inside in fused.split_box(box, shapes.get(name, fused.shape)):
                     result[part].append(inside)
         return list(result.items())
+
+
+class LocalSpelledSource(SpelledSource):
+    """The same, of a source that reads its own boxes."""
+
+    def __init__(self, inner: Any, spellings: Spellings) -> None:
+        super().__init__(inner, spellings)
+        self._origin = {part: meta.name for meta, part in self._parts()}
+        self._last: tuple[str, dict[str, list[tuple[Box, Tensor]]]] = ("", {})
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        origin = self._origin.get(name, name)
+        if self._last[0] != origin:
+            self._last = (origin, self._split(origin))
+        return self._last[1].get(name, [])
+
+    def _parts(self) -> Iterator[tuple[TensorMeta, str]]:
+        for meta in self.inner.metadata() or ():
+            for part, _ in self._spellings.split_shape(meta.name, meta.shape):
+                yield meta, part
+
+    def _split(self, origin: str) -> dict[str, list[tuple[Box, Tensor]]]:
+        """The boxes of every file-form part of one tensor, as views where it is not transposed."""
+        shapes = {meta.name: meta.shape for meta, _ in self._parts() if meta.name == origin}
+        found: dict[str, list[tuple[Box, Tensor]]] = {}
+        for box, values in self.inner.local_values(origin):
+            piece = TensorPiece(shapes[origin], values.dtype, box, values)
+            for part, value in Splitter(self._spellings).split(origin, piece):
+                assert isinstance(value, TensorPiece)
+                found.setdefault(part, []).append((value.box, value.values))
+        return found

@@ -114,6 +114,13 @@ class FSDP2Source:
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, local_box(tensor)) for name, tensor in self._bound.items()]
 
+    @torch.no_grad()
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        tensor = self._bound[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        value = local.to(wire_dtype(tensor.dtype, self._dtype))
+        return [(box, value.reshape(box.shape)) for box in local_box(tensor)]
+
 
 def ranks(module: nn.Module) -> tuple[int, ...]:
     """Every rank of the meshes that ``module``'s parameters lie on; mesh order, sender first."""
@@ -143,9 +150,11 @@ def _row_dimension(tensor: DTensor) -> int | None:
 
 
 def local_box(tensor: Tensor) -> list[Box]:
-    """The box of ``tensor`` that lies on this rank; none when its shard is empty."""
+    """The box of ``tensor`` on this rank; none when its shard is empty or is no single box."""
     if not isinstance(tensor, DTensor):
         return [Box.full(tuple(tensor.shape))]
+    if any(type(place) is not Shard and not place.is_replicate() for place in tensor.placements):
+        return []
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(

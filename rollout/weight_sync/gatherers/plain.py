@@ -52,3 +52,8 @@ class PlainSource:
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        tensor = self._bound[name].detach()
+        value = tensor.to(wire_dtype(tensor.dtype, self._dtype))
+        return [(Box.full(tuple(tensor.shape)), value)]

@@ -23,7 +23,7 @@ from rollout.updates import (
 )
 from rollout.weight_sync.host import host_id
 
-TRANSPORTS = ("inline", "broadcast", "ipc")
+TRANSPORTS = ("inline", "broadcast", "ipc", "p2p")
 
 
 class Sender(Protocol):
@@ -75,6 +75,19 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
+class SpreadSender(Sender, Protocol):
+    """The end of a road on which every trainer rank sends, here the first one's."""
+
+    def spread(self, ranks: int) -> None:
+        """How many trainer ranks will send; called before ``rendezvous``."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """What has left this rank so far."""
+        ...
+
+
 SenderFactory = Callable[[WeightInfo, float, str], Sender]
 
 
@@ -86,18 +99,37 @@ class Road:
     reason: str
 
 
-def roads(transport: str | SenderFactory, info: WeightInfo) -> tuple[Road, ...]:
+def is_spread(transport: str | SenderFactory) -> bool:
+    """Whether every trainer rank sends on this road."""
+    return transport == "p2p" or bool(getattr(transport, "is_spread", False))
+
+
+def roads(
+    transport: str | SenderFactory, info: WeightInfo, no_p2p: str | None = "", split: bool = False
+) -> tuple[Road, ...]:
     """The ways that "auto" tries one after the other; one alone where the caller has chosen.
 
     The engine's order, but shared memory first where both sides have it, unless the only rank is
-    in this process: then nothing is faster than handing it the bytes.
+    in this process: then nothing is faster than handing it the bytes. ``no_p2p``: why trainer
+    ranks cannot send their own boxes, None when they can, "" where that was not looked into. They
+    do where the weights are ``split`` among them, and so no gather is needed.
     """
+    if is_spread(transport) and no_p2p is not None:
+        return tuple(
+            Road(r.transport, f"no p2p: {no_p2p or 'not looked into'}; {r.reason}")
+            for r in roads("auto", info)
+        )
     if transport != "auto":
         return (Road(transport, "asked for"),)
+    if no_p2p is None and split:
+        return (
+            Road("p2p", "the weights are split among trainer ranks, and need no gather"),
+            *(Road(r.transport, f"p2p failed; {r.reason}") for r in roads("auto", info)),
+        )
     in_process = info.transports[:1] == ("inline",)
     if in_process and info.tensor_parallel_size == 1:
         return (Road("inline", "the engine is in this process"),)
-    others = [name for name in info.transports if name != "ipc"]
+    others = [name for name in info.transports if name not in ("ipc", "p2p")]
     why = _why_not_ipc(info)
     if why is None:
         found = [Road("ipc", "same host, and its /dev/shm is this one")]
@@ -143,6 +175,10 @@ def make_sender(
         from rollout.weight_sync.transports.ipc import IpcSender
 
         return IpcSender(info, timeout)
+    if name == "p2p":
+        from rollout.weight_sync.transports.p2p import P2PSender
+
+        return P2PSender(info, timeout, host)
     from rollout.weight_sync.transports.broadcast import BroadcastSender
 
     return BroadcastSender(info, timeout, host)
@@ -162,6 +198,10 @@ def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:
         from rollout.weight_sync.transports.ipc import IpcReceiver
 
         return IpcReceiver(request.shared, rank, request.bucket_bytes)
+    if request.transport == "p2p" and request.rendezvous is not None:
+        from rollout.weight_sync.transports.p2p import P2PReceiver
+
+        return P2PReceiver(request.rendezvous, request.senders, rank, request.bucket_bytes)
     raise ConfigError(
         f"transport {request.transport!r} is unknown, or lacks its rendezvous or shared memory"
     )

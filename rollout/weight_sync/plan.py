@@ -1,0 +1,254 @@
+"""Which trainer rank sends which box of which tensor to which engine rank, in bounded rounds.
+
+Pure: boxes in, headers out. The boxes that trainer ranks have are intersected with those that
+engine ranks want; a box that several trainer ranks have is sent by one of them, whichever has
+least to send so far; each engine rank gets every element that it wants once. Tensors of equal
+shape and layout are intersected once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from rollout.updates import BucketEntry, BucketHeader, Message
+from rollout.weight_sync.bucket import ALIGNMENT, MAX_ENTRIES
+from rollout.weights import Box, Shape, TensorMeta
+
+Boxes = tuple[Box, ...]
+Layout = Mapping[str, Boxes]  # one rank's boxes of each tensor, by file name
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Trainer rank ``src`` sends ``box`` of ``tensor`` to engine rank ``dst``."""
+
+    tensor: TensorMeta
+    box: Box
+    src: int
+    dst: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.tensor.dtype.itemsize
+
+
+def plan_rounds(
+    metadata: Sequence[TensorMeta],
+    have: Sequence[Layout],
+    want: Sequence[Layout],
+    bucket_bytes: int,
+) -> tuple[BucketHeader, ...]:
+    """The rounds of one update of ``metadata`` from trainer ranks to engine ranks.
+
+    In a round no rank sends or receives more than ``bucket_bytes``, alignment included. The same
+    arguments give the same rounds on every rank. ``gap`` says beforehand whether ``have`` will do.
+    """
+    limit = bucket_bytes // ALIGNMENT * ALIGNMENT
+    return _rounds(transfers(metadata, have, want, limit), limit)
+
+
+def transfers(
+    metadata: Sequence[TensorMeta], have: Sequence[Layout], want: Sequence[Layout], most: int
+) -> Iterator[Transfer]:
+    """Every box that has to move, cut to at most ``most`` bytes, tensor by tensor."""
+    planner = Planner()
+    sent = [0] * len(have)
+    for meta in metadata:
+        holders = held(meta.name, have)
+        wanted = tuple(layout.get(meta.name, ()) for layout in want)
+        elements = max(1, most // meta.dtype.itemsize)
+        for index, dst, common in planner.common(tuple(holders), wanted):
+            ranks = list(holders.values())[index]
+            for box in cut(common, elements):
+                src = min(ranks, key=sent.__getitem__)
+                found = Transfer(meta, box, src, dst)
+                sent[src] += found.nbytes
+                yield found
+
+
+class Planner:
+    """Intersects what is held with what is wanted; equal questions are answered once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Boxes, tuple[Boxes, ...]], tuple[tuple[int, int, Box], ...]] = {}
+
+    def common(self, holding: Boxes, wanted: tuple[Boxes, ...]) -> tuple[tuple[int, int, Box], ...]:
+        """(index of the held box, engine rank, common box), for all that are not empty."""
+        key = (holding, wanted)
+        if key not in self._known:
+            self._known[key] = tuple(
+                (index, dst, box)
+                for index, holds in enumerate(holding)
+                for dst, boxes in enumerate(wanted)
+                for takes in boxes
+                if (box := holds.intersect(takes)) is not None and box.numel
+            )
+        return self._known[key]
+
+
+def held(name: str, have: Sequence[Layout]) -> dict[Box, tuple[int, ...]]:
+    """The distinct boxes of a tensor and the trainer ranks that hold each, in rank order."""
+    found: dict[Box, tuple[int, ...]] = {}
+    for rank, layout in enumerate(have):
+        for box in layout.get(name, ()):
+            found[box] = (*found.get(box, ()), rank)
+    return found
+
+
+def gap(metadata: Sequence[TensorMeta], have: Sequence[Layout]) -> str | None:
+    """Why these boxes are not whole tensors, each element in one distinct box; None if they are."""
+    tiled: set[tuple[Shape, Boxes]] = set()
+    for meta in metadata:
+        boxes = tuple(held(meta.name, have))
+        if (meta.shape, boxes) in tiled:
+            continue
+        if any(not box.fits(meta.shape) for box in boxes):
+            return f"a box of {meta.name} lies outside its shape {meta.shape}"
+        if sum(box.numel for box in disjoint(boxes)) != sum(box.numel for box in boxes):
+            return f"the trainer ranks' boxes of {meta.name} overlap"
+        if sum(box.numel for box in boxes) != meta.numel:
+            return f"no trainer rank holds all or a known box of {meta.name}"
+        tiled.add((meta.shape, boxes))
+    return None
+
+
+def disjoint(boxes: Iterable[Box]) -> Boxes:
+    """The same elements, each in one box; boxes that share none come back as they are."""
+    found: list[Box] = []
+    for box in boxes:
+        parts = [box] if box.numel else []
+        for other in found:
+            if other.intersect(box) is not None:
+                parts = [rest for part in parts for rest in _minus(part, other)]
+        found += parts
+    return tuple(found)
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """``box`` in parts of at most ``most`` elements: of whole rows, else of parts of rows."""
+    if box.numel <= most:
+        yield box
+        return
+    axis = next(i for i, n in enumerate(box.shape) if n > 1)
+    rows = most // (box.numel // box.shape[axis])
+    for start in range(box.starts[axis], box.stops[axis], max(1, rows)):
+        stop = min(start + max(1, rows), box.stops[axis])
+        part = _within(box, axis, start, stop)
+        yield from [part] if rows else cut(part, most)
+
+
+def interval_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Elements ``start <= i < stop`` of a row-major tensor as at most ``2 * len(shape) - 1`` boxes.
+
+    In ascending order; for shards of flattened tensors (FSDP1, ZeRO-3).
+    """
+    if stop <= start:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        return _in_row(first, interval_boxes(shape[1:], start - first * row, stop - first * row))
+    head = -(-start // row)
+    tail = stop // row
+    boxes = (
+        _in_row(first, interval_boxes(shape[1:], start - first * row, row)) if start % row else []
+    )
+    if head < tail:
+        zeros = (0,) * (len(shape) - 1)
+        boxes.append(Box((head, *zeros), (tail, *shape[1:])))
+    if stop % row:
+        boxes += _in_row(last, interval_boxes(shape[1:], 0, stop - last * row))
+    return boxes
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.starts), (row + 1, *box.stops)) for box in boxes]
+
+
+def _within(box: Box, axis: int, start: int, stop: int) -> Box:
+    return Box(
+        (*box.starts[:axis], start, *box.starts[axis + 1 :]),
+        (*box.stops[:axis], stop, *box.stops[axis + 1 :]),
+    )
+
+
+def _minus(box: Box, other: Box) -> list[Box]:
+    """``box`` without ``other``, as disjoint boxes."""
+    common = box.intersect(other)
+    if common is None:
+        return [box]
+    parts = []
+    for axis, (low, high) in enumerate(zip(common.starts, common.stops, strict=True)):
+        if box.starts[axis] < low:
+            parts.append(_within(box, axis, box.starts[axis], low))
+        if high < box.stops[axis]:
+            parts.append(_within(box, axis, high, box.stops[axis]))
+        box = _within(box, axis, low, high)
+    return parts
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class _Room:
+    """What each rank of one side still takes in each round, in bytes and entries."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used: dict[tuple[int, int], tuple[int, int]] = {}
+        self._first: dict[int, int] = defaultdict(int)  # earlier rounds are as good as full
+
+    def first(self, rank: int) -> int:
+        return self._first[rank]
+
+    def fits(self, turn: int, rank: int, nbytes: int) -> bool:
+        used, count = self._used.get((turn, rank), (0, 0))
+        return used + nbytes <= self._limit and count < MAX_ENTRIES
+
+    def take(self, turn: int, rank: int, nbytes: int) -> None:
+        used, count = self._used.get((turn, rank), (0, 0))
+        self._used[turn, rank] = (used + nbytes, count + 1)
+        if turn == self._first[rank] and used + nbytes > self._limit * 7 // 8:
+            self._first[rank] += 1
+
+
+def _rounds(moves: Iterable[Transfer], limit: int) -> tuple[BucketHeader, ...]:
+    """Each transfer in the first round in which both its ends have room."""
+    sending, receiving = _Room(limit), _Room(limit)
+    turns: dict[int, list[Transfer]] = defaultdict(list)
+    for move in moves:
+        size = _aligned(move.nbytes)
+        turn = max(sending.first(move.src), receiving.first(move.dst))
+        while not (sending.fits(turn, move.src, size) and receiving.fits(turn, move.dst, size)):
+            turn += 1
+        sending.take(turn, move.src, size)
+        receiving.take(turn, move.dst, size)
+        turns[turn].append(move)
+    return tuple(_header(i, turns[turn]) for i, turn in enumerate(sorted(turns)))
+
+
+def _header(index: int, moves: Sequence[Transfer]) -> BucketHeader:
+    """One message per pair of ranks; each engine rank's messages lie apart in its own part."""
+    pairs: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for move in moves:
+        pairs[move.dst, move.src].append(move)
+    ends: dict[int, int] = defaultdict(int)
+    messages = []
+    for (dst, src), among in sorted(pairs.items(), key=lambda pair: pair[0]):
+        start = end = _aligned(ends[dst])
+        entries = []
+        for move in among:
+            end, tensor = _aligned(end), move.tensor
+            entries.append(
+                BucketEntry(tensor.name, tensor.dtype, tensor.shape, move.box, end, move.nbytes)
+            )
+            end += move.nbytes
+        ends[dst] = end
+        messages.append(Message(src, dst, start, end, tuple(entries)))
+    return BucketHeader(index, (), sum(m.nbytes for m in messages), tuple(messages))

@@ -1,0 +1,104 @@
+"""Trainer ranks as threads: each holds some boxes of some tensors, and none can gather."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weight_sync.survey import PlanCache
+from rollout.weights import Box, TensorMeta
+
+
+def agreements(size: int) -> list[Agreement]:
+    """The star of sockets that ``Agreement.over`` makes, in one process."""
+    pairs = {i: socket.socketpair() for i in range(1, size)}
+    ranks = tuple(range(size))
+    centre = Agreement(0, ranks, {i: pair[0] for i, pair in pairs.items()})
+    return [centre, *(Agreement(i, ranks, {0: pair[1]}) for i, pair in pairs.items())]
+
+
+def rows(shape, rank: int, size: int) -> list[Box]:
+    """What ``fully_shard`` leaves on a rank: ``torch.chunk`` of the first dimension."""
+    step = -(-shape[0] // size)
+    start, stop = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+    box = Box((start, *(0 for _ in shape[1:])), (stop, *shape[1:]))
+    return [box] if box.numel else []
+
+
+def whole(shape, rank: int, size: int) -> list[Box]:
+    return [Box.full(tuple(shape))]
+
+
+class Boxes:
+    """A ``LocalSource`` over given tensors; iterating it, which would gather, is an error."""
+
+    def __init__(self, weights, agreement: Agreement, place=rows) -> None:
+        self.agreement, self._weights = agreement, weights
+        self._boxes = {
+            n: place(t.shape, agreement.rank, agreement.size) for n, t in weights.items()
+        }
+        self.on_read: Callable[[str], None] = lambda name: None
+
+    def metadata(self):
+        return tuple(TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in self._weights.items())
+
+    def local_boxes(self):
+        return list(self._boxes.items())
+
+    def local_values(self, name):
+        self.on_read(name)
+        return [(box, self._weights[name][box.slices]) for box in self._boxes[name]]
+
+    def __iter__(self):
+        raise AssertionError("this update gathers")
+
+
+class Peers:
+    """The trainer's ranks, each with its own memory between updates."""
+
+    def __init__(self, engine, size: int, place=rows) -> None:
+        self.engine, self.size, self.place = engine, size, place
+        self.plans = [PlanCache() for _ in range(size)]
+
+    def send(self, weights, *, transport="p2p", prepare=lambda rank, source: source, **options):
+        """What every rank got: a receipt or an error."""
+        options = {"bucket_bytes": 32 << 10, "timeout": 10.0, **options}
+        got: list = [None] * self.size
+
+        def run(rank: int, agreement: Agreement) -> None:
+            source = prepare(rank, Boxes(weights, agreement, self.place))
+            try:
+                got[rank] = publish(
+                    source,
+                    connect=lambda: self.engine,
+                    options=UpdateOptions(transport=transport, **options),
+                    plans=self.plans[rank],
+                )
+            except BaseException as error:
+                got[rank] = error
+
+        threads = [
+            threading.Thread(target=run, args=(rank, agreement))
+            for rank, agreement in enumerate(agreements(self.size))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return got
+
+
+def wanted_bytes(engine) -> int:
+    """The least that has to travel: what each rank takes, each element once per rank."""
+    total = 0
+    for rank in engine.ranks:
+        for slots in rank.instances.live.table.slots.values():
+            takes = {slot.take for slot in slots}
+            total += sum(box.numel for box in takes) * torch.float32.itemsize
+    return total
