@@ -56,7 +56,8 @@ def test_it_ends_like_a_fresh_start_with_the_least_bytes(engine, checkpoints, si
         least = wanted_bytes(engine)
         assert least <= receipt.wire_bytes <= 1.01 * least
         sent = [int(part) for part in receipt.details["sent_bytes"].split(",")]
-        assert len(sent) == size and max(sent) <= 1.2 * sum(sent) / size
+        assert len(sent) == size
+        assert max(sent) <= 1.2 * sum(sent) / size
     assert [plans.num_planned for plans in peers.plans] == [1] * size
 
 
@@ -98,7 +99,7 @@ def broken(engine, peers, weights, match, error=RolloutError, **options):
     before, version = engine.live(), engine.version
     started = time.monotonic()
     got = peers.send(weights, **options)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 15
     for one in got:
         assert isinstance(one, error), got
         assert type(one) is type(got[0])
@@ -161,7 +162,7 @@ def test_an_engine_rank_that_fails_frees_everybody(engine, peers, checkpoints) -
         before = engine.live()
         started = time.monotonic()
         got = peers.send(checkpoints[2])
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 12
         assert all(isinstance(one, TransferFailed) for one in got), got
         assert same(engine.live(), before)
     finally:
