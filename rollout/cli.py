@@ -25,6 +25,7 @@ from rollout.cli_flags import (
     engine_config,
     sampling_params,
 )
+from rollout.cli_plan import add_plan
 from rollout.errors import ConfigError, RolloutError
 from rollout.observability import LEVELS, configure_logging
 from rollout.tls import ServerTls
@@ -68,6 +69,7 @@ def make_parser() -> Parser:
     _add_generate(commands)
     _add_check(commands)
     _add_info(commands)
+    add_plan(commands, _add_command)
     return parser
 
 

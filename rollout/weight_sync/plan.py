@@ -53,10 +53,10 @@ def plan_rounds(
 def transfers(
     metadata: Sequence[TensorMeta], have: Sequence[Layout], want: Sequence[Layout], most: int
 ) -> Iterator[Transfer]:
-    """Every box that has to move, cut to at most ``most`` bytes, tensor by tensor."""
+    """Every box that has to move, cut to at most ``most`` bytes, in the order of names."""
     planner = Planner()
     sent = [0] * len(have)
-    for meta in metadata:
+    for meta in sorted(metadata, key=lambda one: one.name):
         holders = held(meta.name, have)
         wanted = tuple(layout.get(meta.name, ()) for layout in want)
         elements = max(1, most // meta.dtype.itemsize)
