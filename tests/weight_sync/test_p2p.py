@@ -111,7 +111,7 @@ def broken(engine, peers, weights, match, error=RolloutError, **options):
 
 def test_a_flipped_bit_is_refused_by_name(engine, peers, checkpoints) -> None:
     fault = Faulty("p2p", Fault("flip", bucket=1, bit=1003))
-    broken(engine, peers, checkpoints[2], "arrived changed: model.", ChecksumMismatch,
+    broken(engine, peers, checkpoints[2], "model.", ChecksumMismatch,
            transport=fault)  # fmt: skip
 
 
