@@ -21,7 +21,7 @@ from torch import Tensor
 from rollout.errors import TransferFailed
 
 MAX_HEADER = 256 << 20
-MAX_PAYLOAD = 1 << 40
+MAX_PAYLOAD = 16 << 30  # a bucket is at most 8 GiB
 _PREFIX = struct.Struct("<IQ")
 # RuntimeError: nested too deep, or sizes that no tensor can have.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError)
