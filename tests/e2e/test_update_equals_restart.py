@@ -57,7 +57,7 @@ def test_from_this_process(engine, fresh, checkpoints, kind, transport) -> None:
         assert outcome(engine) == fresh[name]
 
 
-@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+@pytest.mark.parametrize("transport", ["inline", "broadcast", "p2p"])
 @pytest.mark.parametrize("kind", ["module", "ddp", "fsdp2", "zero3"])
 def test_from_an_independent_job(engine, fresh, checkpoints, jobs, kind, transport) -> None:
     job = jobs[kind]
@@ -72,4 +72,8 @@ def test_from_an_independent_job(engine, fresh, checkpoints, jobs, kind, transpo
         receipts = [answer.get("receipt", answer) for answer in answers]
         assert all(receipt == receipts[0] for receipt in receipts), receipts
         assert receipts[0].get("version") == engine.weight_version
+        if transport == "p2p" and kind == "zero3":  # its partitions are read by a gather alone
+            assert "no p2p: on trainer rank 0" in receipts[0]["details"]["transport_reason"]
+        else:
+            assert receipts[0]["transport"] == transport
         assert outcome(engine) == fresh[name]
