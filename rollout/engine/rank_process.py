@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one rank on the inherited socket ``--fd`` until the other end closes."""
     parser = argparse.ArgumentParser(prog="python -m rollout.engine.worker")
     parser.add_argument("--fd", type=int, required=True)
-    sock = socket.socket(fileno=parser.parse_args(argv).fd)
+    parser.add_argument("--shared-fd", type=int, help="memory of the ranks' collectives")
+    options = parser.parse_args(argv)
+    sock = socket.socket(fileno=options.fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its ranks end
     first = recv_frame(sock)
     if first is None:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     staging = StagingThread("rollout-staging", num_threads=1)
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
-    RankLoop(sock, Worker(config, TensorParallel(rank, size)), staging).run()
+    RankLoop(sock, Worker(config, TensorParallel(rank, size), options.shared_fd), staging).run()
 
 
 class RankLoop:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import TensorParallel, choose_device, join_group
 from rollout.engine.model_runner import ModelRunner, Reply
+from rollout.engine.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import resolve_model
 from rollout.models.config import ModelConfig
@@ -33,11 +34,14 @@ class Worker:
     """Built empty; ``start`` loads. An error of one call is that call's alone.
 
     ``version`` is the live weights' and travels with every reply of ``step``. A commit swaps live
-    and shadow, ``revert`` goes back to the version before it.
+    and shadow, ``revert`` goes back to the version before it. ``shared_fd`` is an inherited
+    descriptor of memory for the ranks' collectives.
     """
 
-    def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
-        self.config, self.tp = config, tp
+    def __init__(
+        self, config: EngineConfig, tp: TensorParallel, shared_fd: int | None = None
+    ) -> None:
+        self.config, self.tp, self._shared_fd = config, tp, shared_fd
         self.device = _own_device(choose_device(config.device), tp.rank)
         self.version = 0
         self._before: int | None = None  # the version that the shadow still holds
@@ -161,6 +165,7 @@ class Worker:
             "num_kv_blocks": self.runner.kv.num_blocks,
             "has_shadow": self.runner.instances.has_shadow,
             "all_reduces": self.tp.all_reduces,
+            "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),
             **self.runner.sizes(),
         }
 
@@ -205,6 +210,9 @@ class Worker:
         )
         limit = max(self.config.timeout, DEFAULT_TIMEOUT)
         group._set_default_timeout(timedelta(seconds=limit))
+        if self.device.type == "cpu":
+            fd, self._shared_fd = self._shared_fd, None
+            group = share_memory(group, fd, self.tp.rank, self.tp.size, limit)
         self.tp.group = group
 
     @staticmethod

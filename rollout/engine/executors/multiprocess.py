@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import RendezvousServer, choose_device
 from rollout.engine.executors import Reply
 from rollout.engine.executors.rank_link import RankLink, encode_call, fail
+from rollout.engine.shared_memory_group import create_shared
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.update_wire import rendezvous_to_wire
 from rollout.wire import encode
@@ -26,13 +28,15 @@ class MultiprocessExecutor:
 
     One lock makes the order of calls the same on every rank. When a rank ends, all others are
     killed, every pending future fails with ``WorkerDied`` naming the one that ended, and
-    ``on_death`` is called once.
+    ``on_death`` is called once. On CPU the ranks' collectives go through memory they share;
+    ``shared_memory`` False keeps them on sockets.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, shared_memory: bool = True) -> None:
         self.size = config.tensor_parallel_size
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config
+        self._shared_memory = shared_memory
         self._links: list[RankLink] = []
         self._rendezvous: RendezvousServer | None = None
         self._order = threading.Lock()
@@ -102,10 +106,20 @@ class MultiprocessExecutor:
             self._rendezvous.close()
 
     def _spawn(self) -> None:
+        on_cpu = choose_device(self._config.device).type == "cpu"
+        shared = self._shared_memory and on_cpu and self.size > 1
+        shared_fd = create_shared(self.size) if shared else None
+        try:
+            self._spawn_all(shared_fd)
+        finally:
+            if shared_fd is not None:
+                os.close(shared_fd)  # each rank has its own by now
+
+    def _spawn_all(self, shared_fd: int | None) -> None:
         config = self._config
         threads = config.resolved_num_threads
         for rank in range(self.size):
-            link = RankLink(rank, threads, self._rank_ended)
+            link = RankLink(rank, threads, self._rank_ended, shared_fd)
             self._links.append(link)
             first = {
                 "rank": rank,

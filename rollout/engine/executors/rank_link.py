@@ -31,16 +31,27 @@ class RankLink:
     """Starts a rank's process. ``send`` never blocks; a thread reads replies into futures.
 
     ``on_end(rank, why)`` is called once, from the reader thread, when the process has ended or
-    its socket broke. Whoever owns the link then fails what ``take_pending`` gives.
+    its socket broke. Whoever owns the link then fails what ``take_pending`` gives. ``shared_fd``
+    is the memory of the ranks' collectives; the process inherits it.
     """
 
-    def __init__(self, rank: int, num_threads: int, on_end: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_threads: int,
+        on_end: Callable[[int, str], None],
+        shared_fd: int | None = None,
+    ) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         with theirs:
+            passed = {"--fd": theirs.fileno()}
+            if shared_fd is not None:
+                passed["--shared-fd"] = shared_fd
+            options = [text for name, fd in passed.items() for text in (name, str(fd))]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.engine.worker", "--fd", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-P", "-m", "rollout.engine.worker", *options],
+                pass_fds=tuple(passed.values()),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # libraries print there; this process's own output stays clean
                 env=_environment(num_threads),

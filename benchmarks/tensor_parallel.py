@@ -1,0 +1,202 @@
+"""Tensor parallel on one CPU box: collectives through shared memory beside those through sockets.
+
+    python benchmarks/tensor_parallel.py reduce [--ranks 2] [--rounds 7]
+    python benchmarks/tensor_parallel.py step CHECKPOINT [--batch 1,8,32] [--context 64]
+                                              [--rounds 7] [--steps 16] [--single]
+
+``reduce``: one bfloat16 all-reduce of 1 KiB to 8 MiB in two rank processes. ``step``: decode steps
+of whole executors. Both sides live at once and take turns; a line gives each side's median over
+the rounds, in microseconds, and the median of the ratios of neighbours (over 1: shared memory is
+faster). ``--single`` adds one rank with two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from rollout.config import EngineConfig
+from rollout.distributed import RendezvousServer, join_group
+from rollout.engine.batch import encode_batch
+from rollout.engine.executors.multiprocess import MultiprocessExecutor
+from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+from rollout.engine.sequence import Sequence as Sample
+from rollout.engine.shared_memory_group import create_shared, share_memory
+from rollout.generation import SamplingParams
+from rollout.update_wire import rendezvous_from_wire, rendezvous_to_wire
+
+SIZES = [1 << k for k in range(10, 24)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    reduce = commands.add_parser("reduce")
+    reduce.add_argument("--ranks", type=int, default=2)
+    reduce.add_argument("--rounds", type=int, default=7)
+    reduce.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # fd, rank, rendezvous
+    step = commands.add_parser("step")
+    step.add_argument("checkpoint")
+    step.add_argument("--batch", type=_numbers, default=[1, 8, 32])
+    step.add_argument("--context", type=int, default=64)
+    step.add_argument("--rounds", type=int, default=7)
+    step.add_argument("--steps", type=int, default=16, help="of one turn")
+    step.add_argument("--single", action="store_true")
+    args = parser.parse_args()
+    if args.command == "step":
+        measure_steps(args)
+    elif args.rank is None:
+        run_ranks(args.ranks, args.rounds)
+    else:
+        measure_reductions(args.ranks, args.rounds, *args.rank)
+
+
+def run_ranks(size: int, rounds: int) -> None:
+    """Start the rank processes of ``reduce``; rank 0 prints."""
+    fd = create_shared(size)
+    if fd is None:
+        raise SystemExit("this machine has no anonymous shared memory")
+    server = RendezvousServer(size, "gloo")
+    where = json.dumps(rendezvous_to_wire(server.info))
+    command = [sys.executable, __file__, "reduce", "--ranks", str(size), "--rounds", str(rounds)]
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(fd), str(rank), where], pass_fds=(fd,))
+        for rank in range(size)
+    ]
+    os.close(fd)
+    failed = [rank.args for rank in ranks if rank.wait()]
+    server.close()
+    if failed:
+        raise SystemExit(f"{len(failed)} ranks failed")
+
+
+def measure_reductions(size: int, rounds: int, fd: str, rank: str, where: str) -> None:
+    """One rank's part: both groups by turns, the same number of times on every rank."""
+    torch.set_num_threads(1)
+    sockets = join_group(rendezvous_from_wire(json.loads(where)), int(rank), 60.0)
+    memory = share_memory(sockets, int(fd), int(rank), size, 60.0)
+    if memory is sockets:
+        raise SystemExit("the ranks share no memory here: is there a C compiler?")
+    for nbytes in SIZES:
+        tensor = torch.zeros(nbytes // 2, dtype=torch.bfloat16)
+        repeats = max(8, min(400, (4 << 20) // nbytes))
+
+        def turn(group, tensor=tensor, repeats=repeats) -> float:
+            group.allreduce([tensor]).wait()  # so that all ranks begin together
+            started = time.perf_counter()
+            for _ in range(repeats):
+                group.allreduce([tensor]).wait()
+            return (time.perf_counter() - started) / repeats
+
+        turn(memory), turn(sockets)
+        pairs = [(turn(memory), turn(sockets)) for _ in range(rounds)]
+        if rank == "0":
+            print(f"{nbytes / 1024:8g} KiB  {_line(pairs)}", flush=True)
+
+
+def measure_steps(args: argparse.Namespace) -> None:
+    """Decode steps at every batch size; both executors are up all the time, one works."""
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(_executor(args, 2, True))
+        sockets = stack.enter_context(_executor(args, 2, False))
+        single = stack.enter_context(_executor(args, 1, False)) if args.single else None
+        for batch in args.batch:
+            turns = [_Decoding(e, args, batch).turn for e in (memory, sockets, single) if e]
+            for turn in turns:
+                turn()
+            rounds = [tuple(turn() for turn in turns) for _ in range(args.rounds)]
+            text = _line([(r[0], r[1]) for r in rounds])
+            if args.single:
+                text += f"  one rank {_line([(r[0], r[2]) for r in rounds], '2 threads')}"
+            print(f"batch {batch:4}  {text}", flush=True)
+
+
+@contextlib.contextmanager
+def _executor(args: argparse.Namespace, ranks: int, shared: bool):
+    config = EngineConfig(
+        model=args.checkpoint,
+        dtype="bfloat16",
+        device="cpu",
+        executor="multiprocess",
+        tensor_parallel_size=ranks,
+        num_threads=2 // ranks,
+    )
+    executor = MultiprocessExecutor(config, shared_memory=shared)
+    try:
+        executor.start()
+        blocks = max(args.batch) * (args.context // config.block_size + args.rounds * args.steps)
+        for future in executor.call("init_kv", {"num_blocks": blocks}):
+            future.result(60)
+        yield executor
+    finally:
+        executor.close()
+
+
+class _Decoding:
+    """A batch of sequences that has its prompt computed; every turn goes back to that point."""
+
+    def __init__(self, executor: MultiprocessExecutor, args: argparse.Namespace, batch: int):
+        self._executor, self._steps = executor, args.steps
+        self._block = executor._config.block_size
+        blocks = -(-(args.context + args.steps) // self._block)
+        self._sequences = [self._sequence(i, args.context, blocks) for i in range(batch)]
+        for s in self._sequences:
+            s.num_computed = 0
+            self._step([ScheduledEntry(s, args.context)])
+            s.num_computed = args.context
+            s.token_ids.append(5)
+
+    def turn(self) -> float:
+        """Seconds of one decode step, the mean of a turn's."""
+        started = time.perf_counter()
+        for _ in range(self._steps):
+            self._step([ScheduledEntry(s, 1) for s in self._sequences])
+        return (time.perf_counter() - started) / self._steps
+
+    def _step(self, entries: list[ScheduledEntry]) -> None:
+        call = encode_batch(ScheduledBatch(entries, 0), self._block)
+        for future in self._executor.call("step", *call):
+            future.result(120)
+
+    @staticmethod
+    def _sequence(index: int, context: int, blocks: int) -> Sample:
+        params = SamplingParams(temperature=0.0, max_tokens=64)
+        prompt = [3 + (7 * index + i) % 200 for i in range(context)]
+        s = Sample(
+            seq_id=index,
+            request_id=f"r{index}",
+            index=0,
+            params=params,
+            seed=index,
+            prompt_token_ids=prompt,
+        )
+        s.block_table = list(range(index * blocks, (index + 1) * blocks))
+        return s
+
+
+def _line(pairs: Sequence[tuple[float, float]], other: str = "sockets") -> str:
+    mine, theirs = (statistics.median(side) * 1e6 for side in zip(*pairs, strict=True))
+    ratios = sorted(b / a for a, b in pairs)
+    return (
+        f"memory {mine:10.1f} us  {other} {theirs:10.1f} us  "
+        f"ratio {statistics.median(ratios):6.2f} ({ratios[0]:.2f} .. {ratios[-1]:.2f})"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
