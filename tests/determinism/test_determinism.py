@@ -1,6 +1,6 @@
 """deterministic=True: equal bits for a sequence however it is run, and refusals by name.
 
-The soak of a thousand schedules is ``benchmarks/determinism.py``.
+The soak of a thousand schedules is ``benchmarks/deterministic.py``.
 """
 
 from __future__ import annotations
