@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "engine": NOUNS | {"kernels", "models", "loader", "weight_sync"},
     "api": EVERYTHING,
     "server": EVERYTHING | {"server"},
-    "cli": EVERYTHING | {"server", "cli", "cli_flags"},
+    "cli": EVERYTHING | {"server", "cli", "cli_flags", "cli_plan"},
     "cli_flags": EVERYTHING,
+    "cli_plan": EVERYTHING,
     "__main__": {"cli"},
 }
 
