@@ -262,10 +262,21 @@ def _alternatives(logits: Tensor, lse: Tensor, num_top: NDArray[np.int64]) -> tu
     logprobs = torch.zeros(len(logits), count, device=logits.device)
     if count:
         where = torch.from_numpy(np.flatnonzero(num_top > 0)).to(logits.device)
-        values, found = torch.topk(logits[where].float(), count, dim=-1)
+        values = logits[where].float()
+        found = _top_ids(values, count)
+        values = values.gather(1, found)
         ids[where] = found.int()
         logprobs[where] = (values.double() - lse[where, None]).float()
     return ids, logprobs
+
+
+def _top_ids(values: Tensor, count: int) -> Tensor:
+    """Ids of the ``count`` largest, the lower first of a tie: topk alone picks by the batch."""
+    bits = values.contiguous().view(torch.int32).long()
+    rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # ascends with the value
+    vocab = values.shape[1]
+    keys = (rank << 32) + (vocab - torch.arange(vocab, device=values.device))
+    return vocab - (torch.topk(keys, count, dim=-1).values & 0xFFFFFFFF)
 
 
 def _join(parts: list[Samples]) -> Samples:
