@@ -2,7 +2,11 @@
 
 import sys
 
-from rollout.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from rollout.cli import main
+
+        status = main()
+    except KeyboardInterrupt:  # while modules are still imported
+        status = 130
+    sys.exit(status)

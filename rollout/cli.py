@@ -122,7 +122,10 @@ def _add_serve(commands: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; prints one line ``ready http=... grpc=...`` on stdout."""
+    """Serve until SIGINT or SIGTERM; prints one line ``ready http=... grpc=...`` on stdout.
+
+    Status 0 once it was ready; a signal before that ends it with 128 + the signal's number.
+    """
     from rollout.server.auth import Tokens
 
     for name in ("port", "grpc_port"):
@@ -156,8 +159,14 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
 
     stop, ready = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal, number)
     if args.exit_with_stdin:
         _on_end_of_input(loop, stop)
 
@@ -175,11 +184,17 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if not ready.is_set():
-        running.cancel()  # else it ends by itself, in order
-    with contextlib.suppress(asyncio.CancelledError):
+    if ready.is_set() or running.done():
+        await running  # it ends by itself, in order
+        return 0
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError, RolloutError):
         await running
-    return 0
+    # Ranks and servers are gone. Python would wait for the thread that loads, which nothing can
+    # interrupt in the middle of a download or an import.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signals[0] if signals else 0)
 
 
 @contextlib.asynccontextmanager

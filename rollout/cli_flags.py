@@ -63,14 +63,31 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
     def parse_known(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse everything; what is left over is a mistake."""
+        """Parse everything; ``words`` may stand before, between and after flags.
+
+        What is left over is a mistake.
+        """
         args, rest = self.parse_known_args(argv)
+        if hasattr(args, "words"):
+            rest = _take_words(args.words, rest)
         if rest:
             known = sorted(all_flags(self))
             near = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"unknown argument {rest[0]}{hint}")
         return args
+
+
+def _take_words(words: list[str], rest: list[str]) -> list[str]:
+    """Move what ``rest`` begins with, up to a flag, into ``words``; argparse stops at one run."""
+    for index, word in enumerate(rest):
+        if word == "--":
+            words += rest[index + 1 :]
+            return []
+        if word.startswith("-"):
+            return rest[index:]
+        words.append(word)
+    return []
 
 
 def all_flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 from rollout.errors import InvalidRequest
@@ -13,6 +14,10 @@ from rollout.errors import InvalidRequest
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
 FINISH_REASONS = ("stop", "length", "abort")
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +59,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if self.logit_bias is not None:
-            bias = {int(t): float(b) for t, b in self.logit_bias.items()}
-            object.__setattr__(self, "logit_bias", bias)
+            object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if self.seed == -1:
@@ -86,9 +90,9 @@ class SamplingParams:
             if not ok:
                 raise InvalidRequest(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
-        def is_int(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            need(isinstance(value, Real) and not isinstance(value, bool), name, "a number")
         need(is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", f"in 1..{MAX_SAMPLES}")
         need(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "at least 0")
         need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
@@ -109,7 +113,9 @@ class SamplingParams:
             need(count is None or (is_int(count) and count >= 0), name, "at least 0, or None")
         need(self.seed is None or is_int(self.seed), "seed", "an integer or None")
         need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
-        need(all(is_int(t) for t in self.stop_token_ids), "stop_token_ids", "integers")
+        need(all(map(is_int, self.stop_token_ids)), "stop_token_ids", "integers")
+        finite = all(map(math.isfinite, (self.logit_bias or {}).values()))
+        need(finite, "logit_bias", "finite for every token")
 
     def _check_contradictions(self) -> None:
         if self.greedy and self.n > 1:
@@ -198,3 +204,23 @@ class RequestOutput:
 
 
 PromptInput = str | Sequence[int]
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a list, got {value!r}") from None
+
+
+def _as_bias(value: Any) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {value!r}") from None

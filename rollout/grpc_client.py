@@ -56,6 +56,7 @@ class RolloutClient:
         tls: ClientTls | None = None,
     ) -> None:
         self.address, self.timeout = address, timeout
+        self.max_model_len = 0  # until ``start``
         self._credentials = None if tls is None else tls.credentials()
         self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -116,7 +117,7 @@ class RolloutClient:
 
     async def start(self) -> None:
         """Check that a service answers."""
-        await self.server_info()
+        self.max_model_len = (await self.server_info()).max_model_len
 
     async def server_info(self) -> ServerInfo:
         return info_from_proto(await self._call(ControlStub, "ServerInfo", pb.ServerInfoRequest()))

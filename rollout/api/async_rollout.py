@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from rollout.api.backend import Backend, Outputs
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
-from rollout.errors import ConfigError, InvalidRequest
+from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.grpc_client import RolloutClient
 from rollout.metrics import EngineStats
@@ -26,7 +26,8 @@ R = TypeVar("R")
 GRPC_SERVER = "rollout.server.grpc:serve"  # looked up when first served: api imports no server
 
 Prompts = PromptInput | Sequence[PromptInput]
-Params = SamplingParams | Sequence[SamplingParams] | None
+OneParams = SamplingParams | Mapping[str, Any]  # a mapping: SamplingParams.from_dict
+Params = OneParams | Sequence[OneParams] | None
 
 
 def _in_thread(
@@ -90,7 +91,8 @@ class AsyncRollout:
         """Continue every prompt; outputs in the order of ``prompts``.
 
         ``prompts``: a text, a list of token ids, or a list of either. ``params``: one for all, or
-        one each. One call is admitted as a whole. Raises a ``RequestError`` or ``EngineError``.
+        one each; a dict stands for the ``SamplingParams`` of its keys. One call is admitted as a
+        whole. Raises a ``RequestError`` or ``EngineError``.
         """
         outputs = self.stream_many(prompts, params, request_ids=request_ids, stream=False)
         return await _in_order(outputs)
@@ -107,7 +109,7 @@ class AsyncRollout:
         return await _in_order(outputs)
 
     async def stream(
-        self, prompt: PromptInput, params: SamplingParams | None = None
+        self, prompt: PromptInput, params: OneParams | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
         outputs = self.stream_many([prompt], params)
@@ -127,7 +129,7 @@ class AsyncRollout:
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, output) as they come; with ``stream`` cumulative ones."""
         await self.start()
-        each = _as_prompts(prompts)
+        each = _as_prompts(prompts, self.backend.max_model_len)
         ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
         outputs = self.backend.generate(each, many, ids, stream=stream)
         try:
@@ -162,10 +164,11 @@ class AsyncRollout:
         await self.start()
         return await self.backend.tokenize(prompt, add_special_tokens)
 
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests, or all, at the next step; returns how many there were."""
+    async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
+        """End this request or these, or all, at the next step; returns how many there were."""
         await self.start()
-        return await self.backend.abort(request_ids)
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        return await self.backend.abort(ids)
 
     # ---- control ----
 
@@ -282,7 +285,8 @@ async def _close(outputs: Outputs) -> None:
         await close()
 
 
-def _as_prompts(prompts: Any) -> list[PromptInput]:
+def _as_prompts(prompts: Any, max_model_len: int) -> list[PromptInput]:
+    """One prompt per entry; a list of ids that is too long is refused before its ids are read."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -292,7 +296,13 @@ def _as_prompts(prompts: Any) -> list[PromptInput]:
         )
     each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
     for number, prompt in enumerate(each):
-        ids = isinstance(prompt, Sequence) and set(map(type, prompt)) <= {int}
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        if listed and len(prompt) >= max_model_len:
+            raise PromptTooLong(
+                f"prompt {number} has {len(prompt)} tokens, but max_model_len is {max_model_len} "
+                "and one token at least must fit after it"
+            )
+        ids = listed and set(map(type, prompt)) <= {int}
         if not isinstance(prompt, str) and not ids:
             raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
     return each
@@ -305,14 +315,22 @@ def _as_conversations(messages: Any) -> list[Messages]:
 
 
 def _as_params(params: Params, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    many = list(params)
-    if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in many):
-        raise InvalidRequest("params must be SamplingParams, or a list of them, one per prompt")
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [_one_params(params)] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise InvalidRequest(f"params must be SamplingParams or a list, not {params!r}")
+    many = [_one_params(p) for p in params]
     if len(many) != count:
         raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
     return many
+
+
+def _one_params(params: Any) -> SamplingParams:
+    if isinstance(params, Mapping):
+        return SamplingParams.from_dict(params)
+    if not isinstance(params, SamplingParams | None):
+        raise InvalidRequest("params must be SamplingParams, or a list of them, one per prompt")
+    return params or SamplingParams()
 
 
 def _ids(request_ids: Sequence[str] | None, count: int) -> list[str]:

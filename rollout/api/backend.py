@@ -29,6 +29,11 @@ class Backend(Protocol):
         """What ``publish`` goes through: ``info`` in the caller's order of transports, ``open``."""
         ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Known once ``start`` is done: prompts are judged by it before they are looked into."""
+        ...
+
     async def start(self) -> None: ...
 
     def generate(

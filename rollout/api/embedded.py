@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import rollout
+from rollout.api.arrivals import Arrivals
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import EngineClosed, EngineError, InvalidRequest
+from rollout.errors import EngineClosed, EngineError, InvalidRequest, RolloutError
 from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.proto_convert import Messages
@@ -40,6 +41,7 @@ class EmbeddedBackend:
     async def start(self) -> None:
         if self._starting is None:
             self._starting = asyncio.create_task(asyncio.to_thread(self._load))
+            self._starting.add_done_callback(_look_at)  # its waiter may have been cancelled
         await asyncio.shield(self._starting)
 
     # ---- generation ----
@@ -57,6 +59,10 @@ class EmbeddedBackend:
         async for item in self._run(ids, texts, params, request_ids, stream):
             yield item
 
+    @property
+    def max_model_len(self) -> int:
+        return self.core.max_model_len
+
     async def chat(
         self,
         conversations: Sequence[Messages],
@@ -67,6 +73,8 @@ class EmbeddedBackend:
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         tokenizer = self._tokenizer("chat")
         texts = [tokenizer.render_chat(conversation) for conversation in conversations]
+        for text in texts:
+            tokenizer.check_length(text, self.max_model_len)
         ids = await asyncio.to_thread(
             lambda: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         )
@@ -78,9 +86,9 @@ class EmbeddedBackend:
     ) -> list[int]:
         tokenizer = self._tokenizer("tokenize")
         if not isinstance(prompt, str):
-            return tokenizer.encode_chat(prompt)
+            return await asyncio.to_thread(tokenizer.encode_chat, prompt)
         special = True if add_special_tokens is None else add_special_tokens
-        return tokenizer.encode(prompt, add_special_tokens=special)
+        return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         ids = list(self._running if request_ids is None else request_ids)
@@ -171,7 +179,10 @@ class EmbeddedBackend:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in prompts if not isinstance(prompt, str)]
-        encode = self._tokenizer("a text prompt").encode
+        tokenizer = self._tokenizer("a text prompt")
+        for text in texts:
+            tokenizer.check_length(text, self.max_model_len)
+        encode = tokenizer.encode
         encoded = iter(await asyncio.to_thread(lambda: [encode(text) for text in texts]))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
@@ -198,19 +209,20 @@ class EmbeddedBackend:
         index = {request.request_id: n for n, request in enumerate(requests)}
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")
-        arrived: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self.core.submit(requests, _into(arrived), stream=stream)
+        arrived = Arrivals()
+        self.core.submit(requests, arrived, stream=stream)
         pending = set(index)
         self._running |= pending
         try:
             while pending:
-                item = await arrived.get()
-                if isinstance(item, BaseException):
+                try:
+                    item = await arrived.take()
+                except RolloutError:  # it ended the whole call
                     pending.clear()
-                    raise item
+                    raise
                 if item.finished:
                     pending.discard(item.request_id)
-                yield index[item.request_id], item
+                yield index[item.request_id], item.output()
         finally:
             self._running.difference_update(index)
             if pending:
@@ -218,17 +230,9 @@ class EmbeddedBackend:
                     await asyncio.to_thread(self.core.abort, list(pending))
 
 
-def _into(
-    arrived: asyncio.Queue[RequestOutput | BaseException],
-) -> Callable[[RequestOutput | BaseException], None]:
-    """A sink for the core's thread that fills a queue of the running loop."""
-    loop = asyncio.get_running_loop()
-
-    def sink(item: RequestOutput | BaseException) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(arrived.put_nowait, item)
-
-    return sink
+def _look_at(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class _NearLink:

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from rollout.api.async_rollout import AsyncRollout
+from rollout.api.async_rollout import AsyncRollout, OneParams
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed
-from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.generation import PromptInput, RequestOutput
 from rollout.tls import ClientTls
 
 BLOCKING_CALLS = 16  # verbs that may wait in threads at once (pause, sleep, abort, start ...)
@@ -105,7 +105,7 @@ class Rollout:
     preflight = _here(WeightVerbs.preflight)
 
     def stream(
-        self, prompt: PromptInput, params: SamplingParams | None = None
+        self, prompt: PromptInput, params: OneParams | None = None
     ) -> Iterator[RequestOutput]:
         """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
         outputs = cast(AsyncGenerator[RequestOutput], self._async.stream(prompt, params))

@@ -52,8 +52,8 @@ class Admission:
             twice = next(i for i in ids if ids.count(i) > 1)
             raise InvalidRequest(f"request id {twice!r} occurs twice in one call; make ids unique")
         for request in requests:
+            self._check_length(request)  # first, and without a look at the tokens
             self._check_tokens(request)
-            self._check_length(request)
             if request.params.stop and self._tokenizer is None:
                 raise InvalidRequest(
                     "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
@@ -110,7 +110,7 @@ class Admission:
         tokens, name = request.prompt_token_ids, f"request {request.request_id!r}"
         if not tokens:
             raise InvalidRequest(f"{name}: the prompt is empty; send at least one token")
-        if not all(type(token) is int for token in tokens):
+        if set(map(type, tokens)) != {int}:
             raise InvalidRequest(f"{name}: prompt token ids must be integers")
         params = request.params
         for where, ids in (

@@ -51,9 +51,7 @@ class BlockManager:
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[bytes, int] = {}
-        self._commits = 0
-        self._roots: dict[int, bytes] = {}
-        self.version = 0
+        self._chains = 0
         self.set_version(0)
 
     @property
@@ -65,22 +63,14 @@ class BlockManager:
         return 1.0 - len(self._free) / self.num_blocks
 
     def set_version(self, version: int) -> None:
-        """Switch the weights' version: only KV it computed matches from now on.
-
-        Going back to an earlier version revives that version's blocks and forgets the later
-        ones for good: another update may come to bear their number.
-        """
-        for later in [v for v in self._roots if v > version]:
-            del self._roots[later]
-        if version not in self._roots:
-            self._commits += 1
-            origin = f"{self._salt}/{version}/{self._commits}".encode()
-            self._roots[version] = blake2b(origin, digest_size=_DIGEST_BYTES).digest()
+        """Switch the weights' version: only KV it computes from now on matches."""
+        self._chains += 1
+        origin = f"{self._salt}/{version}/{self._chains}".encode()
+        self._root = blake2b(origin, digest_size=_DIGEST_BYTES).digest()
         self.version = version
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed before this call is found again."""
-        self._roots.clear()
         self._by_hash.clear()
         for block in self._blocks:
             block.forget()
@@ -143,11 +133,9 @@ class BlockManager:
         full = seq.num_computed // self.block_size
         if full == seq.hashed_blocks or not self.prefix_caching:
             return
-        version = seq.kv_spans.single_version()
-        root = self._roots.get(version) if version is not None else None
-        if root is None:
+        if seq.kv_spans.single_version() != self.version:
             return
-        parent = seq.chain_hash or root
+        parent = seq.chain_hash or self._root
         for index in range(seq.hashed_blocks, full):
             block_id = seq.block_table[index]
             block = self._blocks[block_id]
@@ -190,7 +178,7 @@ class BlockManager:
         hits: list[int] = []
         if not self.prefix_caching or seq.needs_prompt_logprobs:
             return hits
-        parent = self._roots[self.version]
+        parent = self._root
         size = self.block_size
         for start in range(0, seq.num_tokens - size, size):
             tokens = tuple(seq.token_ids[start : start + size])

@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.engine.admission import Admission
+from rollout.engine.ask import replies_of
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.executors import Executor, Reply, make_executor
+from rollout.engine.figures import figures
 from rollout.engine.kv_sizing import size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
@@ -23,7 +24,6 @@ from rollout.engine.request_state import Call, Sink
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import (
-    DeadlineExceeded,
     EngineBroken,
     EngineClosed,
     InvalidRequest,
@@ -79,7 +79,10 @@ class EngineCore:
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         if not config.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(config.tokenizer or directory)
-        executor = self._executor = self._executor or make_executor(config)
+        with self._closing:  # from here on ``close`` ends the executor
+            if self._closed:
+                raise EngineClosed("the engine was closed while it started")
+            executor = self._executor = self._executor or make_executor(config)
         try:
             executor.start()
             self.rank_info = [reply for reply, _ in self._ask("info", {}, config.start_timeout)]
@@ -89,7 +92,10 @@ class EngineCore:
             self.close()
             raise
         executor.on_death = self.loop.die
-        self.loop.start()
+        with self._closing:
+            if self._closed:
+                raise EngineClosed("the engine was closed while it started")
+            self.loop.start()
 
     def _build(self, executor: Executor) -> None:
         config = self.config
@@ -175,8 +181,8 @@ class EngineCore:
     def submit(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
         """Admit all requests together, in one scheduling step, or raise for all of them.
 
-        ``sink`` is called from the engine's thread and must not block: with cumulative outputs as
-        tokens arrive when ``stream``, else with each request's final output; or once with an
+        ``sink`` is called from the engine's thread and must not block: with cumulative snapshots
+        as tokens arrive when ``stream``, else with each request's final one; or once with an
         error, which ends the whole call. Raises ``InvalidRequest`` or ``PromptTooLong`` for a bad
         request, an ``EngineError`` while the engine cannot serve.
         """
@@ -292,28 +298,7 @@ class EngineCore:
         self._between_steps("wake_up", wake, wait)
 
     def stats(self) -> EngineStats:
-        count = self.counters
-        return EngineStats(
-            state=self.state,
-            running=len(self.scheduler.running),
-            waiting=self.scheduler.num_waiting,
-            kv_usage=self.blocks.usage,
-            num_kv_blocks=self.num_kv_blocks,
-            prompt_tokens_total=count.prompt_tokens,
-            generation_tokens_total=count.generation_tokens,
-            steps_total=count.steps,
-            preemptions_total=self.scheduler.preemptions,
-            prefix_cache_queries_total=self.blocks.query_tokens,
-            prefix_cache_hits_total=self.blocks.hit_tokens,
-            requests_finished=dict(count.finished),
-            epoch=self.epoch,
-            weight_version=self.version,
-            weight_updates_total=count.updates,
-            weight_updates_failed_total=count.updates_failed,
-            last_stall_seconds=count.last_stall,
-            time_to_first_token=count.time_to_first_token.snapshot(),
-            inter_token=count.inter_token.snapshot(),
-        )
+        return figures(self)
 
     # ---- what an update uses ----
 
@@ -332,22 +317,20 @@ class EngineCore:
         return self.loop.at_boundary(fn)
 
     def on_commit(self, version: int, in_flight: str) -> None:
-        """Inside a boundary: the live weights are ``version``'s now; apply ``in_flight``.
+        """Inside a boundary: the live weights are those of ``version``, a newer one, from now on.
 
-        Going back to an earlier version recomputes whatever the later one had touched.
+        ``in_flight`` says what becomes of the requests that the old version has begun.
         """
         if in_flight not in IN_FLIGHT:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
         assert self.loop.is_current_thread, "commit outside a step boundary"
-        back = version < self.version
+        assert version > self.version, "versions only grow"
         self.version = version
         self.blocks.set_version(version)
         if in_flight == "abort":
             self.outputs.abort({seq.request_id for seq in self.scheduler.begun()})
         elif in_flight == "recompute":
             self.scheduler.recompute()
-        elif back:
-            self.scheduler.recompute(newer_than=version)
         self.mark_broken(None)
 
     def mark_broken(self, reason: str | None) -> None:
@@ -396,19 +379,7 @@ class EngineCore:
         return self.config.timeout if timeout is None else timeout
 
     def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
-        """Call every rank and wait for all; a timeout names the rank and the method."""
-        deadline = time.monotonic() + timeout
-        replies = []
-        for rank, future in enumerate(self.call(method, args)):
-            try:
-                replies.append(future.result(max(0.0, deadline - time.monotonic())))
-            except FutureTimeout as error:
-                if isinstance(error, RolloutError):
-                    raise
-                raise DeadlineExceeded(
-                    f"rank {rank} did not answer {method} within {timeout:g} s"
-                ) from error
-        return replies
+        return replies_of(self.call(method, args), method, timeout)
 
     def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> None:
         """``_ask`` for calls that leave the ranks in an unknown state when one fails."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
+from rollout.engine.snapshot import Snapshot
 from rollout.engine.step_output import StepOutput
-from rollout.generation import RequestOutput
 from rollout.metrics import EngineCounters
 
 log = logging.getLogger(__name__)
@@ -111,11 +111,11 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            output: RequestOutput = state.output(self._epoch)
-            if output.finished:
-                state.call.open.discard(output.request_id)
-                self._live_ids.discard(output.request_id)
-            if not _deliver(state.call, output):
+            snapshot = state.snapshot(self._epoch)
+            if snapshot.finished:
+                state.call.open.discard(snapshot.request_id)
+                self._live_ids.discard(snapshot.request_id)
+            if not _deliver(state.call, snapshot):
                 self._drop(state.call)
 
     def _book_prompt_logprobs(self, batch: ScheduledBatch, output: StepOutput) -> None:
@@ -161,7 +161,7 @@ class OutputProcessor:
         call.open.clear()
 
 
-def _deliver(call: Call, item: RequestOutput | BaseException) -> bool:
+def _deliver(call: Call, item: Snapshot | BaseException) -> bool:
     try:
         call.sink(item)
     except Exception:

@@ -7,9 +7,10 @@ from collections.abc import Sequence as ReadOnly
 
 from rollout.engine.detokenizer import Detokenizer
 from rollout.engine.sequence import Sequence
-from rollout.generation import Completion, Logprobs, Request, RequestOutput
+from rollout.engine.snapshot import SampleSnapshot, Snapshot
+from rollout.generation import Request
 
-Sink = Callable[[RequestOutput | BaseException], None]
+Sink = Callable[[Snapshot | BaseException], None]
 
 
 class Call:
@@ -58,20 +59,18 @@ class Sample:
     def abort(self) -> None:
         self._end("abort", None)
 
-    def completion(self) -> Completion:
+    def snapshot(self) -> SampleSnapshot:
         seq = self.sequence
         finished = seq.finish_reason is not None
-        top = None if seq.top is None else list(seq.top)
-        return Completion(
-            index=seq.index,
-            text=self.text.visible(finished) if self.text is not None else "",
-            token_ids=seq.output_token_ids,
-            logprobs=Logprobs(list(seq.raw), list(seq.processed), list(seq.log_kept_mass), top),
-            cumulative_logprob=seq.cumulative_logprob,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            weight_versions=seq.weight_versions.spans(),
-            kv_spans=seq.kv_spans.spans(),
+        return SampleSnapshot(
+            seq,
+            seq.output_len,
+            self.text.visible(finished) if self.text is not None else "",
+            seq.cumulative_logprob,
+            seq.finish_reason,
+            seq.stop_reason,
+            seq.weight_versions.spans(),
+            seq.kv_spans.spans(),
         )
 
     def _end(self, reason: str, stop: int | str | None) -> None:
@@ -106,16 +105,17 @@ class RequestState:
     def sequences(self) -> list[Sequence]:
         return [sample.sequence for sample in self.samples]
 
-    def output(self, epoch: int) -> RequestOutput:
-        """Everything so far, cumulative."""
+    def snapshot(self, epoch: int) -> Snapshot:
+        """Everything so far; copies no list."""
         first = self.samples[0].sequence
         scored = first.prompt_logprobs
-        return RequestOutput(
+        return Snapshot(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            prompt_logprobs=None if scored is None else list(scored),
-            outputs=[sample.completion() for sample in self.samples],
+            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_logprobs=scored,
+            num_scored=len(scored or ()),
+            samples=tuple(sample.snapshot() for sample in self.samples),
             finished=self.num_open == 0,
             num_cached_tokens=max(first.num_cached_tokens, 0),
             epoch=epoch,

@@ -111,14 +111,13 @@ class Scheduler:
             if heirs[1:]:
                 self._unforked[heirs[0].seq_id] = heirs[1:]
 
-    def recompute(self, newer_than: int | None = None) -> None:
-        """Drop the KV of all sequences, or only of those that a later version has touched."""
+    def recompute(self) -> None:
+        """Drop the KV of all sequences."""
         for seq in list(self.sequences()):
-            if newer_than is None or any(s.version > newer_than for s in seq.kv_spans.spans()):
-                if seq.status is Status.RUNNING:
-                    self._requeue(seq)
-                else:
-                    self.blocks.release(seq)
+            if seq.status is Status.RUNNING:
+                self._requeue(seq)
+            else:
+                self.blocks.release(seq)
 
     def begun(self) -> list[Sequence]:
         """Live sequences of requests of which any sample was ever admitted."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import ConfigError, InvalidRequest
+from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -15,6 +15,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+_LONGEST = 64  # characters that one token is allowed to stand for, at least
 
 
 class Tokenizer:
@@ -26,6 +27,7 @@ class Tokenizer:
         # of spaces, where a tokenizer asks for it, is only in the wrapper.
         plain = bool(hf.is_fast) and not getattr(hf, "clean_up_tokenization_spaces", False)
         self._fast = hf.backend_tokenizer if plain else None
+        self._longest = max(_LONGEST, max(map(len, hf.get_vocab()), default=0))
 
     @classmethod
     def load(cls, path: str | None, revision: str | None = None) -> Tokenizer | None:
@@ -42,10 +44,10 @@ class Tokenizer:
 
         try:
             hf = AutoTokenizer.from_pretrained(path, revision=revision or "main")
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # the Rust part and the hub's checks raise classes of their own
             raise ConfigError(
-                f"the tokenizer of {path} cannot be loaded: {error}; mend its files or pass "
-                "skip_tokenizer_init=True to serve token ids only"
+                f"the tokenizer of {path} cannot be loaded: {' '.join(str(error).split())}; mend "
+                "its files or pass skip_tokenizer_init=True to serve token ids only"
             ) from error
         return cls(hf) if hf is not None and len(hf) > 0 else None
 
@@ -58,6 +60,19 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         value: str | None = self._hf.chat_template
         return value
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise ``PromptTooLong``, without tokenising, for text that cannot fit ``max_tokens``.
+
+        No token stands for more characters than the longest of the vocabulary, or than 64 where
+        that is shorter; a tokenizer that folds a longer run of characters (unknown ones, say) into
+        one token is held to the same bound.
+        """
+        if len(text) > max_tokens * self._longest:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, more than max_model_len {max_tokens} "
+                f"tokens can stand for (at most {self._longest} characters each)"
+            )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt; the tokenizer's own rule decides about BOS."""

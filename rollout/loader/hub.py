@@ -67,8 +67,8 @@ def _snapshot(
         if local:
             return None
         raise ConfigError(
-            f"{model} is not in the cache and the hub cannot be reached ({error}); download it "
-            "first, or give a directory"
+            f"{model}: no such directory, not in the hub cache, and the hub cannot be reached; "
+            "check the path, or download it first"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(

@@ -300,6 +300,12 @@ def _refuse_unsupported(read: _Reader, architecture: str) -> None:
                 f"{read.file}: use_sliding_window is true, but {architecture} runs full attention "
                 "only here; set use_sliding_window to false or choose another checkpoint"
             )
+    types, layers = values.get("layer_types"), values.get("num_hidden_layers")
+    if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
+        raise ConfigError(
+            f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(types)} "
+            "layers; make them agree"
+        )
     if values.get("quantization_config"):
         raise ConfigError(
             f"{read.file}: quantization_config is not supported; use an unquantised checkpoint"

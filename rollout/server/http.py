@@ -24,7 +24,13 @@ from rollout.server.http_errors import (
     install_error_handlers,
     require_tokens,
 )
-from rollout.server.http_types import ChatBody, CompletionBody, SamplingBody, TokenizeBody
+from rollout.server.http_types import (
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    TokenizeBody,
+    text_messages,
+)
 from rollout.server.metrics import render
 
 T = TypeVar("T")
@@ -108,13 +114,15 @@ def _generation_routes(rollout: AsyncRollout, token_text: TokenText) -> APIRoute
         model = await _served_model(rollout, body.model)
         style = _style(body, params, model, token_text, chat=True)
         ids = _ids(style, 1)
-        outputs = rollout.stream_chat(body.messages, params, request_ids=ids, stream=body.stream)
+        outputs = rollout.stream_chat(
+            body.conversation(), params, request_ids=ids, stream=body.stream
+        )
         return await _respond(request, body, style, outputs, 1)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         await _served_model(rollout, body.model)
-        prompt = body.prompt if body.prompt is not None else body.messages or []
+        prompt = body.prompt if body.prompt is not None else text_messages(body.messages or [])
         ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens)
         limit = (await rollout.server_info()).max_model_len
         return {"tokens": ids, "count": len(ids), "max_model_len": limit}

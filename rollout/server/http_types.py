@@ -7,6 +7,7 @@ the nearest known one, so that a misspelt parameter is never silently dropped.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -161,6 +162,9 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int = 0
 
+    def conversation(self) -> list[dict[str, Any]]:
+        return text_messages(self.messages)
+
     def sampling(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true")
@@ -183,3 +187,37 @@ class TokenizeBody(BaseModel):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("exactly one of 'prompt' and 'messages' must be given")
         return self
+
+
+def text_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their content as one string; raises ``InvalidRequest``.
+
+    Content may be a list of parts of type "text"; other parts, and messages without content (an
+    assistant's tool calls among them), are refused.
+    """
+    return [
+        {**message, "content": _content(number, message)} for number, message in enumerate(messages)
+    ]
+
+
+def _content(number: int, message: Mapping[str, Any]) -> str:
+    content, where = message.get("content"), f"messages[{number}]"
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{where} needs a role")
+    if message.get("tool_calls"):
+        raise InvalidRequest(f"{where} carries tool_calls, which are not supported; send text")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} needs content: a text, or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f'{where} has a part of type {kind!r}; only {{"type": "text", "text": ...}} is '
+                "supported"
+            )
+        texts.append(text)
+    return "".join(texts)

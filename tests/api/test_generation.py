@@ -107,13 +107,36 @@ def test_metrics_and_server_info_have_the_same_face(face, engine, checkpoint):
         ([3.5], GREEDY, InvalidRequest, "prompt 0"),
         (7, GREEDY, InvalidRequest, "int"),
         ([True], GREEDY, InvalidRequest, "prompt 0"),
-        ([[1]], {"max_tokens": 3}, InvalidRequest, "SamplingParams"),
+        ([[1]], {"max_token": 3}, InvalidRequest, "did you mean 'max_tokens'"),
+        ([[1]], "greedy", InvalidRequest, "SamplingParams"),
+        ([[1]], [GREEDY, 5][1:], InvalidRequest, "SamplingParams"),
+        ([["a"] * 600], GREEDY, PromptTooLong, "600"),
         ([["a"]], GREEDY, InvalidRequest, "prompt 0"),
     ],
 )
 def test_bad_requests_raise_the_same_error_on_both_faces(face, prompts, params, error, names):
     with pytest.raises(error, match=names):
         face.generate(prompts, params)
+
+
+def test_a_dict_stands_for_sampling_parameters(face):
+    (out,) = face.generate([[1, 2]], {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True})
+    assert len(out.outputs[0].token_ids) == 3
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenised(face):
+    with pytest.raises(PromptTooLong, match="3000000 characters"):
+        face.generate("a" * 3_000_000, GREEDY)
+
+
+def test_one_id_may_be_aborted_without_a_list(face, engine, eventually):
+    thread = threading.Thread(target=lambda: face.generate([1, 2], LONG, request_ids=["alone"]))
+    engine.pause_generation()
+    thread.start()
+    eventually(lambda: engine.metrics().running + engine.metrics().waiting == 1)
+    assert face.abort("alone") == 1
+    engine.resume_generation()
+    thread.join(10)
 
 
 def test_equal_request_ids_in_one_call_are_refused(face):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 from serving import alive, descendants, serve
 from tiny_models import write_tiny
 
@@ -53,6 +54,15 @@ def test_generate_writes_the_same_twice_and_as_json(run: Run, tiny: Path) -> Non
     assert row["text"] + "\n" == out
     assert row["prompt"] == "Hello"
     assert len(row["token_ids"]) == len(row["logprobs"]) <= 6
+
+
+def test_prompts_may_follow_flags(run: Run, bare: Path) -> None:
+    words = make_parser().parse_known(["generate", "M", "a", "--max-tokens", "4", "b", "--", "-c"])
+    assert words.words == ["M", "a", "b", "-c"]
+    assert make_parser().parse_known(["generate", "--n", "2", "M", "a"]).words == ["M", "a"]
+    status, _, err = run("generate", bare, "a", "--n", 1, "b", "--maxtokens", 4)
+    assert status == 2
+    assert "unknown argument --maxtokens; did you mean --max-tokens?" in err
 
 
 def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Path) -> None:
@@ -116,6 +126,31 @@ def test_a_service_goes_with_its_parent_even_while_it_loads(bare: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_service_that_loads_quietly(bare: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "rollout", "serve", str(bare), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--grpc-port", "0", "--tensor-parallel-size", "2", *CPU],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        # It listens for signals once it has begun to load: then its first rank appears.
+        while not descendants(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        ranks_seen = descendants(process.pid)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, out, err) == (128 + number, "", "")
+    gone_by(time.monotonic() + 10, ranks_seen)
 
 
 def gone_by(deadline: float, pids: set[int]) -> None:

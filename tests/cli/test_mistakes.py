@@ -84,6 +84,22 @@ def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:
     refused(run("serve", tiny, *CPU, "--host", "0.0.0.0", "--port", 0), "token")
 
 
+def test_a_wrong_number_of_layers_is_one_line(run: Run, tiny: Path, tmp_path: Path) -> None:
+    model = broken_config(tiny, tmp_path, num_hidden_layers=3)
+    refused(run("generate", model, "hi", *CPU), "num_hidden_layers is 3", "layer_types")
+
+
+def test_a_path_that_is_nowhere_is_one_short_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    result = run("check", "m/nope")
+    refused(result, "m/nope: no such directory, not in the hub cache")
+    assert len(result[2]) < 200
+
+
 def test_an_unreachable_server_is_named(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -31,7 +31,7 @@ class Bench:
         self.toy.call("init_kv", {"num_blocks": num_blocks})
         self.budget, self.max_seqs = budget, max_seqs
         self.all: list[Sequence] = []
-        self.version = self.newest = 0
+        self.version = 0
 
     def submit(
         self, prompt: list[int], max_tokens: int = 4, n: int = 1, scored: bool = False
@@ -87,19 +87,11 @@ class Bench:
         raise AssertionError(f"not finished within {limit} steps")
 
     def commit(self, in_flight: str = "keep") -> None:
-        self.newest = self.version = self.newest + 1
+        self.version += 1
         self.toy.call("commit", {"version": self.version})
         self.blocks.set_version(self.version)
         if in_flight == "recompute":
             self.scheduler.recompute()
-
-    def go_back(self) -> None:
-        """To the version before; the newest number may be used again by other weights."""
-        if self.version:
-            self.newest = self.version = self.version - 1
-            self.toy.call("revert", {"version": self.version})
-            self.blocks.set_version(self.version)
-            self.scheduler.recompute(newer_than=self.version)
 
     def check(self) -> None:
         self.scheduler.check_integrity()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.engine.core import EngineCore
+from rollout.engine.snapshot import Snapshot
 from rollout.generation import Request, RequestOutput, SamplingParams
 
 PROMPT = list(range(5, 23))
@@ -22,8 +23,8 @@ class Sink:
         self._left = count
         self._done = threading.Event()
 
-    def __call__(self, item: RequestOutput | BaseException) -> None:
-        self.items.append(item)
+    def __call__(self, item: Snapshot | BaseException) -> None:
+        self.items.append(item if isinstance(item, BaseException) else item.output())
         if isinstance(item, BaseException) or item.finished:
             self._left -= 1
         if isinstance(item, BaseException) or self._left == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,28 @@ def test_a_stream_is_cumulative_and_ends_like_the_unstreamed_call(start: Start) 
     lengths = [len(o.outputs[0].token_ids) for o in sink.items if isinstance(o, RequestOutput)]
     assert lengths == list(range(1, 10))
     assert final.outputs[0].token_ids == run(core, request(max_tokens=9))["a"].outputs[0].token_ids
+
+
+def test_a_snapshot_copies_nothing_until_taken_and_stays_as_it_was(start: Start) -> None:
+    core = start()
+    taken: list[Any] = []
+    done = threading.Event()
+
+    def sink(item: Any) -> None:
+        taken.append(item)
+        if item.finished:
+            done.set()
+
+    core.submit([request(max_tokens=9, logprobs=1)], sink, stream=True)
+    assert done.wait(10)
+    tokens = continuation(PROMPT, 9)
+    for count, snapshot in enumerate(taken, 1):
+        assert snapshot.samples[0].sequence is taken[-1].samples[0].sequence
+        sample = snapshot.output().outputs[0]
+        assert sample.token_ids == tokens[:count]
+        assert len(sample.logprobs.raw) == len(sample.logprobs.top) == count
+        sample.token_ids.clear()  # the caller's own
+    assert taken[-1].output().outputs[0].token_ids == tokens
 
 
 def test_one_call_is_admitted_whole_in_one_step_or_not_at_all(start: Start) -> None:

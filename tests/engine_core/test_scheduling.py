@@ -62,7 +62,7 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_never_its_last_token() -> N
     assert longer.num_cached_tokens == 16  # 19 of 20 positions were computed: four full blocks
 
 
-def test_a_prefix_of_another_version_never_matches_and_going_back_revives_the_old() -> None:
+def test_a_prefix_of_another_version_never_matches() -> None:
     bench = Bench(budget=64)
     bench.submit(prompt(16), 4)
     bench.run()
@@ -70,15 +70,7 @@ def test_a_prefix_of_another_version_never_matches_and_going_back_revives_the_ol
     other = bench.submit(prompt(16), 4)[0]
     bench.run()
     assert other.num_cached_tokens == 0
-    bench.go_back()
-    old = bench.submit(prompt(16), 4)[0]
-    bench.run()
-    assert old.num_cached_tokens == 12
-    bench.commit()  # the same number, other weights
-    new = bench.submit(prompt(16), 4)[0]
-    bench.run()
-    assert new.num_cached_tokens == 0
-    assert new.output_token_ids == continuation(prompt(16), 4, bench.toy.weights)
+    assert other.output_token_ids == continuation(prompt(16), 4, bench.toy.weights)
 
 
 def test_under_keep_later_positions_carry_the_new_version_and_are_not_shared() -> None:
@@ -104,26 +96,6 @@ def test_a_block_begun_by_one_version_and_filled_by_the_next_is_never_found() ->
     again = bench.submit(seq.token_ids[:13], 1)[0]
     bench.run()
     assert again.num_cached_tokens == 0
-
-
-def test_going_back_recomputes_what_the_later_version_has_touched_and_nothing_else() -> None:
-    bench = Bench(budget=64)
-    old, new = bench.submit(prompt(9), 40)[0], bench.submit(prompt(9, 40), 40)[0]
-    bench.step()
-    bench.scheduler.finish(new)
-    bench.commit()
-    touched = bench.submit(prompt(9, 70), 30)[0]
-    bench.scheduler.frozen = True
-    bench.step()
-    bench.go_back()
-    assert old.num_computed == 9
-    bench.commit()
-    bench.scheduler.frozen = False
-    bench.step()
-    bench.go_back()
-    assert old.num_computed == touched.num_computed == 0
-    bench.commit()  # the same number again
-    bench.run()
 
 
 def test_when_nothing_else_is_left_shared_blocks_of_waiting_samples_are_taken_back() -> None:
@@ -259,7 +231,6 @@ OPS = st.one_of(
     st.tuples(st.just("resubmit"), st.integers(0, 50), st.integers(1, 30)),
     st.tuples(st.just("abort"), st.integers(0, 50)),
     st.tuples(st.just("commit"), st.sampled_from(["keep", "recompute"])),
-    st.tuples(st.just("back")),
     st.tuples(st.just("reset")),
 )
 
@@ -291,8 +262,6 @@ def test_any_history_keeps_the_books_and_gives_the_models_tokens(
                     bench.scheduler.finish(live[which % len(live)])
             case ("commit", in_flight):
                 bench.commit(in_flight)
-            case ("back",):
-                bench.go_back()
             case ("reset",):
                 bench.blocks.reset_prefix_cache()
         bench.check()

@@ -138,6 +138,14 @@ def test_a_directory_without_tokenizer_gives_none_and_a_broken_one_says_so(tmp_p
         Tokenizer.load(str(tmp_path))
 
 
+def test_a_tokenizer_file_that_is_no_json_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    with pytest.raises(ConfigError, match="cannot be loaded") as refused:
+        Tokenizer.load(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
 def test_without_tokenizer_text_and_stop_strings_are_refused(start: Start) -> None:
     core = start()
     with pytest.raises(InvalidRequest, match="no tokenizer"):

@@ -89,6 +89,34 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_cause(tiny):
         assert time.monotonic() - started < 3
 
 
+def test_an_internal_error_of_one_call_does_not_hold_up_the_replies_behind_it(tiny):
+    with running(tiny[0], executor="multiprocess") as executor:
+        started = time.monotonic()
+        bad = executor.call("init_kv", {"num_blocks": "many"})[0]
+        good = executor.call("info", {})[0]
+        with pytest.raises(Exception, match=r"many|str"):
+            bad.result(5)
+        good.result(5)
+        assert time.monotonic() - started < 0.4
+
+
+def test_ranks_print_no_stack_frames_and_hear_no_ctrl_c(tiny):
+    with running(tiny[0], executor="multiprocess") as executor:
+        pid = executor._links[0].process.pid
+        assert b"TORCH_CPP_LOG_LEVEL=ERROR" in Path(f"/proc/{pid}/environ").read_bytes().split(
+            b"\0"
+        )
+        assert os.getpgid(pid) != os.getpgid(0)
+
+
+def test_an_executor_closed_before_its_ranks_start_starts_none(tiny):
+    executor = MultiprocessExecutor(config(tiny[0], tensor_parallel_size=2))
+    executor.close()
+    with pytest.raises(EngineClosed):
+        executor.start()
+    assert executor._links == []
+
+
 def test_a_rank_that_cannot_load_fails_start_with_its_own_error(tiny, tmp_path):
     for file in tiny[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -34,6 +34,42 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"role": "user"}, "messages[0] needs content"),
+    ({"role": "user", "content": None}, "messages[0] needs content"),
+    ({"content": "hi"}, "messages[0] needs a role"),
+    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls, which are not supported"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
+    ({"role": "user", "content": ["hi"]}, "'str'"),
+]
+
+
+@pytest.mark.parametrize(("message", "words"), CHAT)
+def test_a_message_that_is_no_text_is_400(
+    http: httpx.Client, message: dict[str, Any], words: str
+) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        reply = http.post(path, json={"messages": [message]})
+        assert reply.status_code == 400
+        assert words in reply.json()["error"]["message"]
+
+
+def test_text_parts_are_the_text(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    ids = [
+        http.post("/tokenize", json={"messages": [{"role": "user", "content": content}]}).json()
+        for content in ("Hello", parts)
+    ]
+    assert ids[0]["tokens"] == ids[1]["tokens"]
+
+
+def test_a_bias_that_is_no_number_is_400(http: httpx.Client) -> None:
+    body = '{"prompt": [5], "logit_bias": {"5": NaN}}'
+    reply = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+    assert "logit_bias" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("body", "words"), BAD_BODIES, ids=[str(b)[:50] for b, _ in BAD_BODIES])
 def test_a_bad_body_is_400_in_openai_shape(
     http: httpx.Client, body: dict[str, Any], words: str
@@ -102,13 +138,13 @@ def test_weights_and_world_are_described(http: httpx.Client) -> None:
 
 
 def test_a_client_that_leaves_frees_the_engine(http: httpx.Client) -> None:
-    body = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 16}
     aborted = _metrics(http)['rollout_requests_finished_total{finished_reason="abort"}']
     with http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
     _until(lambda: _metrics(http)["rollout_running_requests"] == 0)
     now = _metrics(http)['rollout_requests_finished_total{finished_reason="abort"}']
-    assert now == aborted + 1
+    assert now == aborted + 16
 
 
 def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client) -> None:

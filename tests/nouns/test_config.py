@@ -57,6 +57,15 @@ def test_an_unknown_sampling_parameter_names_the_nearest_known_one() -> None:
         {"stop": "x", "detokenize": False},
         {"seed": 1.5},
         {"logprobs": -1},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_p": True},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": 5},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": {5: float("-inf")}},
     ],
 )
 def test_contradictory_or_unbounded_sampling_is_refused(wrong) -> None:

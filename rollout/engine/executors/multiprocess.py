@@ -68,6 +68,8 @@ class MultiprocessExecutor:
                 )
         except BaseException:
             self.close()
+            if self._rendezvous is not None:  # made after a ``close`` that came early
+                self._rendezvous.close()
             raise
 
     def call(
@@ -119,8 +121,11 @@ class MultiprocessExecutor:
         config = self._config
         threads = config.resolved_num_threads
         for rank in range(self.size):
-            link = RankLink(rank, threads, self._rank_ended, shared_fd)
-            self._links.append(link)
+            with self._state_lock:  # ``close`` sees every rank, or none starts after it
+                if self._closed:
+                    raise EngineClosed("the engine was closed while it started")
+                link = RankLink(rank, threads, self._rank_ended, shared_fd)
+                self._links.append(link)
             first = {
                 "rank": rank,
                 "size": self.size,

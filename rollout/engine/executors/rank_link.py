@@ -24,7 +24,7 @@ from rollout.errors import RolloutError, from_wire
 from rollout.wire import encode, recv_frame
 
 _EXIT_WAIT = 1.0  # seconds for a rank whose socket closed to be reaped
-_BLAME_WAIT = 0.5  # seconds in which an internal error may turn out to be another rank's death
+_BLAME_WAIT = 0.5  # seconds in which a fatal error may turn out to be another rank's death
 
 
 class RankLink:
@@ -55,6 +55,7 @@ class RankLink:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # libraries print there; this process's own output stays clean
                 env=_environment(num_threads),
+                process_group=0,  # Ctrl-C is the engine's affair, also while a rank still imports
             )
         self._sock = ours
         self._on_end = on_end
@@ -116,10 +117,10 @@ class RankLink:
 
     def _resolve(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if "error" in header and header["internal"]:
-            # Often a collective that broke because a peer died: let that be found first.
             self._last_error = str(header["error"]["message"])
-            self.blame.wait(_BLAME_WAIT)
             if header["fatal"]:
+                # Often a collective that broke because a peer died: let that be found first.
+                self.blame.wait(_BLAME_WAIT)
                 return  # the rank ends now: its future fails with the others
         with self._pending_lock:
             future = self._pending.pop(header["id"], None)
@@ -221,6 +222,8 @@ def _environment(num_threads: int) -> dict[str, str]:
     root = str(Path(rollout.__file__).parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     env["OMP_NUM_THREADS"] = str(num_threads)
+    # A broadcast that fails is reported by its error; torch would print C++ stack frames too.
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "20000")
     return env
