@@ -253,11 +253,11 @@ def test_a_drain_lets_running_requests_end_and_admits_no_other(start: Start) -> 
 def test_a_drain_that_cannot_end_says_so_and_generation_goes_on(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 2, max_tokens=30)
+    sink = held(core, toy, 2, max_tokens=100)
     with pytest.raises(DeadlineExceeded):
         core.drain(0.05)
     core.resume()
-    assert len(sink.results()["a"].outputs[0].token_ids) == 30
+    assert len(sink.results()["a"].outputs[0].token_ids) == 100
     run(core, request("b"))
 
 
