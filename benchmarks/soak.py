@@ -290,6 +290,17 @@ def resources() -> dict[str, int]:
     }
 
 
+def floor(seconds: float) -> dict[str, int]:
+    """The least of each resource within a while: what is held, without what updates under way
+    and groups that are being let go of hold for a moment."""
+    end = time.monotonic() + seconds
+    least = resources()
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        least = {what: min(count, least[what]) for what, count in resources().items()}
+    return least
+
+
 def compare(soak: Soak, warm: dict[str, int], end: dict[str, int]) -> None:
     for what, most in (("threads", 6), ("files", 12), ("memory", GROWTH), ("shared", 0),
                        ("children_memory", GROWTH)):  # fmt: skip
@@ -305,10 +316,11 @@ def run(path: str, seconds: float, seed: int, clients: int, every: float) -> int
         for member in members:
             for thread in member.threads:
                 thread.start()
-        time.sleep(seconds / 2)
-        warm = resources()
-        time.sleep(seconds / 2)
-        end = resources()
+        window = min(10.0, seconds / 5)
+        time.sleep(seconds / 2 - window)
+        warm = floor(window)
+        time.sleep(seconds / 2 - window)
+        end = floor(window)
         soak.over.set()
         for member in members:
             member.end()

@@ -33,7 +33,7 @@ class Lease:
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: _Sealed | None = None
-        self._drained = False
+        self._drained = self._base_is_whole = False
         self._touched = False  # ranks may have begun to overwrite what they hold
         # Closing can come from another thread at any time. While ``begin`` runs, that thread
         # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
@@ -61,6 +61,8 @@ class Lease:
                 self._drain(request)  # running requests cannot end once steps are held
                 of.engine.hold(request.timeout)
             self._touched = True
+            # What a rollback would bring back: not there without a shadow, no version if broken.
+            self._base_is_whole = request.staging != "none" and of.engine.broken is None
             wire = request_to_wire(replace(request, metadata=None))
             replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
             layout, wants = _wants(replies, request.layout)
@@ -130,7 +132,7 @@ class Lease:
             self.abort(str(error))
             raise
         receipt = self._receipt(request, self._sealed, stall, time.perf_counter() - started)
-        of.record(receipt, request.label, reversible=request.staging != "none")
+        of.record(receipt, request.label, reversible=self._base_is_whole)
         self._leave()
         self._end("committed")
         return receipt

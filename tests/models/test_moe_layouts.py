@@ -266,11 +266,11 @@ def test_a_fused_tensor_of_another_shape_is_refused(moe):
         assert "transposed, (6, 64, 48)" in text
     model = ranks_of(moe, 1, False)[0]
     weights = {**moe.memory, fused: torch.zeros(5, 48, 64)}
-    source = source_for(weights, aliases={}, dtype=torch.float32, tensors=model.weight_metadata())
+    wanted = model.weight_metadata()
     with pytest.raises(WeightMismatch, match=r"has shape \(5, 48, 64\)"):
-        source.metadata()
+        source_for(weights, aliases={}, dtype=torch.float32, tensors=wanted).metadata()
     with pytest.raises(WeightMismatch, match=r"has shape \(5, 48, 64\)"):
-        list(source)
+        list(source_for(weights, aliases={}, dtype=torch.float32, tensors=wanted))
 
 
 @pytest.mark.parametrize(

@@ -479,3 +479,11 @@ def test_a_rollback_brings_the_label_back(engine, new, checkpoints) -> None:
     update(engine, checkpoints[1], label="bad")
     engine.coordinator.rollback(DEADLINE)
     assert engine.info().label == "good"
+
+
+def test_a_rollback_never_brings_back_what_was_no_version(engine, new, checkpoints) -> None:
+    with pytest.raises(SourceFailed):
+        update(engine, broken_sources(new)["raises"][0](), staging="none")
+    update(engine, checkpoints[1])
+    with pytest.raises(VersionConflict, match="no predecessor"):
+        engine.coordinator.rollback(DEADLINE)
