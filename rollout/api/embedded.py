@@ -226,8 +226,9 @@ class EmbeddedBackend:
         finally:
             self._running.difference_update(index)
             if pending:
+                # Asked for without waiting: a cancelled reader may not be able to await any more.
                 with contextlib.suppress(EngineError):  # a dead engine has nothing left to abort
-                    await asyncio.to_thread(self.core.abort, list(pending))
+                    self.core.at_step_boundary(lambda: self.core.outputs.abort(pending))
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

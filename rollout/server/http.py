@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
@@ -176,7 +177,19 @@ async def _respond(
         return Response(status_code=499)
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     events = _events(first, outputs, Stream(style), wants_usage)
-    return StreamingResponse(events, media_type="text/event-stream")
+    return _EventStream(events)
+
+
+class _EventStream(StreamingResponse):
+    """Closes its events when the client has left, also where it was cancelled between two."""
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            await super().__call__(scope, receive, send)
 
 
 async def _collect(outputs: Outputs, prompts: int) -> list[RequestOutput]:
@@ -197,7 +210,7 @@ async def _first(outputs: Outputs) -> tuple[int, RequestOutput]:
 
 async def _events(
     first: tuple[int, RequestOutput], outputs: Outputs, stream: Stream, wants_usage: bool
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """Server-sent events; an error after the first output becomes an event and ends the stream."""
     async with contextlib.aclosing(_generator(outputs)) as items:
         try:
