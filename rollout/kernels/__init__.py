@@ -1,4 +1,4 @@
-"""Ops of the forward pass and of weight digests: references in plain torch, native code beside."""
+"""Ops of the forward pass and of weight digests: plain torch, with faster ones beside it."""
 
 from rollout.kernels.add_rms_norm import add_rms_norm
 from rollout.kernels.digest import digest
@@ -9,6 +9,7 @@ from rollout.kernels.ordered_linear import ordered_linear
 from rollout.kernels.paged_attention import paged_attention
 from rollout.kernels.rms_norm import rms_norm
 from rollout.kernels.rotary import rotary
+from rollout.kernels.rotary_store import rotary_store
 from rollout.kernels.scan_logits import scan_logits
 from rollout.kernels.silu_mul import silu_mul
 from rollout.kernels.store_kv import store_kv
@@ -23,6 +24,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary",
+    "rotary_store",
     "scan_logits",
     "silu_mul",
     "store_kv",

@@ -10,6 +10,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
+from rollout.kernels.gpu_support import triton_runs
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -17,10 +19,10 @@ R = TypeVar("R")
 class Op(Generic[P, R]):
     """Calls the implementation for the device of the first argument; same signature for all.
 
-    The decorated function is the implementation called ``reference``. A module named after a
-    device type beside it (``<op>/cpu.py``) may offer another one under the op's name; it is
-    imported at the first call on that device. ``implementation(name)`` pins one, for tests and
-    for callers who need the same arithmetic on every machine.
+    The decorated function is the implementation called ``reference``. A module beside it, named
+    after a device (``<op>/cpu.py`` native, ``<op>/gpu.py`` Triton), may offer another one under the
+    op's name; it is imported at the first call on that device. ``implementation(name)`` pins one,
+    for tests and for callers who need the same arithmetic on every machine.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -42,6 +44,8 @@ class Op(Generic[P, R]):
         found = {"reference": self.reference}
         if native := self._find("cpu"):
             found["cpu"] = native
+        if kernel := self._find("cuda"):
+            found["triton"] = kernel
         return found
 
     def implementation(self, name: str) -> Callable[P, R]:
@@ -49,11 +53,14 @@ class Op(Generic[P, R]):
         return self.implementations()[name]
 
     def _find(self, device: str) -> Callable[P, R] | None:
-        module = f"{self._package}.{device}"
-        if importlib.util.find_spec(module) is None:
+        on_gpu = device == "cuda"
+        module = f"{self._package}.{'gpu' if on_gpu else device}"
+        if importlib.util.find_spec(module) is None or (on_gpu and not triton_runs()):
             return None
         backend: Any = importlib.import_module(module)
-        return cast("Callable[P, R]", getattr(backend, self.name)) if backend.available() else None
+        if not on_gpu and not backend.available():
+            return None
+        return cast("Callable[P, R]", getattr(backend, self.name))
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

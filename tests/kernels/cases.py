@@ -16,12 +16,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """``make(dtype)`` gives an op's arguments; ``writes`` are the indices it changes in place."""
+    """``make(dtype)`` gives an op's arguments; ``writes`` are the indices it changes in place.
+
+    ``returns``: what it returns is looked at as well as what it writes.
+    """
 
     op: str
     name: str
     make: Callable[[torch.dtype], tuple[Any, ...]]
     writes: tuple[int, ...] = field(default=())
+    returns: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
@@ -109,8 +113,17 @@ def _rotaries() -> Iterator[Case]:
                 q, k = fused.split((heads, kv_heads), dim=1)
                 return q, k, angles.cos().to(table), angles.sin().to(table)
 
+            def stored(t: torch.dtype, make: Any = make) -> tuple[Any, ...]:
+                q, k, cos, sin = make(t)
+                tokens, heads, dim = k.shape
+                cache = torch.zeros(6, heads, 3, dim, dtype=t)
+                slots = torch.randperm(18, generator=torch.Generator().manual_seed(1))[:tokens]
+                v = _randn(tokens, heads, dim, seed=4).to(t)
+                return q, k, v, cos, sin, cache, cache.clone(), slots
+
             name = f"{tokens, heads, kv_heads, dim, width}-{'wide' if wide else 'same'}"
             yield Case("rotary", name, make)
+            yield Case("rotary_store", name, stored, writes=(5, 6), returns=True)
 
 
 def _gates() -> Iterator[Case]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.backends import backends
 from kernels.cases import DTYPES, Case, all_cases, attention, packed_linear
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from rollout.kernels.op import Op
 TOLERANCE = {  # (relative, absolute) against float64
     torch.float32: (2e-6, 2e-6),
     torch.bfloat16: (2**-6, 1e-6),  # rounded twice: one unit before the weight may become two
-    torch.float16: (2**-10, 1e-6),
+    torch.float16: (2**-9, 1e-6),  # the same
 }
 ATTENTION_TOLERANCE = {
     torch.float32: (1e-5, 1e-5),
@@ -37,7 +38,7 @@ def threads(request: pytest.FixtureRequest) -> Any:
 def test_every_implementation_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     op = _op(case.op)
     wanted = _outputs(op.reference, case, case.make(dtype))
-    for name, run in op.implementations().items():
+    for name, run in backends(op).items():
         got = _outputs(run, case, case.make(dtype))
         assert len(got) == len(wanted)
         for a, b in zip(got, wanted, strict=True):
@@ -53,7 +54,7 @@ def test_float32_is_near_what_float64_gives(case: Case) -> None:
     exact = tuple(_to_double(x) for x in arguments)
     op = _op(case.op)
     wanted = _outputs(op.reference, case, exact)
-    for run in op.implementations().values():
+    for run in backends(op).values():
         for a, b in zip(_outputs(run, case, case.make(torch.float32)), wanted, strict=True):
             relative, absolute = _tolerance(case, torch.float32)
             torch.testing.assert_close(a.double(), b.double(), rtol=relative, atol=absolute)
@@ -110,7 +111,7 @@ def test_attention_never_reads_beyond_the_context() -> None:
             page = tables[s, p // 32]
             for cache, source in zip(clean, (k, v), strict=True):
                 cache[page, :, p % 32] = source[page, :, p % 32]
-    for run in kernels.paged_attention.implementations().values():
+    for run in backends(kernels.paged_attention).values():
         wanted = run(q, k, v, starts, context, tables, scale)
         assert torch.equal(run(q, *clean, starts, context, tables, scale), wanted)
 
@@ -118,16 +119,16 @@ def test_attention_never_reads_beyond_the_context() -> None:
 def test_a_nan_in_the_context_is_seen() -> None:
     q, k, v, starts, context, tables, scale = attention([(1, 37)])
     v[tables[0, 0], 0, 3] = float("nan")
-    for run in kernels.paged_attention.implementations().values():
+    for run in backends(kernels.paged_attention).values():
         assert run(q, k, v, starts, context, tables, scale)[0, 0].isnan().all()
 
 
 def test_large_rows_use_several_threads_and_agree(threads: int) -> None:
     x = torch.randn(200, 2 * 896, generator=torch.Generator().manual_seed(0))
     weight = torch.ones(2 * 896)
-    for run in kernels.silu_mul.implementations().values():
+    for run in backends(kernels.silu_mul).values():
         torch.testing.assert_close(run(x), kernels.silu_mul.reference(x), rtol=2e-6, atol=2e-6)
-    for norm in kernels.rms_norm.implementations().values():
+    for norm in backends(kernels.rms_norm).values():
         wanted = kernels.rms_norm.reference(x, weight, 1e-6)
         torch.testing.assert_close(norm(x, weight, 1e-6), wanted, rtol=2e-6, atol=2e-6)
 
@@ -174,9 +175,10 @@ def _native(op: Any) -> Any:
 
 def _outputs(run: Any, case: Case, arguments: tuple[Any, ...]) -> list[Tensor]:
     result = run(*arguments)
-    if case.writes:
-        return [arguments[i] for i in case.writes]
-    return list(result) if isinstance(result, tuple) else [result]
+    written = [arguments[i] for i in case.writes]
+    if case.writes and not case.returns:
+        return written
+    return [*(result if isinstance(result, tuple) else [result]), *written]
 
 
 def _to_double(x: Any) -> Any:

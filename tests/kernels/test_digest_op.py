@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from kernels.backends import backends
 from torch import Tensor
 
 from rollout.kernels import digest
 from rollout.weights import Box, Shape
 
-IMPLEMENTATIONS = digest.implementations()
+IMPLEMENTATIONS = backends(digest)
 DTYPES = (
     torch.bool,
     torch.uint8,

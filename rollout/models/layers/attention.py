@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from rollout.kernels import paged_attention, rotary, store_kv
+from rollout.kernels import paged_attention, rotary_store
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import QKVLinear, RowLinear
@@ -37,8 +37,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotary(q, k, cos, sin)
-        store_kv(k, v, kv.k, kv.v, batch.slots)
+        q = rotary_store(q, k, v, cos, sin, kv.k, kv.v, batch.slots)
         out = paged_attention(
             q,
             kv.k,

@@ -1,0 +1,113 @@
+"""Launching Triton kernels, and the arithmetic they share.
+
+Every kernel computes in float32: bfloat16 arithmetic of the interpreter is wrong, and its cast
+from float32 cuts digits off instead of rounding. ``narrow`` rounds as the hardware does in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout.kernels.gpu_support import interpreted
+
+#: dtypes that the kernels are made for; others run the reference
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+INTERPRETED = tl.constexpr(interpreted())
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for: what ahead-of-time compilation needs of it."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+_records: list[Launch] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Launches are written down instead of run; for tests, one thread at a time."""
+    global _records
+    _records = []
+    try:
+        yield _records
+    finally:
+        _records = None
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    warps: int = 4,
+    stages: int = 2,
+    **constants: Any,
+) -> None:
+    """Run ``kernel`` over ``grid``; an empty grid runs nothing. ``constants`` are ``constexpr``.
+
+    On the device of the first tensor, which need not be the current one.
+    """
+    if _records is not None:
+        _records.append(Launch(kernel, arguments, constants, warps, stages))
+        return
+    if 0 in grid:
+        return
+    run = kernel[grid]
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    device = arguments[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            run(*arguments, **constants, **options)
+    else:
+        run(*arguments, **constants, **options)
+
+
+def power_of_2(n: int) -> int:
+    """The next power of two; Triton's blocks have such sizes."""
+    return int(triton.next_power_of_2(max(1, n)))
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 rounded to ``dtype``, to the nearest and to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 with the digits of ``dtype``."""
+    return narrow(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + exp(-x)); the exponential never overflows."""
+    small = tl.exp(-tl.abs(x))
+    return x * tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def multiply(a, b, total, ieee: tl.constexpr):
+    """``total + a @ b`` in float32; widened first where the interpreter runs."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if ieee or INTERPRETED:
+        return tl.dot(a, b, total, input_precision="ieee")
+    return tl.dot(a, b, total)

@@ -1,0 +1,192 @@
+"""Triton ``rotary_store``: queries turn into a dense tensor, keys and values into their pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.gpu_launch import FLOATS, launch, narrow, power_of_2, rounded
+from rollout.kernels.rotary_store import rotary_store as op
+
+_HEADS = 4  # heads of one program
+
+
+def rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    alike = k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    if not (takes(q, k, cos, sin) and alike and dense):
+        return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
+    tokens, kv_heads, dim = k.shape
+    assert k.shape == v.shape
+    assert k_cache.shape == v_cache.shape
+    assert slots.shape == (tokens,)
+    assert k_cache.shape[1] == kv_heads
+    assert k_cache.shape[3] == dim
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    turn(q, k, v, cos, sin, out, k_cache, v_cache, slots, k_cache.shape[2])
+    return out
+
+
+def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    alike = q.dtype == k.dtype and cos.dtype == sin.dtype
+    return alike and q.dtype in FLOATS and cos.dtype in (q.dtype, torch.float32)
+
+
+def turn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    slots: Tensor,
+    page: int,
+) -> None:
+    """``q_out`` is dense; ``k_out`` and ``v_out`` are caches of ``page`` slots per block.
+
+    ``page`` 0: ``k_out`` is dense, too, and there is no value to store.
+    """
+    tokens, heads, dim = q.shape
+    assert q.shape[0] == k.shape[0] == cos.shape[0], "q, k and the tables count other tokens"
+    assert q.shape[2] == k.shape[2] >= cos.shape[1], "the tables are wider than a head"
+    assert cos.shape == sin.shape
+    assert cos.shape[1] % 2 == 0
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[1] // 2
+    blocks = triton.cdiv(heads, _HEADS)
+    launch(
+        _turn,
+        (tokens, blocks + triton.cdiv(k.shape[1], _HEADS)),
+        *(q, k, v, cos, sin, q_out, k_out, v_out, slots, page),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(heads, k.shape[1], blocks),
+        DIM=dim,
+        HALF=half,
+        HALF_BLOCK=power_of_2(half),
+        REST_BLOCK=power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+        DIM_BLOCK=power_of_2(dim),
+        HEADS=_HEADS,
+        WIDE=cos.dtype == torch.float32,
+        STORE=page > 0,
+        warps=2,
+    )
+
+
+@triton.jit
+def _turn(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    v_out,
+    slots,
+    page,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    heads,
+    kv_heads,
+    q_blocks,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    cos += token * 2 * HALF
+    sin += token * 2 * HALF
+    if block < q_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)
+        to = q_out + token * heads * DIM
+        _rotate(
+            *(q + token * q_token, q_head, to, DIM, head, heads, cos, sin),
+            *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE),
+        )
+    else:
+        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+        source = k + token * k_token
+        if STORE:
+            slot = tl.load(slots + token)
+            # A padded token has no slot: all of its heads are masked.
+            count = tl.where(slot >= 0, kv_heads, 0)
+            start = (slot // page * kv_heads * page + slot % page) * DIM
+            _rotate(
+                *(source, k_head, k_out + start, page * DIM, head, count, cos, sin),
+                *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE),
+            )
+            column = tl.arange(0, DIM_BLOCK)
+            live = (head < count)[:, None] & (column < DIM)[None, :]
+            at = head.to(tl.int64)[:, None]
+            value = tl.load(v + token * v_token + at * v_head + column[None, :], mask=live)
+            tl.store(v_out + start + at * page * DIM + column[None, :], value, mask=live)
+        else:
+            to = k_out + token * kv_heads * DIM
+            _rotate(
+                *(source, k_head, to, DIM, head, kv_heads, cos, sin),
+                *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE),
+            )
+
+
+@triton.jit
+def _rotate(
+    x,
+    x_head,
+    out,
+    out_head,
+    head,
+    heads,
+    cos,
+    sin,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Some heads of one token; products and sum are rounded to the narrower dtype unless WIDE."""
+    dtype = out.dtype.element_ty
+    column = tl.arange(0, HALF_BLOCK)
+    live = (head < heads)[:, None] & (column < HALF)[None, :]
+    source = x + head.to(tl.int64)[:, None] * x_head + column[None, :]
+    target = out + head.to(tl.int64)[:, None] * out_head + column[None, :]
+    first = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
+    c = tl.load(cos + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    if WIDE:
+        low, high = first * c - second * s, second * c + first * s
+    else:
+        low = rounded(first * c, dtype) - rounded(second * s, dtype)
+        high = rounded(second * c, dtype) + rounded(first * s, dtype)
+    tl.store(target, narrow(low, dtype), mask=live)
+    tl.store(target + HALF, narrow(high, dtype), mask=live)
+    if REST_BLOCK > 0:
+        rest = tl.arange(0, REST_BLOCK)
+        live = (head < heads)[:, None] & (rest < DIM - 2 * HALF)[None, :]
+        source = x + head.to(tl.int64)[:, None] * x_head + 2 * HALF + rest[None, :]
+        target = out + head.to(tl.int64)[:, None] * out_head + 2 * HALF + rest[None, :]
+        tl.store(target, tl.load(source, mask=live), mask=live)
