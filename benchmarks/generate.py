@@ -2,52 +2,45 @@
 
     python benchmarks/generate.py CHECKPOINT W1,B8 [--seed N] [--tensor-parallel-size N]
 
-`first_token_s` is a whole call that asks for one token per sample, as in the other runners. No
-prompt is seen twice, but the second call of a workload would find its prompts in the prefix cache;
-the cache is emptied between the two.
+No prompt is seen twice, but the second call of a workload would find its prompts in the prefix
+cache; the cache is emptied before each call.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from workloads import Request, figures, parse_names, requests
+from runner import Generate, parser, run
+from workloads import Request
 
 from rollout import Rollout, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint")
-    parser.add_argument("workloads", type=parse_names)
-    parser.add_argument("--seed", type=int, default=None, help="default: the time")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--num-threads", type=int, default=None)
-    args = parser.parse_args()
-    seed = int(time.time()) if args.seed is None else args.seed
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", default="auto")
+    arguments.add_argument("--tensor-parallel-size", type=int, default=1)
+    arguments.add_argument("--num-threads", type=int, default=None)
+    arguments.add_argument("--weight-layout", default="auto")
+    args = arguments.parse_args()
+    run("rollout", args, lambda: started(args))
+
+
+@contextmanager
+def started(args: Namespace) -> Iterator[Generate]:
     with Rollout(
         args.checkpoint,
         dtype=args.dtype,
         device=args.device,
         tensor_parallel_size=args.tensor_parallel_size,
         num_threads=args.num_threads,
+        weight_layout=args.weight_layout,
         skip_tokenizer_init=True,
     ) as engine:
-        generate(engine, requests("W1", 0), 4)  # warm-up
-        for name in args.workloads:
-            batch = requests(name, seed)
-            first = generate(engine, batch, 1)
-            engine.reset_prefix_cache()
-            seconds = generate(engine, batch)
-            line = figures("rollout", args.checkpoint, name, batch, seconds, first)
-            print(json.dumps(line), flush=True)
+        yield lambda batch, new_tokens: generate(engine, batch, new_tokens)
 
 
 def generate(engine: Rollout, batch: Sequence[Request], new_tokens: int | None = None) -> float:
@@ -56,6 +49,7 @@ def generate(engine: Rollout, batch: Sequence[Request], new_tokens: int | None =
     Greedy samples of one prompt are equal, so each is a request of its own; the prefix cache
     shares their prompt.
     """
+    engine.reset_prefix_cache()
     params = [
         SamplingParams(
             temperature=0.0,

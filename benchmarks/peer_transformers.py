@@ -8,43 +8,39 @@ what a user of `generate` pays; only the tokens that were asked for are counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from runner import Generate, parser, run
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from workloads import Request, figures, parse_names, requests
+from workloads import Request
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint")
-    parser.add_argument("workloads", type=parse_names)
-    parser.add_argument("--seed", type=int, default=None, help="default: the time")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-threads", type=int, default=None)
-    args = parser.parse_args()
-    seed = int(time.time()) if args.seed is None else args.seed
+    arguments = parser(__doc__)
+    arguments.add_argument("--num-threads", type=int, default=None)
+    args = arguments.parse_args()
+    run("transformers", args, lambda: started(args))
+
+
+@contextmanager
+def started(args: Namespace) -> Iterator[Generate]:
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     dtype = getattr(torch, args.dtype)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype).eval()
-    generate(model, requests("W1", 0), 4)  # warm-up
-    for name in args.workloads:
-        batch = requests(name, seed)
-        first = generate(model, batch, 1)
-        seconds = generate(model, batch, max(r.new_tokens for r in batch))
-        line = figures("transformers", args.checkpoint, name, batch, seconds, first)
-        print(json.dumps(line), flush=True)
+    yield lambda batch, new_tokens: generate(model, batch, new_tokens)
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, batch: Sequence[Request], new_tokens: int) -> float:
-    """Seconds to write ``new_tokens`` greedy tokens after every prompt of ``batch``."""
+def generate(
+    model: PreTrainedModel, batch: Sequence[Request], new_tokens: int | None = None
+) -> float:
+    """Seconds to write ``new_tokens``, or as many as the longest wants, after every prompt."""
+    count = new_tokens or max(r.new_tokens for r in batch)
     width = max(len(r.prompt) for r in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -55,8 +51,8 @@ def generate(model: PreTrainedModel, batch: Sequence[Request], new_tokens: int) 
     model.generate(
         ids,
         attention_mask=mask,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
+        max_new_tokens=count,
+        min_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,

