@@ -13,6 +13,7 @@ from rollout.kernels.native import entry, library
 from rollout.weights import Layout, TileLayout
 
 TILE_ROWS = 16
+AVX2_WIDTH = 8
 
 
 def available() -> bool:
@@ -23,6 +24,12 @@ def available() -> bool:
 def level() -> int:
     """The best of this machine: 2 AMX, 1 AVX512-BF16, 0 plain vectors."""
     return int(entry("linear_level", "", "i")())
+
+
+@functools.cache
+def vector_width() -> int:
+    """float32 lanes of the vectors that the native code was compiled for: 16, 8 or 4."""
+    return int(entry("vector_width", "", "i")())
 
 
 def linear(

@@ -301,6 +301,9 @@ EXPORT int32_t rollout_linear_level(void) {
 #endif
 }
 
+/* float32 lanes of a vector: 16 AVX-512, 8 AVX2, 4 what every machine has. */
+EXPORT int32_t rollout_vector_width(void) { return VW; }
+
 /* outputs: a multiple of 16 (of 32 where gated); inputs: even; `level` at most that of
  * rollout_linear_level. */
 EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
