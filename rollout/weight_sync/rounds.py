@@ -116,10 +116,17 @@ class HeldBoxes:
         self._last: tuple[str, list[tuple[Box, Tensor]]] = ("", [])
 
     def pack(self, header: BucketHeader, into: Tensor) -> Tensor:
-        """This rank's messages of one round, one after the other."""
+        """This rank's messages of one round, one after the other.
+
+        A tensor is read once, however many engine ranks take of it: reading casts.
+        """
+        wanted: dict[str, list[tuple[BucketEntry, int]]] = {}
         for message, at in outgoing(header, self._rank):
             for entry in message.entries:
-                start = at + entry.offset - message.start
+                where = at + entry.offset - message.start
+                wanted.setdefault(entry.name, []).append((entry, where))
+        for name in sorted(wanted, key=lambda name: name != self._last[0]):  # what is read, first
+            for entry, start in wanted[name]:
                 part = into[start : start + entry.nbytes]
                 part.view(entry.dtype).view(entry.box.shape).copy_(self._values(entry))
         return into[: payload_bytes(header, self._rank)]

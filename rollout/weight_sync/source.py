@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.spellings import Spellings
 from rollout.weight_sync.agreement import Agreement
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box, Shape, TensorMeta
 
 ACCEPTED = (
     "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, a dict "
@@ -58,6 +58,22 @@ class LocalSource(WeightSource, Protocol):
 
         Local; valid until the next call. Ranks that hold the same box hold the same values. A
         source that cannot tell its boxes of some tensor lists none, and is gathered instead.
+        """
+        ...
+
+
+Room = Callable[[torch.dtype, Shape], Tensor | None]
+
+
+@runtime_checkable
+class PlacingSource(WeightSource, Protocol):
+    """A source that can gather a tensor right to where it will be sent from."""
+
+    def place_by(self, room: Room) -> None:
+        """On the sender, before it iterates: ``room`` gives memory for the one tensor to come.
+
+        Host memory, uninitialised, of that dtype and shape; None where the source has to find its
+        own. It may block while what was sent before is still on its way, and never raises.
         """
         ...
 

@@ -35,11 +35,10 @@ def test_what_is_sent_equals_the_files_bit_for_bit(job: Job, name: str) -> None:
     for key, tensor in wanted.items():
         assert torch.equal(found[key], tensor.bfloat16()), key
     assert first[name]["names"] == second[name]["names"]
-    if name != "fsdp1":  # knows its tensors in a summons only
-        assert first[name]["metadata"] == first[name]["names"] == second[name]["metadata"]
+    assert first[name]["metadata"] == first[name]["names"] == second[name]["metadata"]
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "zero3"])
 def test_the_boxes_of_all_ranks_partition_every_expert(job: Job, name: str) -> None:
     ranks = [rank[name]["boxes"] for rank in job[2]]
     shapes = dict(job[2][0][name]["metadata"])

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from weight_sync_source.jobs.tiny import ALIASES, Tiny, expected
 
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.gatherers.zero import flat_boxes
 from rollout.weight_sync.names import bind, file_form
 from rollout.weight_sync.source import WeightSource, source_for
 from rollout.weights import TensorMeta
@@ -185,16 +182,3 @@ def test_an_agreement_of_one_raises_the_error_itself() -> None:
     with pytest.raises(SourceFailed, match="ValueError: tripped") as caught:
         alone.vote(trip, 1.0)
     assert caught.value.__cause__ is trip
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_flat_ranges_are_covered_by_disjoint_boxes(shape: list[int], data: Any) -> None:
-    total = torch.Size(shape).numel()
-    start = data.draw(st.integers(0, total))
-    stop = data.draw(st.integers(start, total))
-    count = torch.zeros(shape, dtype=torch.int64)
-    for box in flat_boxes(tuple(shape), start, stop):
-        count[box.slices] += 1
-    wanted = torch.zeros(total, dtype=torch.int64)
-    wanted[start:stop] = 1
-    assert torch.equal(count.flatten(), wanted)

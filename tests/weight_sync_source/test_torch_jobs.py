@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from weight_sync_source.jobs.held import assembled
 from weight_sync_source.jobs.launch import run_job
 from weight_sync_source.jobs.tiny import Tiny, expected
 
@@ -56,7 +57,7 @@ def test_one_rank_sends_and_the_others_see_the_same_buckets(job: Job, name: str)
     assert first[name]["buckets"] == second[name]["buckets"] > 3
 
 
-@pytest.mark.parametrize("name", [row[0] for row in SCENARIOS if "fsdp1" not in row[0]])
+@pytest.mark.parametrize("name", [row[0] for row in SCENARIOS])
 def test_metadata_is_known_before_and_equals_what_is_yielded_in_order(job: Job, name: str) -> None:
     out, (first, second) = job
     found = load_file(out / f"{name}.safetensors")
@@ -64,16 +65,17 @@ def test_metadata_is_known_before_and_equals_what_is_yielded_in_order(job: Job, 
     assert first[name]["metadata"] == second[name]["metadata"] == sent
 
 
-@pytest.mark.parametrize("name", ["fsdp2_fp32", "fsdp2_untied"])
-def test_the_local_boxes_of_all_ranks_partition_every_sharded_tensor(job: Job, name: str) -> None:
-    first, second = (dict(rank[name]["boxes"]) for rank in job[1])
-    for tensor_name, _, shape in job[1][0][name]["metadata"]:
-        if "correction" in tensor_name:  # buffers are whole on every rank
-            continue
-        count = torch.zeros(shape)
-        for starts, stops in first[tensor_name] + second[tensor_name]:
-            count[tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))] += 1
-        assert (count == 1).all(), tensor_name
+@pytest.mark.parametrize(("name", "kind", "dtype", "tied"), SCENARIOS)
+def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
+    job: Job, name: str, kind: str, dtype: torch.dtype, tied: bool
+) -> None:
+    wanted = expected(Tiny(tied), dtype, tied)
+    values, counts = assembled(*job, name, wanted)
+    replicas = 2 if kind == "PlainSource" or name == "hsdp" else 1
+    for key, tensor in wanted.items():
+        assert torch.equal(values[key], tensor), key
+        whole = "correction" in key  # buffers are whole on every rank
+        assert (counts[key] == (2 if whole else replicas)).all(), key
 
 
 def test_an_error_on_one_rank_is_raised_alike_on_all(job: Job) -> None:

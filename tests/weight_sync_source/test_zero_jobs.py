@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from weight_sync_source.jobs.held import assembled
 from weight_sync_source.jobs.launch import run_job
 from weight_sync_source.jobs.tiny import Tiny, expected
 
@@ -60,15 +61,16 @@ def test_parameters_were_partitioned_before_and_are_again_afterwards(job: Job) -
         assert rank["repartitioned"]
 
 
-def test_the_local_boxes_of_all_ranks_partition_every_parameter(job: Job) -> None:
-    first, second = (dict(rank["zero3"]["boxes"]) for rank in job[1])
-    for tensor_name, _, shape in job[1][0]["zero3"]["metadata"]:
-        if "correction" in tensor_name:
-            continue
-        count = torch.zeros(shape)
-        for starts, stops in first[tensor_name] + second[tensor_name]:
-            count[tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))] += 1
-        assert (count == 1).all(), tensor_name
+@pytest.mark.parametrize(("name", "kind", "dtype"), SCENARIOS)
+def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
+    job: Job, name: str, kind: str, dtype: torch.dtype
+) -> None:
+    wanted = expected(Tiny(), dtype)
+    values, counts = assembled(*job, name, wanted)
+    for key, tensor in wanted.items():
+        assert torch.equal(values[key], tensor), key
+        whole = "correction" in key  # buffers are whole on every rank
+        assert (counts[key] == (1 if kind == "ZeroSource" and not whole else 2)).all(), key
 
 
 def test_an_error_on_one_rank_is_raised_alike_on_all(job: Job) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.names import bind, named_weights, wire_dtype
-from rollout.weights import Box, TensorMeta
+from rollout.weight_sync.source import Room
+from rollout.weights import Box, Shape, TensorMeta
 
 
 class FSDP2Source:
     """Each rank casts its shard of one tensor and sends it to the sender; then the next tensor.
 
-    Row shards (what ``fully_shard`` makes) go straight into their rows of one buffer that the
-    sender reuses: peak extra memory is the largest tensor on the sender and a cast shard
-    elsewhere, where ``full_tensor`` would hold up to four tensors on every rank. Other placements
-    (tensor-parallel meshes) do take ``full_tensor``. Where a mesh dimension replicates (HSDP),
+    Shards go straight into their box of the bucket that will be sent, or, where a tensor is larger
+    than a bucket, of a buffer that the sender reuses. Peak extra memory is at most the largest
+    tensor on the sender (where tensor parallelism cuts columns, and one shard) and a cast shard
+    elsewhere; ``full_tensor`` would hold up to four tensors on every rank. Only what is no single
+    box (partial sums, uneven strided shards) takes it. Where a mesh dimension replicates (HSDP),
     only the sender's replica gathers. Reading a model between its forward and its backward is not
     supported: unsharded parameters are resharded first.
     """
@@ -38,6 +44,7 @@ class FSDP2Source:
         reshard(module)
         self._bound = bind(named_weights(module), aliases)
         self._buffer: Tensor | None = None
+        self._place: Room = lambda dtype, shape: None
         if not self._bound:
             raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
 
@@ -55,39 +62,54 @@ class FSDP2Source:
         if not isinstance(tensor, DTensor):
             return tensor.detach().to(dtype) if self.agreement.is_sender else empty
         mesh, placements = tensor.device_mesh, tensor.placements
-        here = mesh.get_coordinate()
-        if here is None or any(
-            at and place.is_replicate() for at, place in zip(here, placements, strict=True)
+        here, origin = mesh.get_coordinate(), _coordinate(mesh, self.agreement.ranks[0])
+        if (
+            here is None
+            or origin is None
+            or any(
+                place.is_replicate() and a != b
+                for a, b, place in zip(here, origin, placements, strict=True)
+            )
         ):
             return empty  # another replica's whole subgroup skips with us
         # Cast before the gather: half the bytes, and values equal to a cast afterwards. A shard
         # offloaded to the CPU goes to the device its mesh communicates on.
         local = tensor.to_local().to(mesh.device_type, dtype)
-        rows = _row_dimension(tensor)
-        if rows is not None:
-            return self._gather_rows(tensor, local, rows) if tensor.numel() else local
+        boxes = _boxes(tensor, origin)
+        if boxes is not None:
+            return self._gather_boxes(tensor, local, boxes) if tensor.numel() else local
         cast = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
         full = cast.full_tensor()
         return full if self.agreement.is_sender else empty
 
-    def _gather_rows(self, tensor: DTensor, local: Tensor, dimension: int) -> Tensor:
-        """Move every rank's rows into the sender's buffer; a meta tensor elsewhere."""
-        group = tensor.device_mesh.get_group(dimension)
-        members = dist.get_process_group_ranks(group)
+    def _gather_boxes(self, tensor: DTensor, local: Tensor, boxes: dict[int, Box]) -> Tensor:
+        """Move every rank's box into the sender's buffer; a meta tensor elsewhere."""
+        sender = self.agreement.ranks[0]
+        cut = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
+        # Along several dimensions of a mesh, the job's own group alone has all of its ranks.
+        group = tensor.device_mesh.get_group(cut[0]) if len(cut) == 1 else None
         if not self.agreement.is_sender:
             if local.numel():
-                dist.send(local.contiguous(), members[0], group)
+                dist.send(local.contiguous(), sender, group)
             return torch.empty(tensor.shape, dtype=local.dtype, device="meta")
-        full = self._room(tensor.numel(), local).view(tensor.shape)
-        per_rank = -(-tensor.shape[0] // len(members))
+        full = self._place(local.dtype, tuple(tensor.shape))
+        if full is None or full.device != local.device:
+            full = self._room(tensor.numel(), local).view(tensor.shape)
+        parts = {rank: full[box.slices] for rank, box in boxes.items() if box.numel}
         arriving = [
-            dist.irecv(rows, src=member, group=group)
-            for member, rows in zip(members, torch.split(full, per_rank), strict=False)
-            if member != members[0]
+            dist.irecv(part, src=rank, group=group)
+            for rank, part in parts.items()
+            if rank != sender and part.is_contiguous()
         ]
-        full[: local.shape[0]].copy_(local)
+        for rank, part in parts.items():
+            if rank == sender:
+                part.copy_(local)
+            elif not part.is_contiguous():  # one at a time, so that there is one shard too many
+                columns = torch.empty_like(part, memory_format=torch.contiguous_format)
+                dist.recv(columns, src=rank, group=group)
+                part.copy_(columns)
         for work in arriving:
             assert work is not None
             work.wait()
@@ -103,6 +125,9 @@ class FSDP2Source:
             )
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=like.device)
         return self._buffer[:nbytes].view(like.dtype)
+
+    def place_by(self, room: Room) -> None:
+        self._place = room
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
@@ -141,24 +166,64 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def _row_dimension(tensor: DTensor) -> int | None:
-    """The mesh dimension that shards the rows, if that is all that is sharded."""
-    sharded = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
-    if len(sharded) != 1 or type(tensor.placements[sharded[0]]) is not Shard:
-        return None
-    return sharded[0] if tensor.placements[sharded[0]].is_shard(0) else None
-
-
 def local_box(tensor: Tensor) -> list[Box]:
     """The box of ``tensor`` on this rank; none when its shard is empty or is no single box."""
     if not isinstance(tensor, DTensor):
         return [Box.full(tuple(tensor.shape))]
-    if any(type(place) is not Shard and not place.is_replicate() for place in tensor.placements):
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if here is None:
         return []
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    box = box_at(tuple(tensor.shape), tuple(mesh.shape), tuple(here), tensor.placements)
+    return [box] if box is not None and box.numel else []
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    box = Box.full(tuple(shape)).shifted(tuple(offset))
-    return [box] if box.numel else []
+
+def box_at(
+    shape: Shape, mesh: Sequence[int], at: Sequence[int], placements: Sequence[Placement]
+) -> Box | None:
+    """What coordinate ``at`` of a mesh holds; None where that is not known to be a single box.
+
+    A strided shard, which ``fully_shard`` makes of what is tensor-parallel already, cuts each of
+    the ``split_factor`` parts that later mesh dimensions have cut before it. Parts of unequal
+    length are left to DTensor there.
+    """
+    starts, stops = [0] * len(shape), list(shape)
+    for axis in range(len(shape)):
+        cuts: list[int] = []  # mesh dimensions, in the order in which they cut this axis
+        for dim in reversed(range(len(placements))):
+            place = placements[dim]
+            if type(place) is Shard and place.dim == axis:
+                cuts.insert(0, dim)
+            elif isinstance(place, _StridedShard) and place.dim == axis:
+                parts = [prod(mesh[d] for d in cuts[:i]) for i in range(len(cuts) + 1)]
+                factor = int(place.split_factor)
+                if factor not in parts or shape[axis] % (parts[-1] * mesh[dim]):
+                    return None
+                cuts.insert(parts.index(factor), dim)
+            elif not isinstance(place, Shard | _StridedShard | Replicate):
+                return None
+        for dim in cuts:
+            step = -(-(stops[axis] - starts[axis]) // mesh[dim])
+            starts[axis] = min(starts[axis] + step * at[dim], stops[axis])
+            stops[axis] = min(starts[axis] + step, stops[axis])
+    return Box(tuple(starts), tuple(stops))
+
+
+def _boxes(tensor: DTensor, origin: Sequence[int]) -> dict[int, Box] | None:
+    """The box of every rank of the replica that ``origin`` is in; None where one is not known."""
+    mesh, found = tensor.device_mesh, {}
+    dims = [
+        [at] if place.is_replicate() else range(size)
+        for at, size, place in zip(origin, mesh.shape, tensor.placements, strict=True)
+    ]
+    for at in product(*dims):
+        box = box_at(tuple(tensor.shape), tuple(mesh.shape), at, tensor.placements)
+        if box is None:
+            return None
+        found[int(mesh.mesh[tuple(at)])] = box
+    return found
+
+
+def _coordinate(mesh: DeviceMesh, rank: int) -> list[int] | None:
+    """Where a rank of the job is in a mesh, or None."""
+    found: list[list[int]] = (mesh.mesh == rank).nonzero().tolist()
+    return found[0] if found else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.names import bind, named_weights, wire_dtype
+from rollout.weight_sync.source import Room
 from rollout.weights import Box, TensorMeta
 
 
@@ -29,6 +30,7 @@ class PlainSource:
     ) -> None:
         self.agreement = agreement
         self._dtype = dtype
+        self._place: Room = lambda dtype, shape: None
         items = named_weights(weights) if isinstance(weights, nn.Module) else list(weights.items())
         for name, tensor in items:
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
@@ -45,10 +47,18 @@ class PlainSource:
             for name, t in self._bound.items()
         )
 
+    def place_by(self, room: Room) -> None:
+        self._place = room
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        device = None if self.agreement.is_sender else "meta"
         for name, tensor in self._bound.items():
-            yield name, tensor.detach().to(device, wire_dtype(tensor.dtype, self._dtype))
+            dtype = wire_dtype(tensor.dtype, self._dtype)
+            if not self.agreement.is_sender:
+                yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
+            elif dtype == tensor.dtype or (cast := self._place(dtype, tuple(tensor.shape))) is None:
+                yield name, tensor.detach().to(dtype)
+            else:
+                yield name, cast.copy_(tensor.detach())
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.gatherers.flat import interval_values
 from rollout.weight_sync.names import bind, named_weights, wire_dtype
+from rollout.weight_sync.plan import interval_boxes
 from rollout.weights import Box, Shape, TensorMeta
 
 GATHER_BYTES = 32 << 20  # small parameters are gathered together up to this much
@@ -23,6 +25,8 @@ class ZeroSource:
     DeepSpeed gathers its own flat partitions in their own dtype, so the cast can only follow the
     gather (in a bf16 run the partitions are bf16 already). Peak extra memory: one run, which is
     one parameter or ``GATHER_BYTES``, as gathered, and on the sender once more in the wire dtype.
+    Partitions are intervals of flattened parameters, which are sent from where they are without a
+    gather: peer to peer.
     """
 
     def __init__(
@@ -49,7 +53,18 @@ class ZeroSource:
             yield from self._gather(run)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
-        return [(name, local_boxes_of(tensor)) for name, tensor in self._bound.items()]
+        found = []
+        for name, tensor in self._bound.items():
+            start, values = partition(tensor) or (0, tensor.new_empty(0))
+            found.append((name, interval_boxes(full_shape(tensor), start, start + len(values))))
+        return found
+
+    @torch.no_grad()
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        tensor = self._bound[name]
+        start, values = partition(tensor) or (0, tensor.new_empty(0))
+        cast = values.to(wire_dtype(tensor.dtype, self._dtype))
+        return interval_values(full_shape(tensor), start, cast)
 
     def _runs(self) -> Iterator[list[tuple[str, Tensor]]]:
         run: list[tuple[str, Tensor]] = []
@@ -97,39 +112,19 @@ def full_shape(tensor: Tensor) -> Shape:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def local_boxes_of(parameter: Any) -> list[Box]:
-    """The boxes that make up this rank's flat partition."""
-    shape = full_shape(parameter)
+def partition(parameter: Any) -> tuple[int, Tensor] | None:
+    """Where this rank's part of the flattened parameter starts, and its values without padding.
+
+    The whole of what is not partitioned. None where it cannot be read as it is: it is quantised, or
+    swapped out.
+    """
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
-        return [Box.full(shape)]
+        return 0, parameter.detach().reshape(-1)
+    if part.dtype != parameter.dtype or part.status.name != "AVAILABLE":
+        return None
     import torch.distributed as dist
 
     start = part.ds_numel * dist.get_rank(parameter.ds_process_group)
-    return flat_boxes(shape, start, min(start + part.ds_numel, prod(shape)))
-
-
-def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Disjoint boxes of exactly the row-major elements ``start .. stop``, in order."""
-    if start >= stop:
-        return []
-    if start == 0 and stop == prod(shape):
-        return [Box.full(shape)]
-    inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner
-    if first > last:  # within one row
-        return _row_boxes(shape, last, start - last * inner, stop - last * inner)
-    boxes = _row_boxes(shape, first - 1, start - (first - 1) * inner, inner)
-    if first < last:
-        rest = shape[1:]
-        boxes.append(Box((first, *(0,) * len(rest)), (last, *rest)))
-    return boxes + _row_boxes(shape, last, 0, stop - last * inner)
-
-
-def _row_boxes(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
-    inner = prod(shape[1:])
-    if start >= stop or start >= inner:
-        return []
-    return [
-        Box((row, *box.starts), (row + 1, *box.stops)) for box in flat_boxes(shape[1:], start, stop)
-    ]
+    length = max(0, min(part.ds_numel, prod(full_shape(parameter)) - start))
+    return start, part.detach()[:length]

@@ -17,7 +17,7 @@ from weight_sync_source.jobs.tiny import ALIASES
 
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import BucketPacker
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.source import LocalSource, source_for
 
 TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
 SHORT = 3.0  # for what must fail at its deadline
@@ -50,15 +50,23 @@ class Rank:
         agreement.close()
         if agreement.is_sender:
             save_file(found, self.out / f"{name}.safetensors")
+        boxes = source.local_boxes()
+        if isinstance(source, LocalSource):
+            save_file(
+                {
+                    f"{n}/{index}": value.clone()
+                    for n, _ in boxes
+                    for index, (_, value) in enumerate(source.local_values(n))
+                },
+                self.out / f"{name}.{self.rank}.safetensors",
+            )
         self.outcome[name] = {
             "sender": agreement.is_sender,
             "kind": type(source).__name__,
             "names": list(found),
             "metadata": metadata and [[m.name, str(m.dtype), list(m.shape)] for m in metadata],
             "buckets": len(headers),
-            "boxes": [
-                [n, [[b.starts, b.stops] for b in boxes]] for n, boxes in source.local_boxes()
-            ],
+            "boxes": [[n, [[b.starts, b.stops] for b in held]] for n, held in boxes],
         }
 
     def failing(

@@ -1,0 +1,54 @@
+"""Hybrid sharding and tensor parallelism on a mesh of two by two ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from weight_sync_source.jobs.rank import Rank
+from weight_sync_source.jobs.tiny import Tiny
+
+BF16 = torch.bfloat16
+
+
+def sharded(model: Tiny, mesh: DeviceMesh) -> Tiny:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(mesh: DeviceMesh, hidden: int) -> Tiny:
+    model = Tiny(tied=False, hidden=hidden)
+    plan = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["inner"], plan)
+    return sharded(model, mesh["outer"])
+
+
+def flat(mesh: DeviceMesh) -> FullyShardedDataParallel:
+    settings = {
+        "device_id": torch.device("cpu"), "use_orig_params": True, "device_mesh": mesh,
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+    }  # fmt: skip
+    model = Tiny()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = FullyShardedDataParallel(layer, **settings)
+    return FullyShardedDataParallel(model, **settings)
+
+
+if __name__ == "__main__":
+    job = Rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    job.gather("hsdp", sharded(Tiny(), mesh), BF16)
+    job.gather("fsdp1_hybrid", flat(mesh), BF16)
+    job.gather("tp", tensor_parallel(mesh, 12), BF16)
+    job.gather("tp_uneven", tensor_parallel(mesh, 10), BF16)
+    job.finish()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""A mesh of two by two ranks: hybrid sharding, and FSDP2 of what is tensor-parallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weight_sync_source.jobs.held import assembled
+from weight_sync_source.jobs.launch import run_job
+from weight_sync_source.jobs.tiny import Tiny, expected
+
+BF16 = torch.bfloat16
+Job = tuple[Path, list[Any]]
+SCENARIOS = {
+    "hsdp": Tiny(),
+    "fsdp1_hybrid": Tiny(),
+    "tp": Tiny(tied=False, hidden=12),
+    "tp_uneven": Tiny(tied=False, hidden=10),
+}
+
+
+def wanted(name: str) -> dict[str, torch.Tensor]:
+    return expected(SCENARIOS[name], BF16, tied=not name.startswith("tp"))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    out = tmp_path_factory.mktemp("mesh_job")
+    return out, run_job("mesh_job.py", out, world=4)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_four_ranks_gather_one_update_bit_for_bit(job: Job, name: str) -> None:
+    out, results = job
+    found = load_file(out / f"{name}.safetensors")
+    assert set(found) == set(wanted(name))
+    for key, tensor in wanted(name).items():
+        assert torch.equal(found[key], tensor), key
+    assert [rank[name]["sender"] for rank in results] == [True, False, False, False]
+    assert all(rank[name]["metadata"] == results[0][name]["metadata"] for rank in results)
+
+
+@pytest.mark.parametrize("name", ["hsdp", "fsdp1_hybrid", "tp"])
+def test_what_four_ranks_hold_is_the_model_bit_for_bit(job: Job, name: str) -> None:
+    values, counts = assembled(*job, name, wanted(name))
+    for key, tensor in wanted(name).items():
+        assert torch.equal(values[key], tensor), key
+        parallel = name == "tp" and "_proj." in key
+        whole = "correction" in key  # buffers are whole on every rank
+        assert (counts[key] == (1 if parallel else 4 if whole else 2)).all(), key
+
+
+def test_unequal_strided_shards_are_said_to_be_unknown(job: Job) -> None:
+    boxes = dict(job[1][0]["tp_uneven"]["boxes"])
+    assert boxes["model.layers.0.up_proj.weight"] == []
+    assert boxes["model.layers.0.down_proj.weight"] == [[[0, 0], [5, 5 * 3]]]
