@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Job, outcome, start
+from rig import outcome, start, trainer_job
 from tiny_models import write_tiny
+from trainer_processes import Job
 
 from rollout import Rollout
 
@@ -43,7 +44,7 @@ def jobs(checkpoints, tmp_path_factory) -> Iterator[dict[str, Job]]:
     logs = tmp_path_factory.mktemp("jobs")
     kinds = {"module": 1, "ddp": 2, "fsdp2": 2, "zero3": 2}
     started = {
-        kind: Job(kind, world, checkpoints["a"], logs / f"{kind}.log")
+        kind: trainer_job(kind, world, checkpoints["a"], logs / f"{kind}.log")
         for kind, world in kinds.items()
     }
     try:

@@ -8,7 +8,7 @@ from statistics import median
 
 import psutil
 import pytest
-from rig import Job, outcome, start
+from rig import outcome, start, trainer_job
 from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
@@ -32,7 +32,7 @@ def wait_idle(engine: Rollout, within: float) -> None:
 
 @pytest.fixture
 def fragile(checkpoints, tmp_path):
-    job = Job("fsdp2", 2, checkpoints["b"], tmp_path / "job.log")
+    job = trainer_job("fsdp2", 2, checkpoints["b"], tmp_path / "job.log")
     try:
         assert None not in job.answers(60), job.log.read_text()
         yield job

@@ -1,6 +1,6 @@
 """One rank of a trainer job that obeys commands: JSON lines on stdin, answers on stdout.
 
-    python trainer_job.py KIND RANK WORLD PORT        KIND: module | ddp | fsdp2 | zero3
+    python trainer_job.py RANK WORLD PORT KIND DIRECTORY     KIND: module | ddp | fsdp2 | zero3
 
 Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "update", "address",
 "transport", "timeout", "bucket_bytes", "die_at": {rank: item}, "kill_sender_at": bucket} answers
@@ -128,7 +128,8 @@ def update(source: Any, rank: int, ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    kind, rank, world, port, path = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+    rank, world, port = map(int, sys.argv[1:4])
+    kind, path = sys.argv[4:]
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not mix with the answers
