@@ -92,5 +92,7 @@ class WeightVerbs:
         return check(source, connect=lambda: self._backend, timeout=timeout)
 
     def preflight(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
-        """Whether ``source`` would fit, from names, shapes and dtypes alone."""
+        """Whether ``source`` would fit, from names, shapes and dtypes alone, and what an update
+        would take: ``report.cost`` has seconds and the peak of extra memory on both sides.
+        """
         return preflight_source(source, connect=lambda: self._backend, timeout=timeout)

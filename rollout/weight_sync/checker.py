@@ -7,14 +7,23 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import RolloutError, from_wire, to_wire
 from rollout.kernels import digest
-from rollout.update_wire import info_from_wire, info_to_wire
+from rollout.update_wire import (
+    info_from_wire,
+    info_to_wire,
+    receipt_from_wire,
+    receipt_to_wire,
+)
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.cost import UpdateCost, expected_cost
 from rollout.weight_sync.preflight import differences
 from rollout.weight_sync.source import agreement_for, source_for
-from rollout.weights import Box
+from rollout.weights import Box, UpdateReceipt
+
+_RECENT = 8  # receipts that an estimate may rest on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +31,8 @@ class WeightReport:
     """How a source compares with an engine's live weights at ``version``.
 
     ``differing``: sent and held, with other values. ``problems``: names, shapes and dtypes that do
-    not fit (see ``preflight``). ``num_bytes`` is what an update would send.
+    not fit (see ``preflight``). ``num_bytes`` is what an update would send. ``cost``: what it would
+    take, by ``preflight`` alone, where the source knows what it will send.
     """
 
     version: int
@@ -31,6 +41,7 @@ class WeightReport:
     problems: tuple[str, ...] = ()
     num_tensors: int = 0
     num_bytes: int = 0
+    cost: UpdateCost | None = None
 
     @property
     def equal(self) -> bool:
@@ -42,16 +53,26 @@ class CheckLink(Protocol):
 
     def digests(self, timeout: float) -> dict[str, int]: ...
 
+    def receipts(self) -> tuple[UpdateReceipt, ...]: ...
 
-def preflight(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:
+
+def preflight(
+    obj: Any,
+    *,
+    connect: Callable[[], CheckLink],
+    timeout: float,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> WeightReport:
     """Compare names, shapes and dtypes with what the engine wants; no weights are read or moved.
 
-    Collective over the source's ranks. A source that does not know its metadata (an iterable)
-    reports no problems and zero tensors.
+    Also says what an update would take (``cost``). Collective over the source's ranks. A source
+    that does not know its metadata (an iterable) reports no problems, no cost and zero tensors.
     """
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement):
-        info = _shared_info(agreement, connect, timeout)
+        said = _said(agreement, timeout, lambda: _standing(connect()))
+        info = info_from_wire(said["info"])
+        receipts = [receipt_from_wire(row) for row in said["receipts"]]
         source = source_for(
             obj,
             aliases=info.aliases,
@@ -62,12 +83,14 @@ def preflight(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> 
         metadata = source.metadata() or ()
         wanted = {meta.name: meta for meta in info.tensors}
         problems = differences(metadata, wanted, info.aliases) if metadata else []
+        cost = expected_cost(metadata, info, receipts, bucket_bytes=bucket_bytes)
         return WeightReport(
             version=info.version,
             epoch=info.epoch,
             problems=tuple(problems),
             num_tensors=len(metadata),
             num_bytes=sum(meta.nbytes for meta in metadata),
+            cost=cost if metadata else None,
         )
 
 
@@ -114,6 +137,11 @@ def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> di
     missing = [f"{name} is missing" for name in held if name not in set(owners.values())]
     differing = [n for n, owner in owners.items() if owner in held and held[owner] != mine[n]]
     return {"differing": differing, "problems": unknown + missing}
+
+
+def _standing(link: CheckLink) -> dict[str, Any]:
+    receipts = [receipt_to_wire(receipt) for receipt in link.receipts()[-_RECENT:]]
+    return {"info": info_to_wire(link.info()), "receipts": receipts}
 
 
 def _shared_info(
