@@ -22,6 +22,7 @@ from rollout.errors import TransferFailed
 
 MAX_HEADER = 256 << 20
 MAX_PAYLOAD = 16 << 30  # a bucket is at most 8 GiB
+_SKIPPED = 1 << 16  # bytes at once, of what there is no memory for
 _PREFIX = struct.Struct("<IQ")
 # RuntimeError: nested too deep, or sizes that no tensor can have.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError)
@@ -79,12 +80,19 @@ Frame = tuple[dict[str, Any], dict[str, Tensor]]
 def decode(head: bytes | bytearray | memoryview, payload: bytearray) -> Frame:
     """The header and the tensors (views of ``payload``) of one frame; raises TransferFailed."""
     try:
-        header = json.loads(bytes(head))
-        described = header.pop("tensors")
+        header, described = _header(head)
         tensors = {key: _view(payload, *row) for key, row in described.items()}
     except _MALFORMED as error:
         raise TransferFailed(f"malformed frame: {error}") from error
     return header, tensors
+
+
+def _header(head: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        header = json.loads(bytes(head))
+        return header, header.pop("tensors")
+    except _MALFORMED as error:
+        raise TransferFailed(f"malformed frame: {error}") from error
 
 
 def _view(payload: bytearray, name: str, shape: list[int], offset: int, nbytes: int) -> Tensor:
@@ -117,13 +125,34 @@ def recv_frame(sock: socket.socket) -> Frame | None:
     head_size, payload_size = _PREFIX.unpack(prefix)
     if head_size > MAX_HEADER or payload_size > MAX_PAYLOAD:
         raise TransferFailed(f"frame of {head_size} + {payload_size} bytes is over the limit")
-    head, payload = bytearray(head_size), bytearray(payload_size)
+    head = bytearray(head_size)
     _fill(sock, head)
+    try:
+        payload = bytearray(payload_size)
+    except MemoryError:
+        _skip(sock, payload_size)
+        raise LostPayloadError(_header(head)[0], payload_size) from None
     _fill(sock, payload)
     return decode(head, payload)
 
 
-def _fill(sock: socket.socket, into: bytearray, may_end: bool = False) -> bool:
+class LostPayloadError(Exception):
+    """There was no memory for a frame's tensors; its ``header``, and the stream, are whole."""
+
+    def __init__(self, header: dict[str, Any], nbytes: int) -> None:
+        super().__init__(f"no memory for {nbytes} bytes that came in")
+        self.header = header
+
+
+def _skip(sock: socket.socket, size: int) -> None:
+    room = memoryview(bytearray(min(size, _SKIPPED)))
+    while size:
+        part = room[: min(size, len(room))]
+        _fill(sock, part)
+        size -= len(part)
+
+
+def _fill(sock: socket.socket, into: bytearray | memoryview, may_end: bool = False) -> bool:
     view = memoryview(into)
     got = 0
     while got < len(into):

@@ -25,8 +25,8 @@ from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.staging_thread import StagingThread
 from rollout.engine.worker import Worker
-from rollout.errors import RolloutError, to_wire
-from rollout.wire import Frame, recv_frame, send_frame
+from rollout.errors import RolloutError, TransferFailed, to_wire
+from rollout.wire import Frame, LostPayloadError, recv_frame, send_frame
 
 _SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
 
@@ -74,7 +74,9 @@ class RankLoop:
 
     def _read(self) -> None:
         try:
-            while (frame := recv_frame(self._sock)) is not None:
+            while (frame := self._next()) is not None:
+                if not frame:
+                    continue
                 if frame[0]["method"].startswith("stage_"):
                     self._staging.submit(_Job(self, frame))
                 else:
@@ -82,6 +84,20 @@ class RankLoop:
         except (RolloutError, OSError) as error:
             log.error("lost the engine: %s", error)
         os._exit(0)
+
+    def _next(self) -> Frame | tuple[()] | None:
+        """The next call; None at the end, () where its tensors found no memory: it has failed."""
+        try:
+            return recv_frame(self._sock)
+        except LostPayloadError as error:
+            log.error("%s: %s", error.header["method"], error)
+            told = to_wire(TransferFailed(f"rank {self._worker.tp.rank}: {error}"))
+            answer = {
+                "id": error.header["id"], "error": told, "internal": False, "fatal": False,
+            }  # fmt: skip
+            with self._send_lock:
+                send_frame(self._sock, answer, {})
+            return ()
 
     def _run(self, frame: Frame) -> None:
         header, tensors = frame

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -37,6 +37,7 @@ from rollout.updates import (
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.pressure import exhaust_memory, fill_disk
 from rollout.weight_sync.publication import WeightLink
 from rollout.weight_sync.transports import (
     Sender,
@@ -50,7 +51,7 @@ from rollout.weights import Box, UpdateReceipt
 
 PHASES = ("connect", "bucket", "seal", "commit")
 _BYTES = ("flip", "drop", "duplicate", "reorder", "truncate", "dtype", "shape")  # of a bucket
-_ANYWHERE = ("delay", "stall", "kill", "cut")
+_ANYWHERE = ("delay", "stall", "kill", "cut", "fill", "exhaust")
 KINDS = (*_BYTES, *_ANYWHERE)
 _ON_CHANNEL: Mapping[str, tuple[str, ...]] = {
     "seal": ("flip", "drop", "duplicate"),
@@ -72,7 +73,8 @@ class Fault:
     At any phase: "delay" sleeps ``seconds`` and goes on; "stall" stops the process ``pid``
     (SIGSTOP) for ``seconds`` while the sender goes on, or without a ``pid`` lets the sender itself
     sleep past the update's timeout; "kill" sends SIGKILL to ``pid`` (None: the sender itself);
-    "cut" ends the control connection.
+    "cut" ends the control connection; "fill" leaves ``spare`` bytes of the file system of ``path``
+    free for ``seconds``, "exhaust" as many of address space to process ``pid`` (pressure.py).
 
     On the channel (``FaultyLink``): "flip" at the seal inverts bit ``bit`` of one digest, "drop"
     loses the seal, or the reply of the commit; "duplicate" sends either twice.
@@ -84,6 +86,8 @@ class Fault:
     bit: int = 0
     seconds: float = 0.0
     pid: int | None = None
+    path: str | None = None
+    spare: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -97,6 +101,9 @@ class Fault:
         )
         if not fits:
             raise ConfigError(f"a {self.kind} does not happen at {self.phase}")
+        needed = {"fill": self.path, "exhaust": self.pid}
+        if self.kind in needed and (needed[self.kind] is None or self.seconds <= 0):
+            raise ConfigError("a fill needs its path, an exhaust its pid, and both their seconds")
 
 
 class Faulty:
@@ -304,9 +311,18 @@ def _strike(fault: Fault, channel: WeightChannel, timeout: float) -> None:
         time.sleep(timeout + _PAST)
     elif fault.kind == "stall":
         os.kill(pid, signal.SIGSTOP)
-        awake = threading.Timer(fault.seconds, _go_on, (pid,))
-        awake.daemon = True
-        awake.start()
+        _later(fault.seconds, lambda: _go_on(pid))
+    elif fault.kind == "fill":
+        assert fault.path is not None
+        _later(fault.seconds, fill_disk(fault.path, fault.spare))
+    elif fault.kind == "exhaust":
+        _later(fault.seconds, exhaust_memory(pid, fault.spare))
+
+
+def _later(seconds: float, run: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, run)
+    timer.daemon = True
+    timer.start()
 
 
 def _go_on(pid: int) -> None:
