@@ -4,8 +4,9 @@
 
 Starts `rollout serve` and the trainer ranks as processes of their own and prints one JSON line:
 medians over the updates (the first, which builds the engine's shadow, is reported apart) of gather,
-transfer, stage, verify, commit, stall and total in seconds; bytes; and the peak memory of each
-process above what it held before the first update, in bytes.
+transfer, stage, verify, commit, stall and total in seconds, and of digesting on the sender and on
+the slowest rank, with the share of both in the total; bytes; and the peak memory of each process
+above what it held before the first update, in bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 TRAINERS = 2
 PARTS = ("gather", "transfer", "stage", "verify", "commit", "stall", "total")
+SIDES = ("sender", "rank")
 
 
 def main() -> None:
@@ -88,6 +90,8 @@ def measure(
         "bucket_bytes": args.bucket_mib << 20,
         "largest_tensor_bytes": first["largest"],
         **{f"{part}_s": median(r["timings"][part] for r in rest) for part in PARTS},
+        **{f"{side}_digest_s": median(r["digests"][side] for r in rest) for side in SIDES},
+        "digest_share": median(sum(r["digests"].values()) / r["timings"]["total"] for r in rest),
         "first_total_s": first["timings"]["total"],
         "trainer_peak_extra_bytes": watch.extra(0),
         "engine_peak_extra_bytes": watch.extra(1),
@@ -243,6 +247,10 @@ def update_repeatedly(args: argparse.Namespace) -> None:
                 _tell(
                     event="receipt",
                     timings=dict(receipt.timings),
+                    digests={
+                        "sender": float(receipt.details["digest_seconds"]),
+                        "rank": float(receipt.details["rank_digest_seconds"]),
+                    },
                     bytes=receipt.num_bytes,
                     wire_bytes=receipt.wire_bytes,
                     transport=receipt.transport,

@@ -104,11 +104,13 @@ def _add_serve(commands: Any) -> None:
         "--control-token", metavar="TOKEN",
         help="token for weights and control (default: --token allows them too)",
     )  # fmt: skip
-    group.add_argument("--tls-cert", metavar="PEM", help="certificate of the gRPC server")
+    group.add_argument(
+        "--tls-cert", metavar="PEM", help="certificate of both servers, HTTP and gRPC"
+    )
     group.add_argument("--tls-key", metavar="PEM", help="its key")
     group.add_argument(
         "--tls-client-ca", metavar="PEM",
-        help="let in only gRPC clients with a certificate of this authority",
+        help="let in only clients with a certificate of this authority, at either door",
     )  # fmt: skip
     group.add_argument(
         "--exit-with-stdin", action="store_true",
@@ -175,6 +177,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
             config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
             tls=_server_tls(args),
         ) as at:  # fmt: skip
+            print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()
             async with _following(args.follow, config, at.grpc, tokens):
@@ -329,6 +332,7 @@ def check(args: argparse.Namespace) -> int:
 def _check_against(args: argparse.Namespace) -> int:
     with rollout.Rollout.connect(args.model, _token(args)) as engine:
         report = engine.check_weights(args.against)
+        cost = None if report.equal else engine.preflight(args.against).cost
     live = f"version {report.version} of epoch {report.epoch}, {report.num_tensors} tensors"
     if report.equal:
         print(f"weights equal: kernels differ, where logprobs do ({live})")
@@ -336,6 +340,12 @@ def _check_against(args: argparse.Namespace) -> int:
     print(f"weights differ: {len(report.differing) + len(report.problems)} tensors ({live})")
     for line in (*report.differing, *report.problems):
         print(f"  {line}")
+    if cost is not None:
+        print(
+            f"an update to them: about {cost.seconds:.2f} s ({cost.basis}); at most "
+            f"{cost.sender_bytes / 2**20:.1f} MiB more on the sender, "
+            f"{cost.rank_bytes / 2**20:.1f} MiB on each rank"
+        )
     return 1
 
 
@@ -363,6 +373,8 @@ def info(args: argparse.Namespace) -> int:
         "last update": weights.last_update_id or None,
         "ranks": weights.tensor_parallel_size,
         "device": weights.device,
+        "undo": weights.undo,
+        "memory": dict(weights.memory),
         "dtype": str(weights.dtype).removeprefix("torch."),
         "max model len": server.max_model_len,
         "tokenizer": server.has_tokenizer,
@@ -379,6 +391,7 @@ def info(args: argparse.Namespace) -> int:
         told = {name.replace(" ", "_"): value for name, value in facts.items()}
         print(json.dumps({**told, "receipts": [receipt_to_wire(r) for r in receipts]}))
         return 0
+    facts["memory"] = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in weights.memory.items())
     for name, value in facts.items():
         print(f"{name:17} {'-' if value is None else value}")
     for receipt in receipts:

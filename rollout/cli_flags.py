@@ -31,6 +31,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "kv_cache_bytes": "bytes of KV cache of each rank (default: by memory)",
     "enable_prefix_caching": "share the KV blocks of common prefixes",
     "staging": "where an update waits for its commit: auto, device, host or none",
+    "undo": "what a rollback needs is kept as: shadow (until the next update), sparse or host",
     "weight_layout": "how linear weights lie in memory: auto, plain or tiles",
     "deterministic": "the same bits for a sequence in any batch, cached, cut or preempted",
     "seed": "of requests that bring none",

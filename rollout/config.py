@@ -30,7 +30,8 @@ class EngineConfig:
     ``model``: a directory or a hub id (with ``revision``). ``device`` auto | cpu | cuda.
     ``dtype`` auto (the checkpoint's) | float32 | bfloat16 | float16. ``executor`` auto | inline
     (this process, TP=1) | multiprocess. ``load_format`` auto | safetensors | pt | dummy.
-    ``staging`` auto | device | host | none: where an uncommitted version waits.
+    ``staging`` auto | device | host | none: where an uncommitted version waits. ``undo`` shadow |
+    sparse | host: what a rollback goes back by once the shadow is overwritten; see ``engine/undo``.
     ``expert_parallel``: the ranks of a mixture-of-experts model hold whole experts, instead of a
     part of each. ``deterministic``: a sequence gets the same bits (tokens and all logprobs)
     whatever runs beside it and however it is cut, cached or preempted; see ``docs/benchmarks.md``
@@ -59,6 +60,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     staging: str = "auto"
+    undo: str = "shadow"
     weight_layout: str = "auto"
     deterministic: bool = False
     seed: int = 0
@@ -78,6 +80,7 @@ class EngineConfig:
         one_of("load_format", "auto", "safetensors", "pt", "dummy")
         one_of("executor", "auto", "inline", "multiprocess")
         one_of("staging", "auto", "device", "host", "none")
+        one_of("undo", "shadow", "sparse", "host")
         one_of("weight_layout", "auto", "plain", "tiles")
         positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size")
         optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads")

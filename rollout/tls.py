@@ -1,7 +1,8 @@
-"""Who the two ends of a gRPC connection are, proven by certificates (TLS, or mutual TLS)."""
+"""Who the two ends of a connection are, gRPC or HTTP, proven by certificates (also mutually)."""
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ class ServerTls:
         pair = (_read(self.key, "key"), _read(self.cert, "certificate"))
         authority = None if self.client_ca is None else _read(self.client_ca, "client authority")
         return grpc.ssl_server_credentials([pair], authority, authority is not None)
+
+    def context(self) -> ssl.SSLContext:
+        """The same for a server of Python's own sockets (HTTP); ``ConfigError`` for bad files."""
+        found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        found.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            found.load_cert_chain(self.cert, self.key)
+            if self.client_ca is not None:
+                found.load_verify_locations(self.client_ca)
+                found.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl's errors are among them
+            raise ConfigError(f"the TLS files cannot be used: {error}") from None
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

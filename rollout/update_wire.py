@@ -25,6 +25,7 @@ from rollout.updates import (
 from rollout.weights import Box, RankReceipt, Shape, TensorMeta, UpdateReceipt
 from rollout.wire import dtype_from_name, dtype_name
 
+Counts = dict[str, int]
 Wire = dict[str, Any]
 T = TypeVar("T")
 
@@ -257,6 +258,8 @@ def info_to_wire(info: WeightInfo) -> Wire:
         "transports": list(info.transports),
         "last_update_id": info.last_update_id,
         "host": info.host,
+        "undo": info.undo,
+        "memory": dict(info.memory),
     }
 
 
@@ -275,6 +278,8 @@ def info_from_wire(wire: Any) -> WeightInfo:
         transports=get.list("transports", lambda v: _string(v, "transport")),
         last_update_id=get.string("last_update_id"),
         host=get.string("host"),
+        undo=get.string("undo"),
+        memory=get.counts("memory"),
     )
 
 
@@ -391,6 +396,10 @@ class _Fields:
     def strings(self, key: str) -> dict[str, str]:
         pairs = self.mapping(key).items()
         return {_string(k, key): _string(v, f"{key} {k!r:.80}") for k, v in pairs}
+
+    def counts(self, key: str) -> Counts:
+        pairs = self.mapping(key).items()
+        return {_string(k, key): _int(v, f"{key} {k!r:.80}") for k, v in pairs}
 
     def list(self, key: str, item: Callable[[Any], T]) -> tuple[T, ...]:
         return _list(self.raw(key), item, f"{self._what}: {key}")

@@ -23,6 +23,7 @@ from rollout.distributed import Rendezvous
 from rollout.weights import Box, Shape, TensorMeta, UpdateReceipt
 
 IN_FLIGHT = ("keep", "recompute", "abort", "wait")
+STAGING = ("auto", "device", "host", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class WeightInfo:
     transports: tuple[str, ...]  # in order of preference, for a peer on another process
     last_update_id: str = ""
     host: str = ""  # see ``rollout.weight_sync.host``; equal ids share memory, "" shares none
+    undo: str = "shadow"  # what a rollback goes back by: shadow | sparse | host
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of the largest rank, by use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

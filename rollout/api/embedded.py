@@ -173,6 +173,8 @@ class EmbeddedBackend:
             aliases=reply["aliases"],
             device=str(self.core.rank_info[0]["device"]),
             num_ranks=self.config.tensor_parallel_size,
+            undo=self.config.undo,
+            memory=self.core.memory.to_dict(),
         )
 
     async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:

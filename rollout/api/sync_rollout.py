@@ -7,7 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
@@ -158,6 +158,8 @@ class _LoopThread:
         future = asyncio.run_coroutine_threadsafe(_await(coroutine), self._loop)
         try:
             return cast(R, future.result())
+        except CancelledError:  # by the end of the loop, in another thread
+            raise EngineClosed("this Rollout was shut down while the call ran") from None
         finally:
             future.cancel()  # no effect when it is done
 

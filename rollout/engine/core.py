@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -17,7 +18,7 @@ from rollout.engine.ask import replies_of
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.executors import Executor, Reply, make_executor
 from rollout.engine.figures import figures
-from rollout.engine.kv_sizing import size_kv
+from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
 from rollout.engine.request_state import Call, Sink
@@ -36,6 +37,7 @@ from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
 from rollout.updates import IN_FLIGHT
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 WAKE_TAGS = ("weights", "kv_cache")
 
@@ -45,7 +47,7 @@ class EngineCore:
 
     ``epoch`` is random per start, ``version`` the weights' version that the next step runs with.
     ``executor`` overrides the one that ``config`` names. After ``start``: ``model_config``,
-    ``tokenizer`` (None: token ids only), ``max_model_len``, ``num_kv_blocks``, and
+    ``tokenizer`` (None: token ids only), ``max_model_len``, ``num_kv_blocks``, ``memory``, and
     ``rank_info``, the ranks' start replies.
     """
 
@@ -56,6 +58,7 @@ class EngineCore:
         self.counters = EngineCounters()
         self.broken: str | None = None
         self.model_config: ModelConfig
+        self.memory: MemoryPlan
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         self.num_kv_blocks = 0
@@ -101,6 +104,8 @@ class EngineCore:
         config = self.config
         size = size_kv(config, self.model_config.max_position_embeddings, self.rank_info)
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
+        self.memory = plan_memory(config, size.num_blocks, self.rank_info)
+        log.info("memory %s", self.memory)
         eos = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)

@@ -4,41 +4,61 @@
       ^----------------- swap ----------------^       (swapping again goes back)
 
 They share no parameter. The shadow is built by the first staged update. After a level 2 sleep
-there is no live instance until a full update has been committed.
+there is no live instance until a full update has been committed. Where going back must outlive
+the shadow, ``undo`` says what is kept beside the two; see ``undo.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from rollout.engine.undo import KeptWeights, all_or_none, pairs
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
 from rollout.models.causal_lm import CausalLM
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
 
-COPY_CHUNK = 4 << 20  # elements copied at once: a step waits for at most one such piece
-
 
 class ModelInstances:
     """Holds live and shadow; implements ``rollout.weight_sync.receiver.UpdateHost``.
 
-    ``swap`` is for the main thread, all else for the staging thread; the order of calls (a vote
-    before its commit, a commit before the next begin) keeps them apart. Where ``shadow_device`` is
-    another device than the live one's, contents are exchanged instead of the instances.
+    ``commit``, ``go_back`` and ``revert`` are for the main thread, all else for the staging
+    thread; the order of calls (a vote before its commit, a commit before the next begin) keeps
+    them apart. Where the shadow is on another device than the live instance, contents are
+    exchanged instead of the instances.
+
+    ``undo``: "shadow" keeps nothing beside the two. "host" keeps a copy, "sparse" the elements
+    that differ, of the version before the live one, once the shadow is overwritten or where there
+    is none; and of the live version while an update goes straight into its instance.
     """
 
     def __init__(
-        self, live: CausalLM, build: Callable[[torch.device], CausalLM], shadow_device: torch.device
+        self,
+        live: CausalLM,
+        build: Callable[[torch.device], CausalLM],
+        shadow_device: torch.device,
+        undo: str = "shadow",
     ) -> None:
         self._live: CausalLM | None = live
         self._shadow: CausalLM | None = None
-        self._build, self._shadow_device = build, shadow_device
+        self._build, self._shadow_device, self._undo = build, shadow_device, undo
         self._device = live.build.device
-        self._in_place = False  # the sealed update was loaded straight into the live instance
+        self._in_place = False  # the live instance is being loaded, or has been but for the commit
         self._parked: dict[str, Tensor] = {}  # weights in host memory while the device is lent out
+        # Contents have names: whatever is loaded gets a new one, None is no version.
+        self._names = count()
+        self._live_is: int | None = next(self._names)
+        self._shadow_is: int | None = None
+        self._past: list[int | None] = []  # what was live before, newest last
+        self._kept: KeptWeights | None = None
+        self._kept_is: int | None = None  # what ``_kept`` makes of the content ``_kept_on``
+        self._kept_on: int | None = None
+        self._way_back: Callable[[], None] | None = None  # undoes the last commit
 
     @property
     def live(self) -> CausalLM:
@@ -54,32 +74,67 @@ class ModelInstances:
     def has_shadow(self) -> bool:
         return self._shadow is not None
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept for going back, beside the shadow."""
+        return 0 if self._kept is None else self._kept.nbytes
+
     # ---- UpdateHost ----
 
-    def open_shadow(self, partial: bool) -> WeightLoad:
-        """A load into the shadow; ``partial`` copies the live weights there first."""
-        self._in_place = False
+    def open_shadow(self, partial: bool, staging: str = "auto") -> WeightLoad:
+        """A load into the shadow; ``partial`` copies the live weights there first.
+
+        ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
+        """
         live = self.live if partial else None
-        if self._shadow is None:
-            self._shadow = self._make_shadow()
+        if self._undo != "shadow":
+            self._keep_previous()
+        self._in_place, self._way_back, self._shadow_is = False, None, None
+        device = {"host": torch.device("cpu"), "device": self._device}.get(staging)
+        device = self._shadow_device if device is None else device
+        if self._live is None:
+            device = self._device  # the shadow becomes the live instance as it is
+        if self._shadow is None or self._shadow.build.device != device:
+            self._shadow = None
+            self._shadow = self._make_shadow(device)
         if live is not None:
-            _copy(live, self._shadow)
+            for x, y in pairs(live, self._shadow):
+                y.copy_(x)
         return self._shadow.begin_load()
 
     def open_live(self) -> WeightLoad:
         """A load straight into the live instance; nothing may run until it is committed.
 
-        There is no way back from it: the version that a shadow held is given up.
+        What a shadow held is given up. The live version is kept first, unless ``undo`` is
+        "shadow": then there is no way back from it.
         """
-        self._shadow = None
+        self.drop_shadow()
+        self._in_place = False
         if self._live is None:
             self._live = self._build(self._device)
-        self._in_place = True
+        elif self._undo != "shadow" and self._live_is is not None:
+            self._kept, self._kept_is = KeptWeights.whole(self._live), self._live_is
+        self._in_place, self._live_is = True, None
         return self._live.begin_load()
 
     def finish_load(self, live: bool) -> None:
-        """Nothing is left to derive: ``WeightLoad.finish`` ran ``after_load``."""
-        self._in_place = live
+        """Everything is there and derived: what is kept for going back may shrink."""
+        if live and self._undo == "sparse" and self._kept is not None and self._live is not None:
+            self._kept.shrink(self._live)
+
+    def restore_live(self) -> None:
+        """After a failed load into the live instance: as it was before; else nothing to do.
+
+        ``VersionConflict`` where nothing was kept.
+        """
+        if not self._in_place:
+            return
+        kept = self._kept
+        if kept is None or self._live is None:
+            raise VersionConflict("this rank kept nothing of the weights that were overwritten")
+        kept.exchange(self._live)
+        self._in_place, self._live_is = False, self._kept_is
+        self._forget()
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every slot of this rank; both instances have the same."""
@@ -100,26 +155,50 @@ class ModelInstances:
 
     def commit(self) -> None:
         """Make what was loaded live; what was live stays in the shadow until the next load."""
-        if self._in_place:
-            self._in_place = False
+        if not self._in_place:
+            before = self._live_is
+            self._swap()
+            self._live_is = next(self._names)
+            self._moved(before, self._swap)
             return
-        self.swap()
+        before = self._kept_is if self._kept is not None else None
+        self._in_place, self._live_is = False, next(self._names)
+        self._kept_on = self._live_is
+        self._moved(before, None if self._kept is None else self._exchange_kept)
 
-    def swap(self) -> None:
-        """Exchange live and shadow; ``VersionConflict`` where there is no shadow."""
-        if self._shadow is None:
-            raise VersionConflict("this rank holds no other version to switch to")
-        if self._live is not None and self._shadow_device != self._device:
-            _exchange(self._live, self._shadow)
-            return
-        self._live, self._shadow = self._shadow, self._live
+    def go_back(self) -> None:
+        """Make what was live before the last commit live again; ``VersionConflict`` if gone."""
+        target, before = self._past[-1] if self._past else None, self._live_is
+        if target is None or before is None:
+            way = None
+        elif self._shadow_is == target:
+            way = self._swap
+        elif (self._kept_is, self._kept_on) == (target, before):
+            way = self._exchange_kept
+        else:
+            way = None
+        if way is None:
+            raise VersionConflict("this rank holds no other version to go back to")
+        way()
+        self._moved(before, way)
+
+    def revert(self) -> None:
+        """Undo the last ``commit`` or ``go_back``, once; ``VersionConflict`` where none can be."""
+        if self._way_back is None:
+            raise VersionConflict("this rank has overwritten what it should go back to")
+        self._way_back()
+        self._way_back = None
+        self._past.pop()
 
     def drop_shadow(self) -> None:
-        self._shadow = None
+        """Let go of all that is kept for going back."""
+        self._shadow = self._shadow_is = self._way_back = None
+        self._forget()
 
     def drop_weights(self) -> None:
         """Let go of both instances; only a full update brings weights back."""
-        self._live = self._shadow = None
+        self.drop_shadow()
+        self._live = self._live_is = None
         self._parked = {}
 
     def park(self) -> None:
@@ -138,30 +217,61 @@ class ModelInstances:
                 if name in parked:
                     parameter.data = parked.pop(name).to(self._device)
 
-    def _make_shadow(self) -> CausalLM:
-        if self._live is not None and self._shadow_device == self._device:
+    # ---- helpers ----
+
+    def _swap(self) -> None:
+        live, shadow = self._live, self._shadow
+        if shadow is None:
+            raise VersionConflict("this rank holds no other version to switch to")
+        if live is not None and shadow.build.device != self._device:
+            _exchange(live, shadow)
+        else:
+            self._live, self._shadow = shadow, live
+        self._live_is, self._shadow_is = self._shadow_is, self._live_is
+
+    def _exchange_kept(self) -> None:
+        assert self._kept is not None
+        self._kept.exchange(self.live)
+        self._kept_is, self._kept_on = self._kept_on, self._kept_is
+        self._live_is = self._kept_on
+
+    def _moved(self, before: int | None, way_back: Callable[[], None] | None) -> None:
+        self._past = [*self._past[-1:], before]
+        self._way_back = way_back
+
+    def _keep_previous(self) -> None:
+        """Before the shadow is overwritten: keep what a rollback needs of it."""
+        target = self._past[-1] if self._past else None
+        if target is None or self._live_is is None:
+            self._forget()
+        elif self._shadow_is == target and self._shadow is not None:
+            self._forget()
+            if self._undo == "host":
+                self._kept = KeptWeights.whole(self._shadow)
+            else:
+                self._kept = KeptWeights.difference(self._shadow, self.live)
+            self._kept_is, self._kept_on = target, self._live_is
+        elif (self._kept_is, self._kept_on) != (target, self._live_is):
+            self._forget()
+
+    def _forget(self) -> None:
+        self._kept = self._kept_is = self._kept_on = None
+
+    def _make_shadow(self, device: torch.device) -> CausalLM:
+        if self._live is not None and device == self._device:
             return self._live.empty_like()
-        # With nothing live, the shadow becomes the live instance as it is.
-        return self._build(self._device if self._live is None else self._shadow_device)
-
-
-def _pairs(a: CausalLM, b: CausalLM) -> Iterator[tuple[Tensor, Tensor]]:
-    """Matching pieces of the two instances' parameters, as flat views of bounded size."""
-    others = dict(b.named_parameters())
-    for name, parameter in a.named_parameters():
-        x, y = parameter.data.view(-1), others[name].data.view(-1)
-        yield from zip(torch.split(x, COPY_CHUNK), torch.split(y, COPY_CHUNK), strict=True)
-
-
-def _copy(source: CausalLM, target: CausalLM) -> None:
-    for x, y in _pairs(source, target):
-        y.copy_(x)
+        return self._build(device)
 
 
 def _exchange(a: CausalLM, b: CausalLM) -> None:
-    for x, y in _pairs(a, b):
-        kept = x.clone()
-        x.copy_(y)
-        y.copy_(kept)
-    a.after_load()
-    b.after_load()
+    def derive() -> None:
+        a.after_load()
+        b.after_load()
+
+    all_or_none([partial(_swap_values, x, y) for x, y in pairs(a, b)], derive)
+
+
+def _swap_values(x: Tensor, y: Tensor) -> None:
+    kept = x.clone()
+    x.copy_(y)
+    y.copy_(kept)

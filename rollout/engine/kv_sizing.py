@@ -1,4 +1,4 @@
-"""How many KV blocks a rank gets, and how long a sequence may become."""
+"""How a rank's memory is divided: weights, shadow, what undo keeps, KV blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,59 @@ class KVSize:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of the largest rank. ``undo`` is the most it can be, and always in host memory."""
+
+    weights: int
+    staging: int
+    undo: int
+    kv: int
+    where: str  # the device of the weights
+    staging_where: str
+    undo_by: str
+
+    def to_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("weights", "staging", "undo", "kv")}
+
+    def __str__(self) -> str:
+        undo = f"{_mib(self.undo)} of host memory at most" if self.undo else "nothing more"
+        return (
+            f"of each rank: {_mib(self.weights)} of weights on {self.where}, {_mib(self.staging)} "
+            f"for staging on {self.staging_where}, undo={self.undo_by!r} takes {undo}, "
+            f"{_mib(self.kv)} of KV cache"
+        )
+
+
+def plan_memory(
+    config: EngineConfig, num_blocks: int, ranks: Sequence[Mapping[str, Any]]
+) -> MemoryPlan:
+    """What each use takes, with the ranks' start replies and the KV blocks decided on."""
+    where = str(ranks[0]["device"])
+    on_cpu = where.startswith("cpu")
+    weights = max(int(reply["weight_bytes"]) for reply in ranks)
+    host = config.staging == "host"
+    return MemoryPlan(
+        weights=weights,
+        staging=0 if config.staging == "none" else weights,
+        undo=_undo_bytes(config, weights),
+        kv=num_blocks * max(int(reply["kv_block_bytes"]) for reply in ranks),
+        where=where,
+        staging_where="cpu" if host or on_cpu else where,
+        undo_by=config.undo,
+    )
+
+
 def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any]]) -> KVSize:
     """Decide from the settings, the model's own ``longest`` context and the ranks' start replies.
 
     A reply has ``free_bytes`` (now, with the weights loaded), ``weight_bytes``, ``kv_block_bytes``
-    and ``device``. The shadow's bytes are reserved first unless ``staging="none"``. A
-    ``max_model_len`` that was asked for must fit; one that was not is cut to what fits. Raises
-    ``ConfigError`` with the sizes.
+    and ``device``; on a device of its own also ``host_free_bytes``. The shadow's bytes are reserved
+    first unless ``staging="none"``, and those of ``undo``. A ``max_model_len`` that was asked for
+    must fit; one that was not is cut to what fits. Raises ``ConfigError`` with the sizes.
     """
+    for reply in ranks:
+        _spare(config, reply, len(ranks))
     wanted = config.max_model_len or longest
     if wanted > longest:
         raise ConfigError(
@@ -58,26 +103,50 @@ def _affordable(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) 
     block_bytes = int(reply["kv_block_bytes"])
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes // block_bytes
-    on_cpu = str(reply["device"]).startswith("cpu")
-    # Ranks of one host share its memory; each device has its own.
-    free = int(reply["free_bytes"]) // (num_ranks if on_cpu else 1)
-    shadow = _shadow_bytes(config, reply, on_cpu)
-    if shadow > free:
-        raise ConfigError(
-            f"too little memory for staging={config.staging!r}: the shadow of the weights needs "
-            f"{_mib(shadow)} per rank, {_mib(free)} are free; use staging='none' or more ranks"
-        )
-    spare = free - shadow
-    if on_cpu:
+    spare = _spare(config, reply, num_ranks)
+    if _on_cpu(reply):
         return min(CPU_DEFAULT_BYTES, int(spare * CPU_SHARE)) // block_bytes
     return int(spare * DEVICE_SHARE) // block_bytes
 
 
-def _shadow_bytes(config: EngineConfig, reply: Mapping[str, Any], on_cpu: bool) -> int:
-    """What staging will take from the memory that the KV cache lies in."""
-    if config.staging == "none" or (config.staging == "host" and not on_cpu):
-        return 0
-    return int(reply["weight_bytes"])
+def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:
+    """What is left for the KV cache where it lies, once staging and undo have theirs."""
+    weights = int(reply["weight_bytes"])
+    shadow = 0 if config.staging == "none" else weights
+    undo = _undo_bytes(config, weights)
+    if _on_cpu(reply):  # ranks of one host share its memory; each device has its own
+        free = int(reply["free_bytes"]) // num_ranks
+        _check_room(config, shadow, undo, free, "")
+        return free - shadow - undo
+    free = int(reply["free_bytes"])
+    host_free = int(reply.get("host_free_bytes", 0)) // num_ranks
+    on_host = shadow if config.staging == "host" else 0
+    _check_room(config, shadow - on_host, 0, free, f" on {reply['device']}")
+    _check_room(config, on_host, undo, host_free, " of host memory")
+    return free - (shadow - on_host)
+
+
+def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: str) -> None:
+    if shadow > free:
+        raise ConfigError(
+            f"too little memory for staging={config.staging!r}: the shadow of the weights needs "
+            f"{_mib(shadow)} per rank, {_mib(free)}{where} are free; use staging='none' or more "
+            "ranks"
+        )
+    if shadow + undo > free:
+        raise ConfigError(
+            f"too little memory for undo={config.undo!r}: it may need {_mib(undo)} per rank beside "
+            f"{_mib(shadow)} for staging, {_mib(free)}{where} are free; use undo='shadow'"
+        )
+
+
+def _undo_bytes(config: EngineConfig, weight_bytes: int) -> int:
+    """The most that is kept for going back, beside the shadow: one copy, sparse ones included."""
+    return 0 if config.undo == "shadow" else weight_bytes
+
+
+def _on_cpu(reply: Mapping[str, Any]) -> bool:
+    return str(reply["device"]).startswith("cpu")
 
 
 def _mib(count: int) -> str:

@@ -53,7 +53,7 @@ class ModelRunner:
         self.table, self.metadata = live.table, live.weight_metadata()
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
-        self.instances = ModelInstances(live, self._build, shadow)
+        self.instances = ModelInstances(live, self._build, shadow, config.undo)
         self.kv = KVCache(self._kv_shape(), self.device)
         self.sampler = Sampler()
         self.load_seconds = time.perf_counter() - started
@@ -64,6 +64,7 @@ class ModelRunner:
             "weight_bytes": self.weight_bytes,
             "kv_block_bytes": self.kv.shape.block_bytes,
             "free_bytes": available_bytes(self.device),
+            "host_free_bytes": available_bytes(torch.device("cpu")),
             "seconds": self.load_seconds,
         }
 

@@ -33,8 +33,8 @@ Tensors = Mapping[str, Tensor]
 class Worker:
     """Built empty; ``start`` loads. An error of one call is that call's alone.
 
-    ``version`` is the live weights' and travels with every reply of ``step``. A commit swaps live
-    and shadow, ``revert`` goes back to the version before it. ``shared_fd`` is an inherited
+    ``version`` is the live weights' and travels with every reply of ``step``. ``revert`` undoes a
+    commit that failed on another rank. ``shared_fd`` is an inherited
     descriptor of memory for the ranks' collectives.
     """
 
@@ -44,7 +44,7 @@ class Worker:
         self.config, self.tp, self._shared_fd = config, tp, shared_fd
         self.device = _own_device(choose_device(config.device), tp.rank)
         self.version = 0
-        self._before: int | None = None  # the version that the shadow still holds
+        self._before: int | None = None  # the version before the last commit
         self._runner: ModelRunner | None = None
         self._updates: RankUpdates | None = None
         self._asleep = 0  # the level of the sleep
@@ -64,6 +64,7 @@ class Worker:
             "stage_bucket": lambda args, tensors: (self.updates.bucket(args, tensors), {}),
             "stage_seal": self._plain(lambda args: self.updates.seal(args)),
             "stage_abort": self._plain(lambda args: self.updates.abort(args)),
+            "stage_restore": self._plain(lambda args: self.updates.restore()),
             "stage_digests": self._plain(self.digests),
             "digests": self._plain(self.digests),
         }
@@ -117,8 +118,12 @@ class Worker:
         return {}
 
     def commit(self, args: Args) -> dict[str, Any]:
-        """Make the other instance live as ``version``; the vote came before."""
-        self.runner.instances.commit()
+        """Make what was staged live as ``version``, or what was live before (``back``).
+
+        The vote came before.
+        """
+        instances = self.runner.instances
+        instances.go_back() if args.get("back") else instances.commit()
         self._before, self.version = self.version, int(args["version"])
         return {"version": self.version}
 
@@ -131,7 +136,7 @@ class Worker:
                     f"rank {self.tp.rank} is at version {self.version} and cannot go back to "
                     f"{version}"
                 )
-            self.runner.instances.swap()
+            self.runner.instances.revert()
             self.version, self._before = version, None
         return {"version": self.version}
 
@@ -164,6 +169,7 @@ class Worker:
             "asleep": self._asleep,
             "num_kv_blocks": self.runner.kv.num_blocks,
             "has_shadow": self.runner.instances.has_shadow,
+            "kept_bytes": self.runner.instances.kept_bytes,
             "all_reduces": self.tp.all_reduces,
             "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),
             **self.runner.sizes(),
@@ -186,7 +192,7 @@ class Worker:
     # ---- staging thread ----
 
     def stage_begin(self, args: Args) -> dict[str, Any]:
-        self._before = None  # the shadow is about to be overwritten
+        self._before = None  # it is about to be overwritten
         return self.updates.begin(args)
 
     def digests(self, args: Args) -> dict[str, Any]:

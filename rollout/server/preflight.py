@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import torch
+
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
-from rollout.engine.kv_sizing import size_kv
+from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import native_status
@@ -36,6 +38,7 @@ class Preflight:
     kv_blocks: int
     max_model_len: int
     free_bytes: int
+    memory: MemoryPlan
     kernels: str
 
     def lines(self) -> list[str]:
@@ -44,9 +47,8 @@ class Preflight:
             f"architecture   {self.architecture}, {self.num_elements / 1e6:.1f} M parameters",
             f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
             f"checkpoint     {self.num_tensors} tensors, names and shapes as the tables want them",
-            f"memory         of each rank: {_mib(self.weight_bytes)} weights, as much again for "
-            f"the shadow, {self.kv_bytes_per_token} bytes of KV a token; {_mib(self.free_bytes)} "
-            "free on this machine",
+            f"memory         {self.memory}, {self.kv_bytes_per_token} bytes a token; "
+            f"{_mib(self.free_bytes)} free on this machine",
             f"sequences      up to {self.max_model_len} tokens; {self.kv_blocks} KV blocks",
             f"kernels        {self.kernels}",
         ]
@@ -87,6 +89,7 @@ def check(config: EngineConfig) -> Preflight:
         )
     rank = {
         "free_bytes": free - taken,
+        "host_free_bytes": available_bytes(torch.device("cpu")),
         "weight_bytes": weight_bytes,
         "kv_block_bytes": per_token * config.block_size,
         "device": str(device),
@@ -103,6 +106,7 @@ def check(config: EngineConfig) -> Preflight:
         kv_blocks=size.num_blocks,
         max_model_len=size.max_model_len,
         free_bytes=free,
+        memory=plan_memory(config, size.num_blocks, [rank]),
         kernels=native_status() if device.type == "cpu" else f"torch on {device}",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ GRACE = 5.0  # seconds that open HTTP connections get at the end
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the service listens, "host:port" each."""
+    """Where the service listens, "host:port" each; ``memory`` says what its ranks take."""
 
     http: str
     grpc: str
+    memory: str = ""
 
 
 @asynccontextmanager
@@ -44,11 +46,13 @@ async def serving(
 ) -> AsyncIterator[Addresses]:
     """Everything up inside the block, everything gone after it; port 0 picks a free one.
 
+    ``tls`` encrypts both doors; with its ``client_ca`` only clients with a certificate are let in.
     Raises ``ConfigError`` for a busy port or an open host without a token before any weight is
     read, and whatever starting the engine raises.
     """
     tokens = tokens or Tokens()
     tokens.check_host(host)
+    context = None if tls is None else tls.context()
     with listen(host, port) as http_socket:
         if grpc_port:
             listen(host, grpc_port).close()  # a busy port is better known before the load
@@ -58,9 +62,9 @@ async def serving(
             grpc_address = await rollout.serve(
                 host, grpc_port, token=tokens.generation, control_token=tokens.control, tls=tls
             )
-            async with _http(rollout, http_socket, tokens):
+            async with _http(rollout, http_socket, tokens, context):
                 http_port = http_socket.getsockname()[1]
-                yield Addresses(_join(host, http_port), grpc_address)
+                yield Addresses(_join(host, http_port), grpc_address, _memory(rollout))
         finally:
             await rollout.shutdown()
 
@@ -82,7 +86,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def _http(rollout: AsyncRollout, sock: socket.socket, tokens: Tokens) -> AsyncIterator[None]:
+async def _http(
+    rollout: AsyncRollout, sock: socket.socket, tokens: Tokens, context: ssl.SSLContext | None
+) -> AsyncIterator[None]:
     settings = uvicorn.Config(
         build_app(rollout, tokens=tokens, token_text=_token_text(rollout)),
         log_config=None,
@@ -90,6 +96,8 @@ async def _http(rollout: AsyncRollout, sock: socket.socket, tokens: Tokens) -> A
         lifespan="off",
         timeout_graceful_shutdown=int(GRACE),
     )
+    settings.load()
+    settings.ssl = context
     server = _Server(settings)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -105,6 +113,11 @@ async def _http(rollout: AsyncRollout, sock: socket.socket, tokens: Tokens) -> A
             await rollout.abort()
         server.should_exit = True
         await task
+
+
+def _memory(rollout: AsyncRollout) -> str:
+    backend = rollout.backend
+    return str(backend.core.memory) if isinstance(backend, EmbeddedBackend) else ""
 
 
 def _token_text(rollout: AsyncRollout) -> TokenText | None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from rollout.errors import (
+    ChecksumMismatch,
     ConfigError,
     DeadlineExceeded,
     EngineBroken,
@@ -25,8 +26,8 @@ from rollout.errors import (
     UpdateInProgress,
     VersionConflict,
 )
-from rollout.updates import UpdateRequest, WeightInfo
-from rollout.weight_sync.digests import combine
+from rollout.updates import STAGING, UpdateRequest, WeightInfo
+from rollout.weight_sync.digests import combine, total
 from rollout.weight_sync.host import host_id
 from rollout.weight_sync.lease import Lease
 from rollout.weights import TensorMeta, UpdateReceipt
@@ -34,6 +35,11 @@ from rollout.weights import TensorMeta, UpdateReceipt
 T = TypeVar("T")
 Reply = tuple[dict[str, Any], dict[str, Tensor]]
 KEPT_RECEIPTS = 64
+_UNTIL = {
+    "shadow": "until the next update begins",
+    "sparse": "until an update without staging begins",
+    "host": "until an update without staging begins",
+}
 
 
 class EngineControl(Protocol):
@@ -88,12 +94,15 @@ class Coordinator:
         device: str,
         num_ranks: int,
         transports: tuple[str, ...] = ("broadcast", "inline", "ipc", "p2p"),
+        undo: str = "shadow",
+        memory: Mapping[str, int] | None = None,
     ) -> None:
         self.engine = engine
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases = dict(aliases)
         self.num_ranks = num_ranks
         self.state = "idle"
+        self.undo, self._memory = undo, dict(memory or {})
         self._device, self._transports = device, transports
         self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
@@ -102,6 +111,9 @@ class Coordinator:
         self._free = threading.Condition()
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._can_roll_back = False
+        # What the ranks voted to hold, by tensor: of the live version and of the one before.
+        self._held: dict[str, int] | None = None
+        self._held_before: dict[str, int] | None = None
 
     def open(self) -> Lease:
         """A channel for one update; it takes the lease at its ``begin``."""
@@ -122,6 +134,8 @@ class Coordinator:
             transports=self._transports,
             last_update_id=last,
             host=self._host,
+            undo=self.undo,
+            memory=self._memory,
         )
 
     @property
@@ -147,23 +161,26 @@ class Coordinator:
     def rollback(self, timeout: float) -> UpdateReceipt:
         """Make the version before the last commit live again, as a new version.
 
-        Possible until the next update begins to stage over it; else ``VersionConflict``.
+        Possible once after a commit: with ``undo="shadow"`` until the next update begins to stage
+        over it, else until one goes straight into the live instance; else ``VersionConflict``.
         """
         self.acquire(None, timeout)
         try:
             if not self._can_roll_back:
                 raise VersionConflict(
                     f"version {self.engine.version} has no predecessor in memory; a rollback is "
-                    "possible once, after a commit and before the next update begins"
+                    f"possible once after a commit, with undo={self.undo!r} {_UNTIL[self.undo]}"
                 )
             started = time.perf_counter()
             version, stall = self.engine.version + 1, self.switch(None, "keep", timeout)
-            self._can_roll_back = False
             held = self.digests(timeout)
+            if self._held_before is not None and held != self._held_before:
+                self.engine.mark_broken("a rollback brought back other weights than there were")
+                raise ChecksumMismatch("the weights before the last commit are damaged")
             receipt = UpdateReceipt(
                 version=version,
                 epoch=self.engine.epoch,
-                digest=sum(held.values()) & ((1 << 64) - 1),
+                digest=total(held.values()),
                 num_tensors=len(held),
                 num_bytes=sum(meta.nbytes for meta in self.metadata.values()),
                 wire_bytes=0,
@@ -172,7 +189,7 @@ class Coordinator:
                 transport="rollback",
             )
             labels = [kept.label for kept in self._receipts if kept.version < version - 1]
-            self.record(receipt, labels[-1] if labels else None)
+            self.record(receipt, labels[-1] if labels else None, held)
             return receipt
         finally:
             self.free(None)
@@ -208,9 +225,23 @@ class Coordinator:
                 raise TransferFailed(f"the update ended before it was {state}")
             self.state = state
 
-    def staging_begins(self) -> None:
-        """The shadow is about to be overwritten: the version it held is gone."""
-        self._can_roll_back = False
+    def staging_begins(self, request: UpdateRequest) -> None:
+        """Ranks are about to overwrite their shadow, or (staging "none") what is live."""
+        if self.undo == "shadow" or request.staging == "none":
+            self._can_roll_back = False
+
+    def restore(self, timeout: float) -> str | None:
+        """After an update failed that went into the live instances: bring all back to before it.
+
+        None when they are, else why not. For an ``undo`` that has kept what was live.
+        """
+        try:
+            self.gather("stage_restore", {}, timeout, phase="restore")
+            if self._held is not None and self.digests(timeout) != self._held:
+                return "what was kept of them is damaged"
+        except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
+            return str(error)
+        return None
 
     def check(self, request: UpdateRequest) -> int:
         """The version the update will have; raises what is wrong before any byte moves."""
@@ -227,6 +258,10 @@ class Coordinator:
             raise ConfigError(f"encoding must be full or delta, got {request.encoding!r}")
         if request.encoding == "delta" and (request.base is None or request.staging == "none"):
             raise ConfigError("a delta needs a base, and a shadow to be staged in")
+        if request.staging not in STAGING:
+            raise ConfigError(
+                f"staging must be one of {', '.join(STAGING)}, got {request.staging!r}"
+            )
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
@@ -263,9 +298,10 @@ class Coordinator:
         return replies
 
     def switch(self, request: UpdateRequest | None, in_flight: str, timeout: float) -> float:
-        """Swap shadow and live on all ranks between two steps; returns the stall in seconds.
+        """Make what was staged live on all ranks between two steps, or what was live before
+        (no ``request``); returns the stall in seconds.
 
-        A failure on any rank swaps the others back and raises; where that fails too the engine is
+        A failure on any rank takes the others back and raises; where that fails too the engine is
         broken.
         """
         base = self.engine.version
@@ -273,7 +309,7 @@ class Coordinator:
 
         def boundary() -> float:
             started = time.perf_counter()
-            args = {"version": version}
+            args = {"version": version, "back": request is None}
             futures = self.engine.call("commit", args)
             try:
                 self.await_all(futures, timeout, "commit")
@@ -285,8 +321,16 @@ class Coordinator:
 
         return self._at_boundary(boundary, timeout)
 
-    def record(self, receipt: UpdateReceipt, label: str | None, reversible: bool = False) -> None:
+    def record(
+        self,
+        receipt: UpdateReceipt,
+        label: str | None,
+        held: dict[str, int],
+        reversible: bool = False,
+    ) -> None:
+        """Remember a commit; ``held``: digest per tensor of all that is live now."""
         self._receipts.append(receipt)
+        self._held_before, self._held = self._held, held
         self._label = label
         self._can_roll_back = reversible
         self.engine.mark_broken(None)

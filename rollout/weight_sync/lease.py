@@ -34,6 +34,7 @@ class Lease:
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: _Sealed | None = None
         self._drained = self._base_is_whole = False
+        self._held_since: float | None = None  # no step runs since then (staging="none")
         self._touched = False  # ranks may have begun to overwrite what they hold
         # Closing can come from another thread at any time. While ``begin`` runs, that thread
         # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
@@ -56,13 +57,15 @@ class Lease:
                 check_metadata(request.metadata, of.metadata, of.aliases, partial=request.partial)
             self._request = request
             self._not_ended("begin")
-            of.staging_begins()
+            of.staging_begins(request)
             if request.staging == "none":
                 self._drain(request)  # running requests cannot end once steps are held
                 of.engine.hold(request.timeout)
+                self._held_since = time.perf_counter()
             self._touched = True
-            # What a rollback would bring back: not there without a shadow, no version if broken.
-            self._base_is_whole = request.staging != "none" and of.engine.broken is None
+            # What a rollback would bring back: not there if nothing keeps it, no version if broken.
+            kept = request.staging != "none" or of.undo != "shadow"
+            self._base_is_whole = kept and of.engine.broken is None
             wire = request_to_wire(replace(request, metadata=None))
             replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
             layout, wants = _wants(replies, request.layout)
@@ -110,11 +113,12 @@ class Lease:
             missing = set(of.metadata) - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
-            compare(seal.digests, combine([vote["digests"] for vote in votes]), of.aliases)
+            held = combine([vote["digests"] for vote in votes])
+            compare(seal.digests, held, of.aliases)
         except BaseException as error:
             self.abort(str(error))
             raise
-        self._sealed = _Sealed(seal, votes, time.perf_counter() - started)
+        self._sealed = _Sealed(seal, votes, held, time.perf_counter() - started)
         of.advance(self, "staged")
 
     def commit(self) -> UpdateReceipt:
@@ -131,8 +135,11 @@ class Lease:
             self._leave()
             self.abort(str(error))
             raise
-        receipt = self._receipt(request, self._sealed, stall, time.perf_counter() - started)
-        of.record(receipt, request.label, reversible=self._base_is_whole)
+        now = time.perf_counter()
+        if self._held_since is not None:
+            stall = now - self._held_since
+        receipt = self._receipt(request, self._sealed, stall, now - started)
+        of.record(receipt, request.label, self._sealed.held, reversible=self._base_is_whole)
         self._leave()
         self._end("committed")
         return receipt
@@ -186,12 +193,20 @@ class Lease:
                 of.engine.record_update(failed=True)
                 self._tell_ranks(request)
                 if request.staging == "none" and self._touched:
-                    broken = f"an update without staging failed midway: {reason}"
+                    broken = self._restore(request, reason)
             if request.staging == "none":
                 of.engine.release()
             if self._drained:
                 of.engine.undrain()
         of.free(self, broken)
+
+    def _restore(self, request: UpdateRequest, reason: str) -> str | None:
+        """Back to the weights before an update without staging; else why the engine is broken."""
+        of = self._of
+        if not self._base_is_whole:
+            return f"an update without staging failed midway: {reason}"
+        why = of.restore(request.timeout)
+        return why and f"an update without staging failed midway: {reason}; going back: {why}"
 
     def _drain(self, request: UpdateRequest) -> None:
         if request.in_flight == "wait" and not self._drained:
@@ -241,7 +256,10 @@ class Lease:
             update_id=request.update_id,
             transport=request.transport,
             label=request.label,
-            details=dict(seal.details),
+            details={
+                **seal.details,
+                "rank_digest_seconds": f"{max(v['verify_seconds'] for v in sealed.votes):.6f}",
+            },
         )
 
 
@@ -255,7 +273,9 @@ def _wants(replies: Sequence[Mapping[str, Any]], known: str) -> tuple[str, Wants
 
 
 class _Sealed:
-    """What the votes said."""
+    """What the votes said; ``held``: digest per tensor of all that the ranks will hold."""
 
-    def __init__(self, seal: Seal, votes: list[dict[str, Any]], seconds: float) -> None:
-        self.seal, self.votes, self.seconds = seal, votes, seconds
+    def __init__(
+        self, seal: Seal, votes: list[dict[str, Any]], held: dict[str, int], seconds: float
+    ) -> None:
+        self.seal, self.votes, self.held, self.seconds = seal, votes, held, seconds

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
-from rollout.updates import IN_FLIGHT
+from rollout.updates import IN_FLIGHT, STAGING
 from rollout.weight_sync.transports import SenderFactory
 
 ENCODINGS = ("auto", "full", "delta")
@@ -39,8 +39,8 @@ class UpdateOptions:
             raise ConfigError(
                 f"encoding must be one of {', '.join(ENCODINGS)}, got {self.encoding!r}"
             )
-        if self.staging not in ("auto", "device", "none"):
-            raise ConfigError(f"staging must be auto, device or none, got {self.staging!r}")
+        if self.staging not in STAGING:
+            raise ConfigError(f"staging must be one of {', '.join(STAGING)}, got {self.staging!r}")
         if self.in_flight not in IN_FLIGHT:
             raise ConfigError(
                 f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}"

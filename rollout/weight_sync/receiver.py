@@ -35,12 +35,23 @@ class LoadSession(Protocol):
 class UpdateHost(Protocol):
     """The rank's model instances, as an update needs them."""
 
-    def open_shadow(self, partial: bool) -> LoadSession:
-        """A session on the instance that is not live; ``partial`` brings it to live first."""
+    def open_shadow(self, partial: bool, staging: str) -> LoadSession:
+        """A session on the instance that is not live; ``partial`` brings it to live first.
+
+        ``staging``: auto | device | host, where that instance is to lie.
+        """
         ...
 
     def open_live(self) -> LoadSession:
         """A session straight into the live instance (staging="none")."""
+        ...
+
+    def finish_load(self, live: bool) -> None:
+        """The session has finished, and what it loaded has been digested."""
+        ...
+
+    def restore_live(self) -> None:
+        """Undo a session on the live instance that was not committed; raises if nothing can."""
         ...
 
     def slots(self) -> Iterable[WeightSlot]:
@@ -66,8 +77,12 @@ class RankUpdates:
         request = request_from_wire(args["request"])
         live = request.staging == "none"
         builds_on_live = request.partial or request.encoding == "delta"
-        session = self._host.open_live() if live else self._host.open_shadow(builds_on_live)
-        receiver = make_receiver(request, self._rank, self._device)
+        with self._dropping_on_error():  # there may be no memory for it
+            if live:
+                session = self._host.open_live()
+            else:
+                session = self._host.open_shadow(builds_on_live, request.staging)
+            receiver = make_receiver(request, self._rank, self._device)
         self._update = _Staging(request, session, receiver, live)
         if request.transport == "p2p":
             return {"wants": boxes_to_wire(self._wants(session))}
@@ -112,6 +127,7 @@ class RankUpdates:
             started = time.perf_counter()
             rows = slot_digests(self._host.read_slots(update.live))
             verify = time.perf_counter() - started
+            self._host.finish_load(update.live)
         update.receiver.close()
         self._update = None
         return {
@@ -125,6 +141,12 @@ class RankUpdates:
         """Forget the update ``args["update_id"]`` if it is this rank's current one."""
         if self._update is not None and self._update.request.update_id == args["update_id"]:
             self._drop()
+        return {}
+
+    def restore(self) -> dict[str, Any]:
+        """After an aborted update without staging: the live weights as they were before it."""
+        self._drop()
+        self._host.restore_live()
         return {}
 
     def interrupt(self, update_id: str) -> None:
@@ -195,7 +217,7 @@ class _DropOnError:
         if error is None:
             return
         told = error
-        if not isinstance(error, RolloutError) and isinstance(error, RuntimeError):
+        if not isinstance(error, RolloutError) and isinstance(error, RuntimeError | MemoryError):
             told = TransferFailed(f"rank {self._updates._rank}: {error}")
         self._updates._drop(told)
         if told is not error:

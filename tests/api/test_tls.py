@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import threading
 
 import pytest
+from certificates import make_certificates
 
 from rollout import Rollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.server.grpc import serve
 from rollout.tls import ClientTls, ServerTls
 
-SAN = "subjectAltName=IP:127.0.0.1,DNS:localhost"
-
-
-def openssl(*words) -> None:
-    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True, timeout=30)
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two authorities, each with a pair it has signed: NAME.pem and NAME.key."""
-    where = tmp_path_factory.mktemp("tls")
-    for name in ("ours", "theirs"):
-        ca, pair = where / f"{name}-ca", where / name
-        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        openssl("req", "-x509", *new, "-subj", f"/CN={name} authority", "-days", 2,
-                "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
-        openssl("req", *new, "-subj", f"/CN={name}", "-keyout", f"{pair}.key",
-                "-out", f"{pair}.csr")  # fmt: skip
-        (where / "ext").write_text(SAN)
-        openssl("x509", "-req", "-in", f"{pair}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
-                "-CAcreateserial", "-days", 2, "-extfile", where / "ext",
-                "-out", f"{pair}.pem")  # fmt: skip
-    return lambda name: str(where / name)
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")

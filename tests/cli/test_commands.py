@@ -43,6 +43,9 @@ def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
     assert facts["architecture"].startswith("Qwen3ForCausalLM")
     assert facts["ranks"].startswith("2, float32")
     assert {"checkpoint", "memory", "sequences", "kernels"} <= set(facts)
+    assert "undo='shadow' takes nothing more" in facts["memory"]
+    _, out, _ = run("check", tiny, "--undo", "sparse")
+    assert "undo='sparse' takes" in out
 
 
 def test_generate_writes_the_same_twice_and_as_json(run: Run, tiny: Path) -> None:
@@ -66,7 +69,8 @@ def test_prompts_may_follow_flags(run: Run, bare: Path) -> None:
 
 
 def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Path) -> None:
-    with serve(bare, "--tensor-parallel-size", "2", "--dtype", "float32") as served:
+    flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--undo", "host")
+    with serve(bare, *flags) as served:
         ranks = descendants(served.process.pid)
         assert len(ranks) >= 2
         asked = ("--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
@@ -80,12 +84,17 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
         assert (facts["ranks"], facts["version"], facts["state"]) == (2, 0, "running")
         assert facts["tokens_generated"] == 4
         assert facts["receipts"] == []
+        assert facts["undo"] == "host"
+        assert facts["memory"]["undo"] == facts["memory"]["weights"] > 0
         _, out, _ = run("info", served.grpc)
         assert f"{facts['epoch']}" in out
+        assert "memory            weights " in out
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(20) == 0
         assert served.process.stdout is not None
         assert served.process.stdout.read() == ""  # the ready line was all
+        assert served.process.stderr is not None
+        assert "undo='host' takes" in served.process.stderr.read()
     gone_by(time.monotonic() + 5, ranks)
 
 
@@ -99,6 +108,7 @@ def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare,
         assert status == 1
         assert out.startswith("weights differ: ")
         assert "\n  model.embed_tokens.weight\n" in out
+        assert "an update to them: about " in out
         with Rollout.connect(served.grpc) as engine:
             sent = [engine.update_weights(tmp_path), engine.update_weights(bare, label="back")]
             kept = engine.receipts()

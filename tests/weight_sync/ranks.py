@@ -25,11 +25,15 @@ from rollout.weight_sync.receiver import RankUpdates
 
 
 class Rank:
-    def __init__(self, config: ModelConfig, rank: int, size: int, weights, layout: str) -> None:
+    def __init__(
+        self, config: ModelConfig, rank: int, size: int, weights, layout: str, undo: str
+    ) -> None:
         tp = TensorParallel(rank, size)
         live = build_model(config, tp, torch.float32, "cpu", layout)
         live.load_weights(weights.items())
-        self.instances = ModelInstances(live, lambda device: live.empty_like(), live.build.device)
+        self.instances = ModelInstances(
+            live, lambda device: live.empty_like(), live.build.device, undo
+        )
         self.updates = RankUpdates(self.instances, rank, "cpu")
         self.version = 0
         self.fail_commit = False
@@ -65,6 +69,9 @@ class Rank:
     def stage_abort(self, args, tensors):
         return self.updates.abort(args)
 
+    def stage_restore(self, args, tensors):
+        return self.updates.restore()
+
     def stage_digests(self, args, tensors):
         rows = slot_digests(self.instances.read_slots(live=True))
         return {"digests": rows, "versions": [self.version, self.version]}
@@ -76,13 +83,13 @@ class Rank:
     def commit(self, args, tensors):
         if self.fail_commit:
             raise RuntimeError("the commit was made to fail")
-        self.instances.commit()
+        self.instances.go_back() if args["back"] else self.instances.commit()
         self.version = args["version"]
         return {}
 
     def revert(self, args, tensors):
         if self.version != args["version"]:
-            self.instances.swap()
+            self.instances.revert()
             self.version = args["version"]
         return {}
 
@@ -93,8 +100,10 @@ class Rank:
 class Engine:
     """The ranks, and what a coordinator needs of the engine around them."""
 
-    def __init__(self, config: ModelConfig, size: int, weights, layout: str = "plain") -> None:
-        self.ranks = [Rank(config, r, size, weights, layout) for r in range(size)]
+    def __init__(
+        self, config: ModelConfig, size: int, weights, layout: str = "plain", undo: str = "shadow"
+    ) -> None:
+        self.ranks = [Rank(config, r, size, weights, layout, undo) for r in range(size)]
         self.epoch, self.version, self.broken = 7, 0, None
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed
@@ -108,6 +117,7 @@ class Engine:
             aliases=model.table.aliases,
             device="cpu",
             num_ranks=size,
+            undo=undo,
         )
 
     def info(self):

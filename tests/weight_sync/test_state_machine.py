@@ -65,11 +65,11 @@ class Generating(Engine):
 class Updates(RuleBasedStateMachine):
     """``live``: which set of weights each tensor is of; None where the engine is broken."""
 
-    config, sets, digests = None, (), ()
+    config, sets, digests, undo = None, (), (), "shadow"
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = Generating(self.config, 2, self.sets[0])
+        self.engine = Generating(self.config, 2, self.sets[0], "plain", self.undo)
         self.live: dict[str, int] | None = dict.fromkeys(self.sets[0], 0)
         self.before: dict[str, int] | None = None  # what a rollback brings back
         self.version, self.state = 0, "idle"
@@ -103,7 +103,9 @@ class Updates(RuleBasedStateMachine):
             return
         begun = update.begin()
         assert begun.version == self.version + max(jump, 1)
-        self.update, self.state, self.before = update, "staging", None
+        self.update, self.state = update, "staging"
+        if self.undo == "shadow" or staging == "none":
+            self.before = None
         self.next = {**(self.live or {}), **dict.fromkeys(names, which)}
         self.in_place, self.torn, self.flipped = staging == "none", False, False
 
@@ -189,7 +191,7 @@ class Updates(RuleBasedStateMachine):
             return
         receipt = self.update.commit()
         assert receipt.digest == self.digest_of(self.next, self.update.weights)
-        self.before = None if self.in_place else self.live
+        self.before = None if self.in_place and self.undo == "shadow" else self.live
         self.live, self.version, self.state = self.next, receipt.version, "idle"
         self.update = None
 
@@ -201,8 +203,14 @@ class Updates(RuleBasedStateMachine):
         self.ended()
 
     @precondition(lambda self: self.update is None)
-    @rule()
-    def rollback(self) -> None:
+    @rule(failing=st.sampled_from([None, None, 0, 1]))
+    def rollback(self, failing) -> None:
+        if self.before is not None and failing is not None:
+            self.engine.ranks[failing].fail_commit = True
+            with pytest.raises((RuntimeError, RolloutError)):
+                self.engine.coordinator.rollback(TIMEOUT)
+            self.engine.ranks[failing].fail_commit = False
+            return
         if self.before is None:
             with pytest.raises(VersionConflict, match="no predecessor"):
                 self.engine.coordinator.rollback(TIMEOUT)
@@ -266,8 +274,8 @@ class Updates(RuleBasedStateMachine):
         return self.update is not None and self.update.sent < len(self.update.buckets)
 
     def ended(self) -> None:
-        """The update failed: v serves on, unless it was being overwritten."""
-        if self.in_place:
+        """The update failed: v serves on, unless it was overwritten and not kept."""
+        if self.in_place and self.undo == "shadow":
             self.live = None
         self.update, self.state = None, "idle" if self.live is not None else "broken"
 
@@ -275,14 +283,15 @@ class Updates(RuleBasedStateMachine):
         return sum(self.digests[content[name]][name] for name in names) % 2**64
 
 
-def test_updates_follow_their_model(checkpoints) -> None:
+@pytest.mark.parametrize("undo", ["shadow", "sparse", "host"])
+def test_updates_follow_their_model(checkpoints, undo) -> None:
     config, old, new = checkpoints
     third = {name: old[name] + new[name] for name in old}
 
     class Machine(Updates):
         pass
 
-    Machine.config, Machine.sets = config, (old, new, third)
+    Machine.config, Machine.sets, Machine.undo = config, (old, new, third), undo
     Machine.digests = tuple(
         {n: digest(t, tuple(t.shape), Box.full(tuple(t.shape))) for n, t in weights.items()}
         for weights in Machine.sets
@@ -290,7 +299,7 @@ def test_updates_follow_their_model(checkpoints) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=100,
+            max_examples=50,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

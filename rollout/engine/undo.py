@@ -1,0 +1,124 @@
+"""Weights kept in host memory so that a rank's live instance can go back to them.
+
+A parameter is kept in pieces of bounded size; each is either whole or the elements that differ,
+whichever is shorter. So what is kept is never larger than one copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rollout.models.causal_lm import CausalLM
+
+CHUNK = 4 << 20  # elements copied at once: a step waits for at most one such piece
+UNDO = ("shadow", "sparse", "host")
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Elements ``positions`` of a piece of a parameter, or all of it (None); both on the host."""
+
+    positions: Tensor | None  # [n] int32
+    values: Tensor  # [n]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+
+class KeptWeights:
+    """What makes the weights of one instance into others: ``exchange`` puts it in.
+
+    The same again goes back: the values that it replaces take the place of those that were kept.
+    """
+
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self._pieces = pieces
+
+    @classmethod
+    def whole(cls, model: CausalLM) -> KeptWeights:
+        """A copy of everything ``model`` holds."""
+        return cls([_Piece(None, _to_host(x)) for x in chunks(model)])
+
+    @classmethod
+    def difference(cls, old: CausalLM, new: CausalLM) -> KeptWeights:
+        """What makes ``new`` into ``old``: ``old``'s values where their bits differ."""
+        return cls([_compared(x, y) for x, y in pairs(old, new)])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces)
+
+    def shrink(self, model: CausalLM) -> None:
+        """Forget the elements that ``model`` holds, too; only for what ``whole`` has made."""
+        for index, x in enumerate(chunks(model)):
+            self._pieces[index] = _compared(self._pieces[index].values, x)
+
+    def exchange(self, model: CausalLM) -> None:
+        """Swap what is kept with what ``model`` holds there, and derive again.
+
+        A failure puts back what was exchanged before it, and raises.
+        """
+        pieces = zip(self._pieces, chunks(model), strict=True)
+        all_or_none([partial(_swap, piece, x) for piece, x in pieces], model.after_load)
+
+
+def all_or_none(exchanges: list[Callable[[], None]], derive: Callable[[], None]) -> None:
+    """Run every exchange, then ``derive``; when one fails, those before it are done again.
+
+    An exchange done twice changes nothing, and one that raises has changed nothing.
+    """
+    done = 0
+    try:
+        for exchange in exchanges:
+            exchange()
+            done += 1
+        derive()
+    except BaseException:
+        for exchange in exchanges[:done]:
+            exchange()
+        if done:
+            derive()
+        raise
+
+
+def chunks(model: CausalLM) -> Iterator[Tensor]:
+    """The parameters as flat views of bounded size."""
+    for parameter in model.parameters():
+        yield from torch.split(parameter.data.view(-1), CHUNK)
+
+
+def pairs(a: CausalLM, b: CausalLM) -> Iterator[tuple[Tensor, Tensor]]:
+    """Matching pieces of the two instances' parameters."""
+    yield from zip(chunks(a), chunks(b), strict=True)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return x.to("cpu", copy=True)
+
+
+def _compared(old: Tensor, new: Tensor) -> _Piece:
+    """The piece that makes ``new`` into ``old``, at its shorter."""
+    new = new.to(old.device)
+    bits = _BITS[old.dtype.itemsize]
+    positions = (old.view(bits) != new.view(bits)).nonzero().view(-1)
+    if len(positions) * (4 + old.dtype.itemsize) >= old.nbytes:
+        return _Piece(None, _to_host(old))
+    return _Piece(positions.to("cpu", torch.int32), old[positions].cpu())
+
+
+def _swap(piece: _Piece, x: Tensor) -> None:
+    if piece.positions is None:
+        held = _to_host(x)
+        x.copy_(piece.values)
+    else:
+        positions = piece.positions.to(x.device, torch.int64)
+        held = x[positions].cpu()
+        x.index_copy_(0, positions, piece.values.to(x.device))
+    piece.values = held
