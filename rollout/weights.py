@@ -142,6 +142,16 @@ class Layout(Protocol):
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor: ...
 
+    def view(
+        self, storage: Tensor, shape: Shape, box: Box, whole: Shape, take: Box
+    ) -> tuple[Tensor, Shape, Box]:
+        """The elements of ``box`` for a reader who wants no copy: (values, whole, take).
+
+        ``take``, of ``whole``, says where they lie elsewhere. Both come back in the dimensions of
+        the values, which may be finer than the given ones and keep every flat position.
+        """
+        ...
+
 
 class PlainLayout:
     """The identity: storage is the row-major logical parameter."""
@@ -159,6 +169,11 @@ class PlainLayout:
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor:
         return storage[box.slices]
+
+    def view(
+        self, storage: Tensor, shape: Shape, box: Box, whole: Shape, take: Box
+    ) -> tuple[Tensor, Shape, Box]:
+        return storage[box.slices].reshape(take.shape), whole, take
 
 
 class TileLayout:
@@ -224,6 +239,19 @@ class TileLayout:
         flat = part.reshape((last - first) * self.rows, 2 * part.shape[2])
         row, col = n0 - first * self.rows, k0 - pairs.start * 2
         return flat[row : row + n1 - n0, col : col + k1 - k0]
+
+    def view(
+        self, storage: Tensor, shape: Shape, box: Box, whole: Shape, take: Box
+    ) -> tuple[Tensor, Shape, Box]:
+        edges = (*box.starts, *box.stops, *take.starts, *take.stops)
+        units = (self.rows, 2) * 4
+        if len(whole) != 2 or whole[1] % 2 or any(e % u for e, u in zip(edges, units, strict=True)):
+            return self.read(storage, shape, box).reshape(take.shape), whole, take
+        (n0, k0), (n1, k1) = box.starts, box.stops
+        values = self._logical(storage)[n0 // self.rows : n1 // self.rows, :, k0 // 2 : k1 // 2]
+        (n0, k0), (n1, k1) = take.starts, take.stops
+        finer = Box((n0 // self.rows, 0, k0 // 2, 0), (n1 // self.rows, self.rows, k1 // 2, 2))
+        return values, (-(-whole[0] // self.rows), self.rows, whole[1] // 2, 2), finer
 
 
 PLAIN = PlainLayout()

@@ -142,14 +142,18 @@ class ModelInstances:
         for slots in model.table.slots.values():
             yield from slots
 
-    def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
-        """Every slot of this rank with its values, read through the layouts."""
+    def digest_slots(
+        self, live: bool, names: frozenset[str] | None = None
+    ) -> Iterator[tuple[WeightSlot, int]]:
+        """Every slot of this rank with the digest of its values; ``names`` are sources."""
         model = self.live if live else self._shadow
         if model is None:
             raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
-        for slots in model.table.slots.values():
+        for source, slots in model.table.slots.items():
+            if names is not None and source not in names:
+                continue
             for slot in slots:
-                yield slot, model.read_slot(slot)
+                yield slot, model.digest_slot(slot)
 
     # ---- the main thread's side ----
 

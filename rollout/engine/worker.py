@@ -22,7 +22,7 @@ from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import resolve_model
 from rollout.models.config import ModelConfig
 from rollout.update_wire import meta_to_wire, rendezvous_from_wire
-from rollout.weight_sync.digests import slot_digests
+from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.receiver import RankUpdates
 from rollout.wire import dtype_name
 
@@ -200,8 +200,7 @@ class Worker:
         names = args.get("names")
         wanted = None if names is None else frozenset(names)
         before = self.version  # the main thread may commit meanwhile: the caller compares
-        slots = self.runner.instances.read_slots(live=True)
-        rows = slot_digests(row for row in slots if wanted is None or row[0].source in wanted)
+        rows = slot_rows(self.runner.instances.digest_slots(live=True, names=wanted))
         return {"digests": rows, "versions": [before, self.version]}
 
     def _join(self, rendezvous: Any) -> None:

@@ -100,9 +100,15 @@ class CausalLM(nn.Module):
 
     def read_slot(self, slot: WeightSlot) -> Tensor:
         """The live values of a slot, shaped like its take."""
+        return self._slot_io(slot).read_box(slot, slot.take)
+
+    def digest_slot(self, slot: WeightSlot) -> int:
+        """The digest of the live values of a slot, as elements of its source."""
+        return self._slot_io(slot).digest(slot)
+
+    def _slot_io(self, slot: WeightSlot) -> SlotIO:
         module, _, name = slot.param.rpartition(".")
-        storage = storage_of(self.get_submodule(module), name)
-        return SlotIO(self.table, {slot.param: storage}).read_box(slot, slot.take)
+        return SlotIO(self.table, {slot.param: storage_of(self.get_submodule(module), name)})
 
     def empty_like(self) -> CausalLM:
         """Another instance with its own uninitialised parameters; shares only the rope table."""

@@ -71,8 +71,13 @@ class ForeignCausalLM(CausalLM):
             derive()
 
     def read_slot(self, slot: WeightSlot) -> Tensor:
-        storage = self.inner.get_parameter(slot.param).data
-        return SlotIO(self.table, {slot.param: storage}).read_box(slot, slot.take)
+        return self._slot_io(slot).read_box(slot, slot.take)
+
+    def digest_slot(self, slot: WeightSlot) -> int:
+        return self._slot_io(slot).digest(slot)
+
+    def _slot_io(self, slot: WeightSlot) -> SlotIO:
+        return SlotIO(self.table, {slot.param: self.inner.get_parameter(slot.param).data})
 
     def empty_like(self) -> ForeignCausalLM:
         return type(self)(self.build, self.max_len, self._kind, self._tensors)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
+from rollout.kernels import digest
 from rollout.models.weight_table import WeightTable
 from rollout.weights import (
     Box,
@@ -55,6 +56,14 @@ class SlotIO:
             if box == slot.take
             else whole[box.shifted(tuple(-start for start in slot.take.starts)).slices]
         )
+
+    def digest(self, slot: WeightSlot) -> int:
+        """The digest of the slot's values as elements of its source, read where they lie."""
+        if not slot.take.numel:
+            return 0
+        spec, storage = self._table.params[slot.param], self._storages[slot.param]
+        values, shape, box = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
+        return digest(values, shape, box)
 
     def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the source's flat ``positions`` lie in the slot (indices), and their values."""

@@ -8,26 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from rollout.errors import ChecksumMismatch
-from rollout.kernels import digest
 from rollout.weights import WeightSlot
 
 MASK = (1 << 64) - 1
 SlotDigest = list[Any]  # [source, starts, stops, digest], as it travels
 
 
-def slot_digests(slots: Iterable[tuple[WeightSlot, Tensor]]) -> list[SlotDigest]:
-    """One row per slot, of the values this rank holds for it."""
+def slot_rows(slots: Iterable[tuple[WeightSlot, int]]) -> list[SlotDigest]:
+    """One row per slot, of the digest of what this rank holds for it."""
     return [
-        [
-            slot.source,
-            list(slot.take.starts),
-            list(slot.take.stops),
-            digest(value.reshape(slot.take.shape), slot.shape, slot.take),
-        ]
-        for slot, value in slots
+        [slot.source, list(slot.take.starts), list(slot.take.stops), value] for slot, value in slots
     ]
 
 

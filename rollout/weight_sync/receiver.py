@@ -17,8 +17,8 @@ from torch import Tensor
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
 from rollout.update_wire import boxes_to_wire, header_from_wire, request_from_wire
 from rollout.updates import UpdateRequest
+from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.bucket import unpack
-from rollout.weight_sync.digests import slot_digests
 from rollout.weight_sync.plan import disjoint
 from rollout.weight_sync.transports import Receiver, make_receiver
 from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
@@ -58,8 +58,8 @@ class UpdateHost(Protocol):
         """What this rank takes of every checkpoint tensor; an empty take where it is nothing."""
         ...
 
-    def read_slots(self, live: bool) -> Iterator[tuple[WeightSlot, Tensor]]:
-        """Every slot with the values held for it, read through the parameter's layout."""
+    def digest_slots(self, live: bool) -> Iterator[tuple[WeightSlot, int]]:
+        """Every slot with the digest of what is held for it, read through the layout."""
         ...
 
 
@@ -125,7 +125,7 @@ class RankUpdates:
                 )
             report = update.session.finish(partial=update.request.partial)
             started = time.perf_counter()
-            rows = slot_digests(self._host.read_slots(update.live))
+            rows = slot_rows(self._host.digest_slots(update.live))
             verify = time.perf_counter() - started
             self._host.finish_load(update.live)
         update.receiver.close()

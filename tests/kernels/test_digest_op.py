@@ -11,7 +11,7 @@ from kernels.backends import backends
 from torch import Tensor
 
 from rollout.kernels import digest
-from rollout.weights import Box, Shape
+from rollout.weights import Box, Shape, TileLayout
 
 IMPLEMENTATIONS = backends(digest)
 DTYPES = (
@@ -178,3 +178,35 @@ def _edited(values: Tensor, edit: Callable[[Tensor], Tensor], at: list[int]) -> 
     out = values.clone()
     out.view(-1)[at] = edit(values.view(-1))
     return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("box", "take"),
+    [
+        (Box((0, 0), (64, 48)), Box((16, 6), (80, 54))),  # all tiles, inside a larger source
+        (Box((16, 0), (48, 48)), Box((32, 0), (64, 48))),
+        (Box((16, 0), (32, 48)), Box((0, 8), (16, 56))),  # one tile
+        (Box((0, 4), (32, 20)), Box((0, 8), (32, 24))),  # some of each row
+        (Box((3, 0), (30, 48)), Box((5, 2), (32, 50))),  # cut tiles: through a copy
+    ],
+    ids=str,
+)
+def test_tiles_have_the_digest_of_their_logical_values(
+    run: Callable[..., int], dtype: torch.dtype, box: Box, take: Box
+) -> None:
+    shape, whole, layout = (64, 48), (96, 60), TileLayout(16)
+    logical = torch.randn(shape).to(dtype)
+    storage = torch.zeros(layout.storage_shape(shape), dtype=dtype)
+    layout.write(storage, shape, Box.full(shape), logical)
+    values, finer, where = layout.view(storage, shape, box, whole, take)
+    assert run(values, finer, where) == digest.reference(logical[box.slices], whole, take)
+
+
+def test_a_view_of_whole_tiles_copies_nothing() -> None:
+    layout, shape = TileLayout(16), (64, 48)
+    storage = torch.zeros(layout.storage_shape(shape), dtype=torch.bfloat16)
+    box = Box((16, 0), (64, 48))
+    values, _, _ = layout.view(storage, shape, box, shape, box)
+    storage += 1
+    assert values.sum() == box.numel

@@ -19,7 +19,7 @@ from rollout.models.config import ModelConfig
 from rollout.models.registry import Registry
 from rollout.models.weight_table import check_tables
 from rollout.server.preflight import check
-from rollout.weight_sync.digests import combine, slot_digests
+from rollout.weight_sync.digests import combine, slot_rows
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
 HIDDEN, INNER, VOCAB, LAYERS = 16, 24, 37, 2
@@ -60,7 +60,7 @@ def metas() -> list[TensorMeta]:
 def digests_of(models) -> dict[str, int]:
     return combine(
         [
-            slot_digests((s, m.read_slot(s)) for slots in m.table.slots.values() for s in slots)
+            slot_rows((s, m.digest_slot(s)) for slots in m.table.slots.values() for s in slots)
             for m in models
         ]
     )

@@ -20,7 +20,7 @@ from rollout.loader import open_checkpoint
 from rollout.models.causal_lm import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import check_tables
-from rollout.weight_sync.digests import combine, slot_digests
+from rollout.weight_sync.digests import combine, slot_rows
 from rollout.weight_sync.preflight import differences
 from rollout.weight_sync.source import source_for
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
@@ -101,7 +101,7 @@ def ranks_of(moe, size: int, expert_parallel: bool):
 
 def digests_of(models) -> dict[str, int]:
     rows = [
-        slot_digests((s, m.read_slot(s)) for slots in m.table.slots.values() for s in slots)
+        slot_rows((s, m.digest_slot(s)) for slots in m.table.slots.values() for s in slots)
         for m in models
     ]
     return combine(rows)

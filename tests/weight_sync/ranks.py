@@ -20,7 +20,7 @@ from rollout.engine.instances import ModelInstances
 from rollout.models.causal_lm import build_model
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.coordinator import Coordinator
-from rollout.weight_sync.digests import slot_digests
+from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.receiver import RankUpdates
 
 
@@ -73,7 +73,7 @@ class Rank:
         return self.updates.restore()
 
     def stage_digests(self, args, tensors):
-        rows = slot_digests(self.instances.read_slots(live=True))
+        rows = slot_rows(self.instances.digest_slots(live=True))
         return {"digests": rows, "versions": [self.version, self.version]}
 
     def interrupt_update(self, args, tensors):

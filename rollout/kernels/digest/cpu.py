@@ -1,4 +1,4 @@
-"""Native ``digest``: strided boxes are read where they lie."""
+"""Native ``digest``: strided boxes, tiles among them, are read where they lie."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rollout.kernels.native import entry, library
 from rollout.weights import Box, Shape
+
+TILE_ROWS = 16
 
 Dim = tuple[int, int, int]  # size, stride in memory, stride in positions
 
@@ -25,9 +27,10 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
         return 0
     strides = _row_major(shape)
     position = sum(a * s for a, s in zip(box.starts, strides, strict=True))
-    *outer, rows, columns = _collapse(
-        list(zip(values.shape, values.stride(), strides, strict=True))
-    )
+    dims = _collapse(list(zip(values.shape, values.stride(), strides, strict=True)))
+    if _are_tiles(dims) and size in (2, 4):
+        return _digest_tiles(values, dims, position)
+    *outer, rows, columns = dims
     run = entry("digest", "pillllu" + "ui", "u")
     threads, total = torch.get_num_threads(), 0
     for memory, ahead in _offsets(outer):
@@ -43,6 +46,33 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
             threads,
         )
     return total % 2**64
+
+
+def _are_tiles(dims: list[Dim]) -> bool:
+    """Whether these are tiles of a ``TileLayout(16)`` or a run of them: [tiles, 16, pairs, 2]."""
+    return (
+        len(dims) in (3, 4)
+        and dims[-1] == (2, 1, 1)
+        and dims[-2][1:] == (2 * TILE_ROWS, 2)
+        and dims[-3][:2] == (TILE_ROWS, 2)
+    )
+
+
+def _digest_tiles(values: Tensor, dims: list[Dim], position: int) -> int:
+    tiles, rows, pairs, _ = dims if len(dims) == 4 else [(1, 0, 0), *dims]
+    return int(
+        entry("digest_tiles", "pilllu" + "uui", "u")(
+            values.data_ptr(),
+            values.element_size(),
+            tiles[0],
+            pairs[0],
+            tiles[1],
+            position,
+            tiles[2],
+            rows[2],
+            torch.get_num_threads(),
+        )
+    )
 
 
 def _row_major(shape: Shape) -> list[int]:

@@ -108,3 +108,39 @@ EXPORT uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int
     }
     return sum;
 }
+
+#define ROWS 16            /* of a tile, whose rows hold a pair of inputs each */
+#define IN_TILE (2 * ROWS) /* elements */
+
+INLINE uint64_t tile_span(const uint8_t *p, int64_t pairs, uint64_t position, uint64_t row_stride,
+                          int size) {
+    v64 offset[IN_TILE / LANES], total = {0};
+    for (int e = 0; e < IN_TILE; e++)
+        offset[e / LANES][e % LANES] = ((uint64_t)(e / 2) * row_stride + e % 2) * STEP;
+    uint64_t z = (position + 1) * STEP, sum = 0;
+    for (int64_t m = 0; m < pairs; m++, z += 2 * STEP) {
+        const uint8_t *from = p + m * IN_TILE * size;
+        __builtin_prefetch(from + 2048);
+#pragma GCC unroll 16
+        for (int j = 0; j < IN_TILE / LANES; j++)
+            total += mix_lanes(offset[j] + z + lanes_at(from + j * LANES * size, size));
+    }
+    for (int j = 0; j < LANES; j++) sum += total[j];
+    return sum;
+}
+
+/* Tiles [tiles][pairs][16 rows][2] of elements of 2 or 4 bytes; strides as above. */
+EXPORT uint64_t rollout_digest_tiles(const void *data, int32_t size, int64_t tiles, int64_t pairs,
+                        int64_t tile_stride, uint64_t position, uint64_t tile_position_stride,
+                        uint64_t row_position_stride, int32_t threads) {
+    uint64_t sum = 0;
+    if (tiles * pairs * IN_TILE < CHUNK) threads = 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) reduction(+ : sum)
+    for (int64_t t = 0; t < tiles; t++) {
+        const uint8_t *p = (const uint8_t *)data + t * tile_stride * size;
+        uint64_t at = position + (uint64_t)t * tile_position_stride;
+        sum += size == 2 ? tile_span(p, pairs, at, row_position_stride, 2)
+                         : tile_span(p, pairs, at, row_position_stride, 4);
+    }
+    return sum;
+}
