@@ -1,4 +1,4 @@
-"""The command line: ``rollout serve | generate | check | info``.
+"""The command line: ``rollout serve | generate | bench | plan | check | info``.
 
 A mistake of the user is one line on stderr, ``rollout: <Error>: <what and what to do>``, and exit
 status 2; nothing is left running.
@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rollout
+from rollout.cli_bench import add_bench
 from rollout.cli_flags import (
     Parser,
     add_engine_flags,
@@ -69,6 +70,7 @@ def make_parser() -> Parser:
     _add_generate(commands)
     _add_check(commands)
     _add_info(commands)
+    add_bench(commands, _add_command)
     add_plan(commands, _add_command)
     return parser
 

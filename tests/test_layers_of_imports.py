@@ -24,9 +24,10 @@ MAY_IMPORT = {
     "engine": NOUNS | {"kernels", "models", "loader", "weight_sync"},
     "api": EVERYTHING,
     "server": EVERYTHING | {"server"},
-    "cli": EVERYTHING | {"server", "cli", "cli_flags", "cli_plan"},
+    "cli": EVERYTHING | {"server", "cli", "cli_flags", "cli_plan", "cli_bench"},
     "cli_flags": EVERYTHING,
     "cli_plan": EVERYTHING,
+    "cli_bench": EVERYTHING | {"cli_flags"},
     "__main__": {"cli"},
 }
 

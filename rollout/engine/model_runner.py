@@ -70,13 +70,17 @@ class ModelRunner:
 
     def step(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> Reply:
         """One forward pass and, on rank 0, a token for every row that samples."""
-        kv = self.kv.layers
         batch, sampling = decode_batch(args, tensors)
         with torch.inference_mode():
-            logits = self.instances.live(self._to_device(batch), kv)
+            logits = self.forward(batch)
             if self.tp.rank:
                 return {"version": version}, {}
             return encode_step(version, self.sampler.sample(logits, sampling), sampling)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of the live weights, on this rank's device; collective over the ranks."""
+        logits: Tensor = self.instances.live(self._to_device(batch), self.kv.layers)
+        return logits
 
     def sleep(self, level: int) -> None:
         """Give up the KV pages and the shadow; at level 2 the weights as well."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import TensorParallel, choose_device, join_group
 from rollout.engine.model_runner import ModelRunner, Reply
+from rollout.engine.rank_profile import RankProfile, read_speed
 from rollout.engine.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import resolve_model
@@ -48,6 +49,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._updates: RankUpdates | None = None
         self._asleep = 0  # the level of the sleep
+        self._profile: RankProfile | None = None
         self._methods: dict[str, Callable[[Args, Tensors], Reply]] = {
             "step": lambda args, tensors: self.runner.step(args, tensors, self.version),
             "start": self._plain(self.start),
@@ -57,6 +59,8 @@ class Worker:
             "sleep": self._plain(self.sleep),
             "wake_up": self._plain(self.wake_up),
             "info": self._plain(self.info),
+            "profile": self._plain(self.profile),
+            "read_speed": self._plain(lambda _: {"bytes_per_second": read_speed(self.device)}),
             "weight_info": self._plain(self.weight_info),
             "interrupt_update": self._plain(self.interrupt_update),
             "stage_begin": self._plain(self.stage_begin),
@@ -174,6 +178,12 @@ class Worker:
             "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),
             **self.runner.sizes(),
         }
+
+    def profile(self, args: Args) -> dict[str, Any]:
+        """Begin to measure steps where ``on``, else end it and reply what was found."""
+        found: dict[str, Any] = {} if self._profile is None else self._profile.close()
+        self._profile = RankProfile(self.runner) if args["on"] else None
+        return found
 
     def weight_info(self, args: Args) -> dict[str, Any]:
         """The complete set that a full update sends, in file form, and the accepted aliases."""

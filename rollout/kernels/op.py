@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -14,6 +15,22 @@ from rollout.kernels.gpu_support import triton_runs
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Watch = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (op's name, what runs) -> same
+
+_ops: weakref.WeakSet[Op[..., Any]] = weakref.WeakSet()
+_watch: Watch | None = None
+
+
+def watch_ops(watch: Watch | None) -> None:
+    """Put ``watch(name, implementation)`` in the place of what every op runs; None ends it.
+
+    It is asked once for each op and device, when that op is next called: nothing is tested per
+    call, so ops cost the same as ever while nobody watches. For this process; not thread-safe.
+    """
+    global _watch
+    _watch = watch
+    for each in _ops:
+        each._by_device.clear()
 
 
 class Op(Generic[P, R]):
@@ -31,12 +48,14 @@ class Op(Generic[P, R]):
         self.name = reference.__name__
         self._package = reference.__module__
         self._by_device: dict[str, Callable[P, R]] = {}
+        _ops.add(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         device = cast(Tensor, args[0]).device.type
         run = self._by_device.get(device)
         if run is None:
-            run = self._by_device[device] = self._find(device) or self.reference
+            run = self._find(device) or self.reference
+            run = self._by_device[device] = run if _watch is None else _watch(self.name, run)
         return run(*args, **kwargs)
 
     def implementations(self) -> dict[str, Callable[P, R]]:

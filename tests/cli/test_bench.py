@@ -1,0 +1,88 @@
+"""``rollout bench``: its figures add up, and nothing of the profile stays behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollout.cli_bench import summary
+from rollout.config import EngineConfig
+from rollout.engine.core import EngineCore
+from rollout.engine.profile import EngineProfile
+from rollout.kernels import linear, rms_norm
+
+Run = Callable[..., tuple[int, str, str]]
+SHORT = ("--sequences", 3, "--prompt-tokens", 9, "--new-tokens", 5, "--rounds", 1)
+CPU = ("--device", "cpu", "--num-threads", "1", "--dtype", "float32")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_profile_names_every_part_of_a_step_on_one_and_two_ranks(
+    run: Run, tiny: Path, ranks: int
+) -> None:
+    status, out, err = run(
+        "bench", tiny, *SHORT, *CPU, "--profile", "--json", "--tensor-parallel-size", ranks
+    )
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["ranks"], len(found["tokens_per_s"])) == (ranks, 1)
+    assert found["tokens_per_s"][0] > 0
+    assert 0 < found["first_token_s"] < 60
+    kinds = found["profile"]["kinds"]
+    assert (kinds["prefill"]["steps"], kinds["decode"]["steps"]) == (1, 4)
+    for figures in kinds.values():
+        assert set(figures["parts_ms"]) == {
+            "schedule", "build", "to ranks and back", "forward", "sample", "rest of rank 0",
+            "book", "detokenise", "publish",
+        }  # fmt: skip
+        ops = figures["ops"]["forward"]
+        assert {"paged_attention", "add_rms_norm", "between ops"} <= set(ops)
+        inside = sum(op["ms"] for op in ops.values())
+        assert inside == pytest.approx(figures["parts_ms"]["forward"])
+        assert figures["read_bytes_per_s"] > 0
+        assert "scan_logits" in figures["ops"]["sample"]
+        # two layers: two sums each and the embedding's; one gather of the logits
+        counts = {name: ops.get(name, {}).get("calls") for name in ("all_reduce", "all_gather")}
+        assert counts == (
+            {"all_reduce": 5, "all_gather": 1} if ranks == 2 else dict.fromkeys(counts)
+        )
+    assert kinds["decode"]["parts_ms"]["detokenise"] > 0
+    assert found["profile"]["read_bytes_per_s"] > 1e8
+
+
+def test_the_table_for_people_says_what_bounds_a_decode(run: Run, bare: Path) -> None:
+    status, out, _ = run("bench", bare, *SHORT, *CPU, "--profile")
+    assert status == 0
+    assert "generation " in out
+    assert "  paged_attention " in out
+    assert "of KV at " in out
+    assert "memory reads at " in out
+    status, out, _ = run("bench", bare, *SHORT, *CPU)
+    assert len(out.splitlines()) == 3
+    status, _, err = run("bench", bare, "--rounds", 0)
+    assert status == 2
+    assert "--rounds must be 1 or more" in err
+
+
+def test_after_a_profile_ops_and_engine_run_what_they_ran_before(bare: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(bare), device="cpu", num_threads=1, num_kv_blocks=8))
+    core.start()
+    try:
+        before = [dict(vars(owner)) for owner in _owners(core)]
+        profile = EngineProfile(core)
+        profile.start(30)
+        assert "_step" in vars(core.loop)
+        assert summary(profile.stop(30))["kinds"] == {}  # nothing ran
+        assert [dict(vars(owner)).keys() for owner in _owners(core)] == [b.keys() for b in before]
+        for op in (linear, rms_norm):
+            assert not op._by_device  # found again at the next call, unwatched
+    finally:
+        core.close()
+
+
+def _owners(core: EngineCore) -> list[object]:
+    runner = core._executor._worker.runner  # type: ignore[union-attr]
+    return [core.loop, core.scheduler, core.outputs, runner, runner.sampler]
