@@ -34,6 +34,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "undo": "what a rollback needs is kept as: shadow (until the next update), sparse or host",
     "weight_layout": "how linear weights lie in memory: auto, plain or tiles",
     "deterministic": "the same bits for a sequence in any batch, cached, cut or preempted",
+    "head_dtype": "of the logits: auto (the model's) or float32",
     "seed": "of requests that bring none",
     "num_threads": "CPU threads of each rank (default: cores / ranks)",
     "timeout": "seconds that a wait may take",

@@ -35,10 +35,11 @@ class EngineConfig:
     ``expert_parallel``: the ranks of a mixture-of-experts model hold whole experts, instead of a
     part of each. ``deterministic``: a sequence gets the same bits (tokens and all logprobs)
     whatever runs beside it and however it is cut, cached or preempted; see ``docs/benchmarks.md``
-    for its cost. ``weight_layout`` auto | plain | tiles: how linear weights lie in memory.
-    ``num_threads``: CPU threads of each rank, default cores divided by ranks. ``kv_cache_bytes``:
-    of each rank, default on CPU min(4 GiB, a quarter of the free memory after the shadow is
-    reserved).
+    for its cost. ``head_dtype`` auto (the model's) | float32: of the logits and of the sums that
+    make them; the head's weights stay as they are. ``weight_layout`` auto | plain | tiles: how
+    linear weights lie in memory. ``num_threads``: CPU threads of each rank, default cores divided
+    by ranks. ``kv_cache_bytes``: of each rank, default on CPU min(4 GiB, a quarter of the free
+    memory after the shadow is reserved).
     """
 
     model: str
@@ -63,6 +64,7 @@ class EngineConfig:
     undo: str = "shadow"
     weight_layout: str = "auto"
     deterministic: bool = False
+    head_dtype: str = "auto"
     seed: int = 0
     num_threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -82,6 +84,7 @@ class EngineConfig:
         one_of("staging", "auto", "device", "host", "none")
         one_of("undo", "shadow", "sparse", "host")
         one_of("weight_layout", "auto", "plain", "tiles")
+        one_of("head_dtype", "auto", "float32")
         positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size")
         optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads")
         for name in positive + optional:

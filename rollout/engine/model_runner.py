@@ -112,6 +112,7 @@ class ModelRunner:
             max_model_len=self.config.max_model_len,
             expert_parallel=self.config.expert_parallel,
             deterministic=self.config.deterministic,
+            head_dtype=torch.float32 if self.config.head_dtype == "float32" else None,
             tensors=self._checkpoint_tensors,
         )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
+from rollout.errors import ConfigError
 from rollout.models.blocks import Decoder, DecoderBlock
 from rollout.models.config import ModelConfig
 from rollout.models.determinism import check_deterministic
@@ -56,7 +57,7 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
-        """Logits [rows, vocab_size] of ``batch.logit_rows``, in the model's dtype, on every rank.
+        """Logits [rows, vocab_size] of ``batch.logit_rows``, in the head's dtype, on every rank.
 
         Writes this step's keys and values into ``kv``, one entry per layer. Collective: all ranks
         call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces, and one
@@ -125,6 +126,7 @@ def build_model(
     max_model_len: int | None = None,
     expert_parallel: bool = False,
     deterministic: bool = False,
+    head_dtype: torch.dtype | None = None,
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> CausalLM:
@@ -133,8 +135,8 @@ def build_model(
     ``layout`` plain | tiles. ``max_model_len`` (default: the config's) sizes the rope table and
     settles length-dependent rope kinds; see ``Rotary``. ``expert_parallel`` deals out whole experts
     to the ranks. ``deterministic`` makes a row of logits independent of the rows beside it, bit by
-    bit. ``tensors`` says what the checkpoint holds; it is asked for a class from elsewhere
-    alone (``foreign.py``). Raises ``ConfigError``.
+    bit. ``head_dtype``: of the logits, None for ``dtype``. ``tensors`` says what the checkpoint
+    holds; it is asked for a class from elsewhere alone (``foreign.py``). Raises ``ConfigError``.
     """
     build = Build(
         config=config,
@@ -144,6 +146,7 @@ def build_model(
         layout=layout,
         expert_parallel=expert_parallel,
         deterministic=deterministic,
+        head_dtype=head_dtype,
     )
     kind = (registry or Registry()).load(config.architecture)
     max_len = max_model_len or config.max_position_embeddings
@@ -152,6 +155,11 @@ def build_model(
     if deterministic:
         check_deterministic(build, kind if is_foreign(kind) else None)
     if is_foreign(kind):
+        if head_dtype not in (None, dtype):
+            raise ConfigError(
+                f"head_dtype={head_dtype} does not reach {kind.__name__}, a model class from "
+                "elsewhere: leave it at auto"
+            )
         return ForeignCausalLM(build, max_len, kind, tensors())
     model = kind(build, max_len)
     assert isinstance(model, CausalLM)

@@ -26,6 +26,7 @@ class Build:
     ``auto`` becomes tiles where a native kernel reads them, else plain.
     ``expert_parallel``: ranks hold whole experts, instead of a part of each.
     ``deterministic``: linears run ``ordered_linear``, whose rows do not depend on the batch.
+    ``head_dtype``: of the logits, None for ``dtype``.
     """
 
     config: ModelConfig
@@ -35,6 +36,7 @@ class Build:
     layout: str = "plain"
     expert_parallel: bool = False
     deterministic: bool = False
+    head_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:

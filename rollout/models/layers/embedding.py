@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollout.models.layers.base import Build, Layer, rows_slot
+from rollout.kernels import linear, ordered_linear
+from rollout.models.layers.base import Build, Layer, rows_slot, storage_of
 from rollout.weights import PLAIN, Box, TileLayout, WeightSlot
+
+WIDENED = 1 << 20  # weights of the head that are widened at once: they stay in the caches
 
 
 class VocabParallel(Layer):
@@ -37,7 +40,28 @@ class VocabParallel(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size], gathered over ranks, padding cut off."""
-        return self.build.tp.all_gather(self.matmul(hidden))[:, : self.build.config.vocab_size]
+        wide = self.build.head_dtype not in (None, self.build.dtype)
+        part = self.wide_logits(hidden) if wide else self.matmul(hidden)
+        return self.build.tp.all_gather(part)[:, : self.build.config.vocab_size]
+
+    def wide_logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits in the head's dtype, multiplied and summed in it.
+
+        The weights are widened a few rows at a time: no copy of them is kept, so an update needs
+        nothing more, and a tied embedding stays as it is.
+        """
+        layout, dtype = self.specs["weight"].layout, self.build.head_dtype
+        run = ordered_linear if self.build.deterministic else linear
+        inputs = hidden.to(dtype)
+        logits = hidden.new_empty(len(hidden), self.rows, dtype=dtype)
+        step = max(TileLayout().rows, WIDENED // hidden.shape[1] // 16 * 16)
+        for first in range(0, self.rows, step):
+            box = Box((first, 0), (min(first + step, self.rows), hidden.shape[1]))
+            weight = layout.read(storage_of(self, "weight"), self.specs["weight"].shape, box)
+            shape = (box.shape[0], box.shape[1])
+            out = run(inputs, weight.to(dtype), None, PLAIN, shape)
+            logits[:, first : first + step] = out
+        return logits
 
 
 class Embedding(VocabParallel):
