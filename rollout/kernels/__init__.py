@@ -1,6 +1,7 @@
-"""Ops of the forward pass and of weight digests: plain torch, with faster ones beside it."""
+"""Ops of the forward pass, of digests and deltas: plain torch, with faster ones beside it."""
 
 from rollout.kernels.add_rms_norm import add_rms_norm
+from rollout.kernels.changed import changed
 from rollout.kernels.digest import digest
 from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.gated_linear import gated_linear
@@ -16,6 +17,7 @@ from rollout.kernels.store_kv import store_kv
 
 __all__ = [
     "add_rms_norm",
+    "changed",
     "digest",
     "fused_experts",
     "gated_linear",
