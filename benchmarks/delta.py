@@ -1,0 +1,184 @@
+"""Full updates and deltas in turns: FSDP2 over 2 trainer ranks -> a TP=2 service.
+
+    python benchmarks/delta.py CHECKPOINT [--changed 0.01] [--rounds 5] [--transport grpc_stream]
+
+Each round sends new values three times: in full without keeping anything, in full as an anchor
+that every rank keeps its part of, and as a delta against it, in which each element has changed with
+the probability ``--changed``. The first and the last are compared: their seconds from the call of
+``update_weights`` to its return on rank 0, and their bytes. Prints one JSON line: the median ratio
+and its range over the rounds, medians of each side's parts, and the bytes. The first round, which
+builds the engine's shadow, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sync import PARTS, TRAINERS, child, service
+
+KINDS = ("full", "anchor", "delta")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.rank is not None:
+        trainer(args)
+        return
+    with tempfile.TemporaryDirectory() as scratch, service(args) as (_, address):
+        print(json.dumps(measure(args, address, str(Path(scratch) / "meeting"))), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint")
+    parser.add_argument("--changed", type=float, default=0.01, help="fraction of elements")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", help="of trainer and engine")
+    parser.add_argument("--transport", default="grpc_stream")
+    parser.add_argument("--encoding", default="delta", help="delta or delta-zstd")
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, address: str, meeting: str) -> dict[str, Any]:
+    """Start the ranks and sum up what rank 0 says of each update."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--address", address, "--meeting", meeting]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(child([*command, "--rank", str(r)])) for r in range(TRAINERS)]
+        said: list[dict[str, Any]] = [json.loads(line) for line in lines(ranks[0])]
+        if any(process.wait() for process in ranks):
+            sys.exit("a trainer rank failed")
+    rounds = [said[i : i + len(KINDS)] for i in range(len(KINDS), len(said), len(KINDS))]
+    full, delta = ([row[i] for row in rounds] for i in (0, 2))
+    ratios = [d["seconds"] / f["seconds"] for f, d in zip(full, delta, strict=True)]
+    return {
+        "checkpoint": args.checkpoint,
+        "transport": delta[0]["transport"],
+        "encodings": [full[0]["encoding"], delta[0]["encoding"]],
+        "rounds": len(rounds),
+        "bytes": full[0]["bytes"],
+        "full_wire_bytes": full[0]["wire_bytes"],
+        "delta_wire_bytes": [row["wire_bytes"] for row in delta],
+        "changed": [row["elements"] for row in delta],
+        "time_ratio": median(ratios),
+        "time_ratio_range": [min(ratios), max(ratios)],
+        "full_s": parts(full),
+        "delta_s": parts(delta),
+    }
+
+
+def lines(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return [line for line in process.stdout if line.startswith("{")]
+
+
+def parts(rows: list[dict[str, Any]]) -> dict[str, float]:
+    found = {part: median(row["timings"][part] for row in rows) for part in PARTS}
+    return {**found, "call": median(row["seconds"] for row in rows)}
+
+
+# ---- a trainer rank ----
+
+
+def trainer(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{args.meeting}",
+        rank=args.rank,
+        world_size=TRAINERS,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        update_in_turns(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def update_in_turns(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from rollout import Rollout
+
+    dtype = getattr(torch, args.dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype)
+    mesh = init_device_mesh("cpu", (TRAINERS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    connect = {"timeout": 120.0}
+    with (
+        Rollout.connect(args.address, **connect) as plain,
+        Rollout.connect(args.address, **connect) as keeping,
+    ):
+        for number in range(args.rounds + 1):
+            for kind in KINDS:
+                change(model, 1.0 if kind != "delta" else args.changed, number)
+                dist.barrier()
+                engine = plain if kind == "full" else keeping
+                started = time.perf_counter()
+                receipt = engine.update_weights(
+                    model,
+                    transport=args.transport,
+                    encoding="full" if kind == "full" else args.encoding,
+                    bucket_bytes=args.bucket_mib << 20,
+                    timeout=120.0,
+                )
+                seconds = time.perf_counter() - started
+                if args.rank == 0:
+                    tell(receipt, seconds)
+
+
+def change(model: Any, fraction: float, seed: int) -> None:
+    """Another sign for this fraction of the elements of this rank's shards, drawn at random."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            shard = parameter.to_local().view(-1)
+            if fraction == 1.0:
+                shard.mul_(-1)
+                continue
+            count = int(len(shard) * fraction)
+            where = torch.randint(0, max(1, len(shard)), (count,), generator=generator)
+            shard[where.unique()] *= -1
+
+
+def tell(receipt: Any, seconds: float) -> None:
+    row = {
+        "seconds": seconds,
+        "timings": dict(receipt.timings),
+        "bytes": receipt.num_bytes,
+        "wire_bytes": receipt.wire_bytes,
+        "transport": receipt.transport,
+        "encoding": receipt.details["encoding"],
+        "elements": int(receipt.details.get("sent_elements", 0)),
+    }
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
