@@ -39,7 +39,8 @@ ENGINE_HELP: Mapping[str, str] = {
     "num_threads": "CPU threads of each rank (default: cores / ranks)",
     "timeout": "seconds that a wait may take",
     "start_timeout": "seconds that loading may take",
-    "weight_dirs": "directory that updates may be read from by the server; may be repeated",
+    "weight_dirs": "directory under which the server may read updates itself (--follow, "
+    "server_path=); may be repeated",
     "progress": "draw a bar while weights are read",
 }
 SAMPLING_HELP: Mapping[str, str] = {

@@ -37,8 +37,10 @@ from rollout.proto_convert import (
 from rollout.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
 from rollout.server_info import ServerInfo
 from rollout.tls import ClientTls
-from rollout.updates import WeightInfo
+from rollout.updates import UpdateRequest, WeightInfo
 from rollout.weights import UpdateReceipt
+
+MAX_READ = 3600.0  # seconds in which a server reads a directory
 
 
 class RolloutClient:
@@ -170,6 +172,27 @@ class RolloutClient:
             check_partial=self._check_partial,
             committed=self.committed,
         )
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> GrpcWeightChannel:
+        """One more stream of an update that another trainer rank has begun."""
+        channel = self.open()
+        channel.join(request, secret, lane)
+        return channel
+
+    def update_from(self, path: str, options: Any) -> UpdateReceipt:
+        """``options``: ``UpdateOptions``. The server goes on by itself where this call is lost."""
+        request = pb.UpdateFromRequest(
+            path=path, options_json=json.dumps(options.to_server()).encode()
+        )
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).UpdateFrom(
+                request,
+                timeout=max(MAX_READ, 10 * options.timeout),  # each wait there has its own limit
+                metadata=self._metadata,
+            )
+        receipt = update_wire.receipt_from_wire(json.loads(reply.json))
+        self.committed(receipt, partial=options.partial)
+        return receipt
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         with self._errors():

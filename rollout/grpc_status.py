@@ -32,6 +32,8 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # one client's back-off is not another's
     ("grpc.keepalive_time_ms", 20_000),  # a host that is gone is noticed without traffic
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a stream that was cut goes on at once
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),

@@ -240,6 +240,14 @@ class RollbackRequest(_message.Message):
     timeout: float
     def __init__(self, timeout: _Optional[float] = ...) -> None: ...
 
+class UpdateFromRequest(_message.Message):
+    __slots__ = ("path", "options_json")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    options_json: bytes
+    def __init__(self, path: _Optional[str] = ..., options_json: _Optional[bytes] = ...) -> None: ...
+
 class DigestsRequest(_message.Message):
     __slots__ = ("timeout",)
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
@@ -270,7 +278,7 @@ class ReceiptsResponse(_message.Message):
     def __init__(self, receipts: _Optional[_Iterable[_Union[WeightDocument, _Mapping]]] = ...) -> None: ...
 
 class UpdateCommand(_message.Message):
-    __slots__ = ("begin", "bucket", "chunk", "wait", "seal", "commit", "abort")
+    __slots__ = ("begin", "bucket", "chunk", "wait", "seal", "commit", "abort", "resume", "join")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +286,8 @@ class UpdateCommand(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     begin: WeightDocument
     bucket: Bucket
     chunk: bytes
@@ -285,7 +295,29 @@ class UpdateCommand(_message.Message):
     seal: WeightDocument
     commit: Commit
     abort: AbortUpdate
-    def __init__(self, begin: _Optional[_Union[WeightDocument, _Mapping]] = ..., bucket: _Optional[_Union[Bucket, _Mapping]] = ..., chunk: _Optional[bytes] = ..., wait: _Optional[_Union[Wait, _Mapping]] = ..., seal: _Optional[_Union[WeightDocument, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[AbortUpdate, _Mapping]] = ...) -> None: ...
+    resume: Resume
+    join: Join
+    def __init__(self, begin: _Optional[_Union[WeightDocument, _Mapping]] = ..., bucket: _Optional[_Union[Bucket, _Mapping]] = ..., chunk: _Optional[bytes] = ..., wait: _Optional[_Union[Wait, _Mapping]] = ..., seal: _Optional[_Union[WeightDocument, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[AbortUpdate, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("update_id", "secret", "lane")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    secret: str
+    lane: int
+    def __init__(self, update_id: _Optional[str] = ..., secret: _Optional[str] = ..., lane: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("update_id", "secret", "events")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    secret: str
+    events: int
+    def __init__(self, update_id: _Optional[str] = ..., secret: _Optional[str] = ..., events: _Optional[int] = ...) -> None: ...
 
 class Bucket(_message.Message):
     __slots__ = ("header_json", "payload_bytes")
@@ -314,16 +346,26 @@ class AbortUpdate(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class UpdateEvent(_message.Message):
-    __slots__ = ("begun", "taken", "sealed", "receipt")
+    __slots__ = ("begun", "taken", "sealed", "receipt", "received", "secret")
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     begun: WeightDocument
     taken: Taken
     sealed: Sealed
     receipt: WeightDocument
-    def __init__(self, begun: _Optional[_Union[WeightDocument, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., receipt: _Optional[_Union[WeightDocument, _Mapping]] = ...) -> None: ...
+    received: Received
+    secret: str
+    def __init__(self, begun: _Optional[_Union[WeightDocument, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., receipt: _Optional[_Union[WeightDocument, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., secret: _Optional[str] = ...) -> None: ...
+
+class Received(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: int
+    def __init__(self, commands: _Optional[int] = ...) -> None: ...
 
 class Taken(_message.Message):
     __slots__ = ("index",)

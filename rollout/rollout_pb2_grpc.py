@@ -228,6 +228,11 @@ class WeightSyncStub:
                 request_serializer=rollout_dot_rollout__pb2.UpdateCommand.SerializeToString,
                 response_deserializer=rollout_dot_rollout__pb2.UpdateEvent.FromString,
                 _registered_method=True)
+        self.UpdateFrom = channel.unary_unary(
+                '/rollout.v1.WeightSync/UpdateFrom',
+                request_serializer=rollout_dot_rollout__pb2.UpdateFromRequest.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                _registered_method=True)
         self.Rollback = channel.unary_unary(
                 '/rollout.v1.WeightSync/Rollback',
                 request_serializer=rollout_dot_rollout__pb2.RollbackRequest.SerializeToString,
@@ -256,7 +261,15 @@ class WeightSyncServicer:
 
     def Update(self, request_iterator, context):
         """One update's lease: it lives as long as this stream. A stream that ends before its commit
-        aborts the update at once.
+        aborts the update at once, unless its `begin` asked for a grace (UpdateRequest.grace): then a
+        broken connection may be replaced by another `Update` that starts with `resume`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateFrom(self, request, context):
+        """The server reads a directory under one of its --weight-dir by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,6 +305,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.Update,
                     request_deserializer=rollout_dot_rollout__pb2.UpdateCommand.FromString,
                     response_serializer=rollout_dot_rollout__pb2.UpdateEvent.SerializeToString,
+            ),
+            'UpdateFrom': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateFrom,
+                    request_deserializer=rollout_dot_rollout__pb2.UpdateFromRequest.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
             ),
             'Rollback': grpc.unary_unary_rpc_method_handler(
                     servicer.Rollback,
@@ -363,6 +381,33 @@ class WeightSync:
             '/rollout.v1.WeightSync/Update',
             rollout_dot_rollout__pb2.UpdateCommand.SerializeToString,
             rollout_dot_rollout__pb2.UpdateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateFrom(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/UpdateFrom',
+            rollout_dot_rollout__pb2.UpdateFromRequest.SerializeToString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,12 +109,13 @@ def _entry_to_wire(e: BucketEntry) -> list[Any]:
         e.offset,
         e.nbytes,
         *([e.sparse, e.count] if e.sparse else []),
+        *([e.inflated] if e.inflated else []),
     ]
 
 
 def _entry(row: Any) -> BucketEntry:
-    sparse = isinstance(row, list | tuple) and len(row) == 9
-    fields = _row(row, 9 if sparse else 7, "bucket entry")
+    length = len(row) if isinstance(row, list | tuple) and len(row) in (9, 10) else 7
+    fields = _row(row, length, "bucket entry")
     name, dtype, shape, starts, stops, offset, nbytes, *coding = fields
     name = _string(name, "name")
     return BucketEntry(
@@ -124,8 +125,9 @@ def _entry(row: Any) -> BucketEntry:
         _box(starts, stops, f"bucket entry {name!r:.200}"),
         _int(offset, "offset"),
         _int(nbytes, "nbytes"),
-        _int(coding[0], "bytes of a gap", 1, 8) if sparse else 0,
-        _int(coding[1], "count") if sparse else 0,
+        _int(coding[0], "bytes of a gap", 1, 8) if coding else 0,
+        _int(coding[1], "count") if coding else 0,
+        _int(coding[2], "length before compression") if coding[2:] else 0,
     )
 
 
@@ -191,6 +193,7 @@ def request_to_wire(request: UpdateRequest) -> Wire:
         "shared": _optional(request.shared, shared_to_wire),
         "senders": request.senders,
         "layout": request.layout,
+        "grace": request.grace,
     }
 
 
@@ -213,6 +216,7 @@ def request_from_wire(wire: Any) -> UpdateRequest:
         shared=get.optional("shared", shared_from_wire),
         senders=get.int("senders", 1, 1 << 20),
         layout=get.string("layout"),
+        grace=get.seconds("grace"),
     )
 
 
@@ -260,6 +264,7 @@ def info_to_wire(info: WeightInfo) -> Wire:
         "host": info.host,
         "undo": info.undo,
         "memory": dict(info.memory),
+        "zstd": info.zstd,
     }
 
 
@@ -280,6 +285,7 @@ def info_from_wire(wire: Any) -> WeightInfo:
         host=get.string("host"),
         undo=get.string("undo"),
         memory=get.counts("memory"),
+        zstd=get.flag("zstd"),
     )
 
 

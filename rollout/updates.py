@@ -49,6 +49,7 @@ class WeightInfo:
     host: str = ""  # see ``rollout.weight_sync.host``; equal ids share memory, "" shares none
     undo: str = "shadow"  # what a rollback goes back by: shadow | sparse | host
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes of the largest rank, by use
+    zstd: bool = False  # whether changes may come compressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class UpdateRequest:
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
     with a copy of it. ``timeout`` bounds each wait, in seconds. With "p2p" the first ``senders``
     ranks of the group are the trainer's, and ``layout`` names the wants that the sender remembers.
+    ``grace``: seconds for which the lease outlives a broken connection, where one carries it; 0
+    ends it at once.
     """
 
     update_id: str
@@ -93,6 +96,7 @@ class UpdateRequest:
     shared: SharedBuckets | None = None
     senders: int = 1
     layout: str = ""
+    grace: float = 0.0
 
 
 Wants = tuple[Mapping[str, tuple[Box, ...]], ...]  # of each rank: file name -> disjoint boxes
@@ -118,8 +122,9 @@ class Begun:
 class BucketEntry:
     """One box of one tensor inside a bucket: ``nbytes`` from ``offset``, row-major.
 
-    ``sparse`` is 0 for a box of values. Else the entry overwrites ``count`` elements of the whole
-    tensor, whose gaps are coded in ``sparse`` bytes each; see ``rollout.weight_sync.delta``.
+    ``sparse`` is 0 for a box of values. Else the entry overwrites ``count`` elements of the box,
+    whose gaps are coded in ``sparse`` bytes each; see ``rollout.weight_sync.delta``. ``inflated``
+    is the length before compression, 0 where there is none.
     """
 
     name: str
@@ -130,6 +135,7 @@ class BucketEntry:
     nbytes: int
     sparse: int = 0
     count: int = 0
+    inflated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,13 +88,15 @@ class LazyTensor:
 class SparsePatch:
     """Overwrites some elements of a tensor: flat row-major int64 ``positions`` and ``values``.
 
-    Positions are unique and ascending; an element that is not named keeps its value.
+    Positions are unique and ascending; an element that is not named keeps its value. ``box``: the
+    part of the tensor that this patch is about, others of disjoint boxes follow; None: all of it.
     """
 
     shape: Shape
     dtype: torch.dtype
     positions: Tensor  # [nnz] int64
     values: Tensor  # [nnz] dtype
+    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ NOUNS = {
     "generation", "weights", "updates", "update_wire", "errors", "config", "distributed", "wire",
     "metrics", "observability", "server_info", "spellings", "rollout_pb2", "rollout_pb2_grpc",
 }  # fmt: skip
-CLIENT = {"grpc_client", "grpc_channel", "grpc_status", "proto_convert", "tls"}
+CLIENT = {"grpc_client", "grpc_channel", "grpc_outbox", "grpc_status", "proto_convert", "tls"}
 EVERYTHING = NOUNS | CLIENT | {"kernels", "models", "loader", "weight_sync", "engine", "api"}
 
 # part of the package -> the other parts it may import

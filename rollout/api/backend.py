@@ -10,7 +10,7 @@ from rollout.metrics import EngineStats
 from rollout.proto_convert import Messages
 from rollout.server_info import ServerInfo
 from rollout.updates import WeightChannel, WeightInfo
-from rollout.weight_sync.publisher import WeightLink
+from rollout.weight_sync.publisher import UpdateOptions, WeightLink
 from rollout.weights import UpdateReceipt
 
 Outputs = AsyncIterator[tuple[int, RequestOutput]]  # (index of the prompt in the call, output)
@@ -77,6 +77,10 @@ class Backend(Protocol):
     def info(self) -> WeightInfo: ...
 
     def open(self) -> WeightChannel: ...
+
+    def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
+        """Update from a directory that the engine's own host reads, under a ``weight_dirs``."""
+        ...
 
     def rollback(self, timeout: float) -> UpdateReceipt: ...
 

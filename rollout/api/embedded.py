@@ -21,7 +21,8 @@ from rollout.server_info import ServerInfo
 from rollout.update_wire import meta_from_wire
 from rollout.updates import WeightChannel, WeightInfo
 from rollout.weight_sync.coordinator import Coordinator
-from rollout.weight_sync.publisher import WeightLink
+from rollout.weight_sync.follower import readable
+from rollout.weight_sync.publisher import UpdateOptions, WeightLink, publish
 from rollout.weights import UpdateReceipt
 
 
@@ -143,6 +144,10 @@ class EmbeddedBackend:
 
     def open(self) -> WeightChannel:
         return self.coordinator.open()
+
+    def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
+        source = readable(path, self.config.weight_dirs, self.info())
+        return publish(source, connect=lambda: self.link, options=options)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         return self.coordinator.rollback(timeout)

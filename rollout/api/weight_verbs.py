@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.errors import ConfigError
 from rollout.updates import WeightInfo
 from rollout.weight_sync.checker import WeightReport
 from rollout.weight_sync.checker import check_weights as check
@@ -25,8 +27,9 @@ class WeightVerbs:
 
     def update_weights(
         self,
-        source: Any,
+        source: Any = None,
         *,
+        server_path: str | Path | None = None,
         version: int | None = None,
         transport: Any = "auto",
         encoding: str = "auto",
@@ -44,7 +47,9 @@ class WeightVerbs:
         checkpoint directory or a ``WeightSource``. Collective over a distributed source: every
         rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
         ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
-        not sent keeps its live value. ``transport``: auto | inline | broadcast | ipc | p2p.
+        not sent keeps its live value. ``server_path`` in place of a source: a checkpoint or version
+        directory that the engine's own host reads, under one of its ``--weight-dir``.
+        ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a factory of a road.
         ``encoding``: auto | full | delta; a delta keeps a host copy of what it sent, and goes full
         by itself where the engine holds something else, and every ``anchor_every`` updates.
         The receipt's ``details`` say which of them was taken and why. Raises a
@@ -62,6 +67,11 @@ class WeightVerbs:
             partial=partial,
             anchor_every=anchor_every,
         )
+        if (source is None) == (server_path is None):
+            raise ConfigError("update_weights takes a source, or server_path=, and not both")
+        if server_path is not None:
+            options.to_server()
+            return self._backend.update_from(str(server_path), options)
         receipt = publish(
             source,
             connect=lambda: self._backend.link,

@@ -31,7 +31,9 @@ class AliasCheck:
     def note_patch(self, owner: str, patch: SparsePatch) -> None:
         """Remember which elements of an owner changed: its alias must change the same ones."""
         if owner in self._table.aliases.values():
-            self._patched[owner] = patch.positions.clone()
+            known = self._patched.get(owner)
+            parts = [patch.positions] if known is None else [known, patch.positions]
+            self._patched[owner] = torch.cat(parts).sort().values
 
     def add(self, alias: str, value: WeightValue) -> None:
         """Remember what ``alias`` was sent; the value's own shape and dtype were checked."""

@@ -32,8 +32,9 @@ class WeightLoad:
     """``feed`` any number of times, then ``finish`` once.
 
     A value is a full tensor, a ``LazyTensor`` (only this rank's boxes are read), a ``SparsePatch``
-    (only its elements are overwritten) or a ``TensorPiece`` (its box alone; disjoint pieces make
-    a whole). Values may lie on another device and have any float dtype: each element is cast once.
+    (only its elements are overwritten) or a ``TensorPiece`` (its box alone). Disjoint pieces, and
+    patches of disjoint boxes, make a whole. Values may lie on another device and have any float
+    dtype: each element is cast once.
     A tensor may come under another of the table's ``spellings``: it is split into file-form ones,
     and what is complete or sent twice is judged on those. Parameters are written in place and keep
     their addresses. An alias may be sent and must equal
@@ -105,6 +106,8 @@ class WeightLoad:
         """Take every file-form part of ``value``; the problems of one tensor make one line."""
         before = len(self._problems)
         try:
+            if isinstance(value, SparsePatch) and value.box is not None:
+                raise WeightMismatch(f"{name}: changes of a part of it have to come unfused")
             for part, held in self._splitter.split(name, value):
                 self._take(part, held)
         except WeightMismatch as error:
@@ -153,6 +156,8 @@ class WeightLoad:
         if not value.dtype.is_floating_point:
             return f"has dtype {value.dtype}, the model needs a floating-point one"
         if isinstance(value, SparsePatch):
+            if value.box is not None and not value.box.fits(shape):
+                return f"patch of {value.box.starts}..{value.box.stops} lies outside {shape}"
             return patch_fault(value)
         if isinstance(value, TensorPiece):
             if not value.box.fits(shape):
@@ -162,15 +167,16 @@ class WeightLoad:
         return None
 
     def _duplicate(self, name: str, value: WeightValue) -> str | None:
-        if not isinstance(value, TensorPiece):
+        box = value.box if isinstance(value, TensorPiece | SparsePatch) else None
+        if box is None:
             return "was sent twice" if name in self._seen else None
         if name in self._seen and name not in self._pieces:
             return "was sent twice: whole, and in pieces"
         # Repeats are seen here; overlaps are searched for once, when all pieces are known.
         boxes = self._pieces.setdefault(name, {})
-        if value.box in boxes:
-            return f"piece {value.box.starts}..{value.box.stops} was sent twice"
-        boxes[value.box] = None
+        if box in boxes:
+            return f"piece {box.starts}..{box.stops} was sent twice"
+        boxes[box] = None
         return None
 
     def _overlaps(self) -> Iterator[str]:

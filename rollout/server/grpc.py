@@ -35,8 +35,10 @@ STOP_GRACE = 1.0  # seconds that calls under way may take to end
 class GrpcServer:
     """A running server; ``address`` is what clients connect to."""
 
-    def __init__(self, server: Any, health: HealthServicer, host: str, port: int) -> None:
-        self._server, self._health = server, health
+    def __init__(
+        self, server: Any, health: HealthServicer, weights: WeightSyncService, host: str, port: int
+    ) -> None:
+        self._server, self._health, self._weights = server, health, weights
         self.port = port
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -44,6 +46,7 @@ class GrpcServer:
         """Refuse new calls, end those under way within ``grace`` seconds. Idempotent."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+        self._weights.close()
 
 
 async def serve(
@@ -66,7 +69,8 @@ async def serve(
     server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
     add_GenerationServicer_to_server(GenerationService(rollout), server)
     add_ControlServicer_to_server(ControlService(rollout), server)
-    add_WeightSyncServicer_to_server(WeightSyncService(rollout), server)
+    weights = WeightSyncService(rollout)
+    add_WeightSyncServicer_to_server(weights, server)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
@@ -77,7 +81,7 @@ async def serve(
     await server.start()
     for name in ("", *services):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return GrpcServer(server, health, host, bound)
+    return GrpcServer(server, health, weights, host, bound)
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:

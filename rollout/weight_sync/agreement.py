@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rollout import errors, wire
 from rollout.distributed import LOOPBACK
@@ -94,6 +95,29 @@ class Agreement:
         """The sender's ``obj`` (JSON-able) on every member; what the others pass is ignored."""
         mine = dict(obj or {}) if self.is_sender else {}
         return self.exchange({"obj": mine}, timeout, phase)[0]["obj"]  # type: ignore[no-any-return]
+
+    def collect(
+        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
+    ) -> list[tuple[list[Any], Tensor]]:
+        """Every member's ``rows`` (JSON-able) and bytes on the sender, in member order.
+
+        The others get nothing back: a vote before it says that all members have come this far.
+        ``data``: uint8, in host memory.
+        """
+        if not self.is_sender:
+            self._send(0, {"phase": phase, "rows": list(rows)}, timeout, phase, {"data": data})
+            return []
+        found: list[tuple[list[Any], Tensor]] = [(list(rows), data)]
+        deadline = time.monotonic() + timeout
+        for index in range(1, self.size):
+            header, tensors = self._frame(index, deadline - time.monotonic(), phase)
+            if header.get("phase") != phase or "data" not in tensors:
+                raise TransferFailed(
+                    f"trainer rank {self.ranks[index]} is at {header.get('phase')!r} while rank "
+                    f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
+                )
+            found.append((header["rows"], tensors["data"]))
+        return found
 
     def vote(self, error: BaseException | None, timeout: float, phase: str = "vote") -> None:
         """Go on only if no member has an ``error``; otherwise all raise the first one.
@@ -212,11 +236,18 @@ class Agreement:
                 f"the agreement of trainer ranks was closed by an earlier error, at {phase!r}"
             ) from None
 
-    def _send(self, index: int, header: dict[str, Any], timeout: float, phase: str) -> None:
+    def _send(
+        self,
+        index: int,
+        header: dict[str, Any],
+        timeout: float,
+        phase: str,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
         link = self._link(index, phase)
         try:
             link.settimeout(max(0.01, timeout))
-            wire.send_frame(link, header)
+            wire.send_frame(link, header, tensors)
         except TimeoutError:
             raise self._late({index}, phase) from None
         except OSError as error:
@@ -225,6 +256,9 @@ class Agreement:
             ) from error
 
     def _receive_one(self, index: int, timeout: float, phase: str) -> dict[str, Any]:
+        return self._frame(index, timeout, phase)[0]
+
+    def _frame(self, index: int, timeout: float, phase: str) -> wire.Frame:
         link = self._link(index, phase)
         try:
             link.settimeout(max(0.01, timeout))
@@ -237,7 +271,7 @@ class Agreement:
             ) from error
         if frame is None:
             raise TransferFailed(f"trainer rank {self.ranks[index]} is gone, at {phase!r}")
-        return frame[0]
+        return frame
 
 
 def _typed(error: BaseException, where: str) -> errors.RolloutError:

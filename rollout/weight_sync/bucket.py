@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.updates import BucketEntry, BucketHeader
-from rollout.weight_sync.delta import EncodedDelta, decode, problem
-from rollout.weights import Box, SparsePatch, TensorPiece
+from rollout.weight_sync.delta import CodedDelta, decode, problem
+from rollout.weights import Box, Shape, SparsePatch, TensorPiece
 from rollout.wire import DTYPES
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
@@ -58,8 +59,13 @@ class BucketPacker:
         self._end = 0  # bytes used in the current bucket
         self._open = False  # whether the current bucket's buffer is ours to write
 
-    def add(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketHeader, Tensor]]:
-        """Copy ``tensor`` in (any device, any strides); yields the buckets that this filled."""
+    def add(
+        self, name: str, tensor: Tensor, at: tuple[Shape, Box] | None = None
+    ) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Copy ``tensor`` in (any device, any strides); yields the buckets that this filled.
+
+        ``at``: the shape of the whole tensor and the box of it that ``tensor`` is.
+        """
         if tensor.dtype not in _DTYPES:
             raise WeightMismatch(f"{name}: dtype {tensor.dtype} has no wire form; cast it first")
         if not name or len(name) > MAX_NAME or tensor.dim() > MAX_DIMS:
@@ -68,20 +74,22 @@ class BucketPacker:
         size = tensor.dtype.itemsize
         self.num_tensors += 1
         self.num_bytes += tensor.numel() * size
-        pending = [Box.full(tuple(tensor.shape))]
+        shape, piece = at if at is not None else (tuple(tensor.shape), None)
+        part = _Part(name, tensor, shape, piece or Box.full(shape))
+        pending = [part.box]
         while pending:
             box = pending.pop()
             room = self.bucket_bytes - _aligned(self._end)
             if len(self._entries) >= MAX_ENTRIES:
                 room = -1
             if box.numel * size <= room:
-                self._put(name, tensor, box)
+                self._put(part, box)
                 continue
             whole = box.numel * size <= self.bucket_bytes
             head = None if whole else _leading(box, room // size)
             if head is not None:
                 pending.append(_without(box, head))
-                self._put(name, tensor, head)
+                self._put(part, head)
             elif self._entries:
                 yield self._finish()
                 pending.append(box)
@@ -91,23 +99,27 @@ class BucketPacker:
                 rest = _without(box, row)
                 pending += [rest, row] if rest.numel else [row]
 
-    def add_delta(self, name: str, delta: EncodedDelta) -> Iterator[tuple[BucketHeader, Tensor]]:
-        """Copy the changes of a tensor in, at most ``bucket_bytes`` of them; they are never cut."""
+    def add_part(
+        self, name: str, part: CodedDelta | TensorPiece
+    ) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Copy in what a box of a tensor holds, or what changed there."""
+        if isinstance(part, CodedDelta):
+            return self.add_delta(name, part)
+        return self.add(name, part.values, (part.shape, part.box))
+
+    def add_delta(self, name: str, delta: CodedDelta) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Copy changes in, at most ``bucket_bytes`` of them; they are never cut."""
         assert delta.nbytes <= self.bucket_bytes
-        start, whole = _aligned(self._end), Box.full(delta.shape)
+        start = _aligned(self._end)
         if start + delta.nbytes > self.bucket_bytes or len(self._entries) >= MAX_ENTRIES:
             yield self._finish()
             start = 0
         if delta.nbytes:
-            part = self._buffer()[start : start + delta.nbytes]
-            values = delta.values.view(torch.uint8)
-            part[: len(values)].copy_(values)
-            part[len(values) : delta.codes_offset].zero_()
-            part[delta.codes_offset :].copy_(delta.codes)
+            self._buffer()[start : start + delta.nbytes].copy_(delta.data)
         self._entries.append(
             BucketEntry(
-                name, delta.values.dtype, delta.shape, whole, start, delta.nbytes,
-                delta.width, len(delta.values),
+                name, delta.dtype, delta.shape, delta.box, start, delta.nbytes,
+                delta.width, delta.count, delta.inflated,
             )
         )  # fmt: skip
         self._end = start + delta.nbytes
@@ -119,13 +131,14 @@ class BucketPacker:
         if self._entries:
             yield self._finish()
 
-    def _put(self, name: str, tensor: Tensor, box: Box) -> None:
-        offset = _aligned(self._end)
+    def _put(self, part: _Part, box: Box) -> None:
+        offset, tensor = _aligned(self._end), part.tensor
         nbytes = box.numel * tensor.dtype.itemsize
         if nbytes:
-            part = self._buffer()[offset : offset + nbytes]
-            part.view(tensor.dtype).view(box.shape).copy_(tensor[box.slices])
-        entry = BucketEntry(name, tensor.dtype, tuple(tensor.shape), box, offset, nbytes)
+            room = self._buffer()[offset : offset + nbytes]
+            values = tensor[box.shifted(tuple(-n for n in part.box.starts)).slices]
+            room.view(tensor.dtype).view(box.shape).copy_(values)
+        entry = BucketEntry(part.name, tensor.dtype, part.shape, box, offset, nbytes)
         self._entries.append(entry)
         self._end = offset + nbytes
 
@@ -151,22 +164,38 @@ class BucketPacker:
         return header, payload
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one ``add`` packs: ``box`` of a tensor of ``shape``."""
+
+    name: str
+    tensor: Tensor
+    shape: Shape
+    box: Box
+
+
 Unpacked = Tensor | TensorPiece | SparsePatch
 
 
 def unpack(
-    header: BucketHeader, payload: Tensor, *, sparse: bool = False
+    header: BucketHeader, payload: Tensor, *, sparse: bool = False, inflate: int = 0
 ) -> Iterator[tuple[str, Unpacked]]:
     """The tensors of one bucket, as views of ``payload`` (uint8 [header.nbytes]); no copies.
 
     A whole tensor comes as a ``Tensor``, a part as a ``TensorPiece``, changes as a ``SparsePatch``
-    (only if the update is ``sparse``). The header is checked before the first view is made, coded
-    positions before their patch is; raises ``TransferFailed``.
+    (only if the update is ``sparse``); compressed ones may be ``inflate`` bytes long. The header
+    is checked before the first view is made, coded positions before their patch is; raises
+    ``TransferFailed``.
     """
     check_header(header)
     for entry in header.entries:
         if entry.sparse and not sparse:
             raise TransferFailed(f"{entry.name!r:.200}: a delta came in an update that is full")
+        if entry.inflated > inflate:
+            raise TransferFailed(
+                f"{entry.name!r:.200}: its changes would take {entry.inflated} bytes, over the "
+                f"agreed {inflate}"
+            )
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.nbytes:
         raise TransferFailed(
             f"bucket {header.index}: payload is {payload.dtype} {list(payload.shape)}, "
@@ -218,8 +247,6 @@ def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
     if not entry.box.fits(entry.shape):
         return f"box {entry.box.starts}:{entry.box.stops} lies outside shape {entry.shape}"
     if entry.sparse:
-        if entry.box != Box.full(entry.shape):
-            return "a delta of a part"
         if wrong := problem(entry):
             return wrong
     elif entry.nbytes != entry.box.numel * entry.dtype.itemsize:

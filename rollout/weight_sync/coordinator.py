@@ -27,6 +27,7 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.updates import STAGING, UpdateRequest, WeightInfo
+from rollout.weight_sync import zstd
 from rollout.weight_sync.digests import combine, total
 from rollout.weight_sync.host import host_id
 from rollout.weight_sync.lease import Lease
@@ -136,6 +137,7 @@ class Coordinator:
             host=self._host,
             undo=self.undo,
             memory=self._memory,
+            zstd=zstd.available(),
         )
 
     @property

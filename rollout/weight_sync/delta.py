@@ -6,8 +6,9 @@ whichever is shortest; the largest code means "that many, and no change yet". An
 
     values  count x dtype | 0..3 bytes | codes, little-endian, 1, 2 or 4 bytes each
 
-The sender compares full, gathered tensors with a copy it keeps in host memory; a distributed source
-is gathered as for a full update. Nothing here loops over elements in Python.
+or that, its values' bytes sorted by significance, as one zstd frame. The sender compares with a
+copy that it keeps in host memory: of each rank's own part where the source is distributed
+(``shards``), else of the tensors as they come. Nothing here loops over elements in Python.
 """
 
 from __future__ import annotations
@@ -22,12 +23,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import TransferFailed
+from rollout.kernels import changed
 from rollout.updates import BucketEntry
-from rollout.weights import Shape, SparsePatch
+from rollout.weight_sync import zstd
+from rollout.weights import Box, Shape, SparsePatch
+from rollout.wire import tensor_bytes
 
 WIDTHS = (1, 2, 4)  # bytes of a gap's code
-_CHUNK = 1 << 22  # elements compared at once, so that temporaries stay small
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORTH = 512  # bytes below which a frame is not tried
+
+
+@dataclass(frozen=True, slots=True)
+class CodedDelta:
+    """The changed elements of one box of a tensor, as they travel."""
+
+    dtype: torch.dtype
+    shape: Shape  # of the whole tensor
+    box: Box
+    count: int
+    width: int
+    data: Tensor  # uint8
+    inflated: int = 0  # bytes of ``data`` before compression; 0: it is not compressed
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +68,34 @@ class EncodedDelta:
     def nbytes(self) -> int:
         return self.codes_offset + len(self.codes)
 
+    def coded(
+        self, shape: Shape | None = None, box: Box | None = None, *, compress: bool = False
+    ) -> CodedDelta:
+        """Of ``box`` of a tensor of ``shape``, whose own shape is this one's; None: of a whole."""
+        shape = self.shape if shape is None else shape
+        box = Box.full(shape) if box is None else box
+        data, inflated = torch.empty(0, dtype=torch.uint8), 0
+        if len(self.values):
+            raw = self.values.view(torch.uint8)
+            squeezed = _squeezed(raw, self.values.dtype, self.codes) if compress else None
+            if squeezed is not None and len(squeezed) < self.nbytes:
+                data, inflated = squeezed, self.nbytes
+            else:
+                data = torch.cat([raw, raw.new_zeros(self.codes_offset - len(raw)), self.codes])
+        return CodedDelta(
+            self.values.dtype, shape, box, len(self.values), self.width, data, inflated
+        )
+
 
 def encode(old: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
-    """What turns ``old`` into ``new`` (host memory, equal shapes and dtypes), bit for bit.
+    """What turns ``old`` into ``new`` (in host memory, contiguous, alike), bit for bit.
 
     None where that takes more than ``max_bytes`` or is no shorter than ``new`` itself. Peak extra
     memory: some 24 bytes per changed element.
     """
     size = new.dtype.itemsize
     limit = min(max_bytes, new.numel() * size - 1)
-    positions = _changed(_bits(old), _bits(new), limit // (size + 1))
+    positions = changed(old, new, limit // (size + 1))
     if positions is None:
         return None
     codes, width = encode_gaps(positions)
@@ -71,29 +109,75 @@ def decode(entry: BucketEntry, raw: Tensor) -> SparsePatch:
     """The patch in an entry's bytes ``raw`` (uint8 [entry.nbytes], aligned).
 
     Raises ``TransferFailed`` unless exactly ``entry.count`` ascending positions lie inside the
-    tensor. Positions are a copy: a peer that still writes to ``raw`` cannot move them.
+    box. Positions are a copy: a peer that still writes to ``raw`` cannot move them.
     """
+    if entry.inflated:
+        raw = _inflated(entry, raw)
     start = codes_offset(entry.count, entry.dtype)
     values = raw[: entry.count * entry.dtype.itemsize].view(entry.dtype)
     codes = raw[start:].cpu().numpy()
-    positions = decode_gaps(codes, entry.sparse, entry.count, prod(entry.shape), entry.name)
-    return SparsePatch(entry.shape, entry.dtype, positions.to(raw.device), values)
+    positions = decode_gaps(codes, entry.sparse, entry.count, entry.box.numel, entry.name)
+    whole = entry.box == Box.full(entry.shape)
+    if not whole:
+        positions = positions_in_whole(positions, entry.box, entry.shape)
+    return SparsePatch(
+        entry.shape, entry.dtype, positions.to(raw.device), values, None if whole else entry.box
+    )
 
 
 def problem(entry: BucketEntry) -> str | None:
     """What is wrong with the sizes that a sparse entry announces, or None; reads no payload."""
-    numel, size = prod(entry.shape), entry.dtype.itemsize
+    numel, size = entry.box.numel, entry.dtype.itemsize
     if entry.sparse not in WIDTHS:
         return f"gaps of {entry.sparse} bytes; known are 1, 2 and 4"
     if entry.count > numel:
         return f"{entry.count} changed of {numel} elements"
-    length = entry.nbytes - codes_offset(entry.count, entry.dtype)
     if entry.count == 0:
-        return f"{entry.nbytes} bytes for no change" if entry.nbytes else None
+        some = entry.nbytes or entry.inflated
+        return f"{some} bytes for no change" if some else None
+    if entry.inflated and entry.nbytes >= entry.inflated:
+        return f"{entry.nbytes} bytes that are said to be {entry.inflated} compressed"
+    nbytes = entry.inflated or entry.nbytes
+    length = nbytes - codes_offset(entry.count, entry.dtype)
     escapes = length // entry.sparse - entry.count
     if length % entry.sparse or not 0 <= escapes <= numel // _escape(entry.sparse):
-        return f"{entry.nbytes} bytes cannot hold {entry.count} changes of {size} bytes"
+        return f"{nbytes} bytes cannot hold {entry.count} changes of {size} bytes"
     return None
+
+
+def positions_in_whole(positions: Tensor, box: Box, shape: Shape) -> Tensor:
+    """Flat row-major positions of ``box`` as those of a tensor of ``shape``; order is kept."""
+    if box.shape[1:] == shape[1:]:  # whole rows: one run
+        return positions + box.starts[0] * prod(shape[1:]) if shape else positions
+    found = torch.zeros_like(positions)
+    rest = positions
+    for axis in reversed(range(len(shape))):
+        size, stride = box.shape[axis], prod(shape[axis + 1 :])
+        if box.shape[:axis] == (1,) * axis:  # the coordinates before it are constants
+            start = sum(box.starts[a] * prod(shape[a + 1 :]) for a in range(axis))
+            return found + (rest + box.starts[axis]) * stride + start
+        found += (rest % size + box.starts[axis]) * stride
+        rest = rest // size
+    return found
+
+
+def _squeezed(raw: Tensor, dtype: torch.dtype, codes: Tensor) -> Tensor | None:
+    """Values and codes as one frame, bytes of equal significance side by side; None: not tried."""
+    if len(raw) + len(codes) < _WORTH:
+        return None
+    planes = raw.view(-1, dtype.itemsize).T.reshape(-1)
+    padding = raw.new_zeros(-len(raw) % 4)
+    frame = bytearray(zstd.compress(tensor_bytes(torch.cat([planes, padding, codes]))))
+    return torch.frombuffer(frame, dtype=torch.uint8)
+
+
+def _inflated(entry: BucketEntry, raw: Tensor) -> Tensor:
+    """The bytes before compression; ``problem`` has bounded their number by the tensor's own."""
+    plain = bytearray(zstd.decompress(tensor_bytes(raw.cpu()), entry.inflated))
+    found = torch.frombuffer(plain, dtype=torch.uint8)
+    length = entry.count * entry.dtype.itemsize
+    found[:length] = found[:length].view(entry.dtype.itemsize, -1).T.reshape(-1)
+    return found.to(raw.device)
 
 
 def codes_offset(count: int, dtype: torch.dtype) -> int:
@@ -136,24 +220,6 @@ def _escape(width: int) -> int:
     return int((1 << 8 * width) - 1)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
-
-
-def _changed(old: Tensor, new: Tensor, most: int) -> Tensor | None:
-    """Flat positions where two runs of bits differ, ascending; None when more than ``most`` do."""
-    found: list[Tensor] = []
-    count = 0
-    for start in range(0, len(new), _CHUNK):
-        differs = old[start : start + _CHUNK] != new[start : start + _CHUNK]
-        where = differs.nonzero().flatten()
-        count += len(where)
-        if count > most:
-            return None
-        found.append(where + start)
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-
-
 @dataclass(slots=True)
 class Committed:
     """What one engine held after a commit: the values sent, as they were sent."""
@@ -192,6 +258,33 @@ class Committed:
             ).copy_(tensor)
 
 
+@dataclass(slots=True)
+class ShardCopies:
+    """What one trainer rank holds of a committed version: its own boxes, in the wire dtype."""
+
+    epoch: int = 0
+    version: int = -1
+    layout: str = ""  # of all ranks' boxes
+    since_anchor: int = 0
+    values: dict[tuple[str, Box], Tensor] = field(default_factory=dict)
+
+    def delta(self, name: str, box: Box, values: Tensor) -> EncodedDelta | None:
+        """The change of a box against its copy, which becomes ``values``; None: send it whole.
+
+        ``values``: in host memory, contiguous, shaped like the box.
+        """
+        held = self.values.get((name, box))
+        if held is None or held.dtype != values.dtype:
+            self.values[name, box] = values.clone()
+            return None
+        found = encode(held, values, values.nbytes)
+        if found is None:
+            held.copy_(values)
+        else:
+            held.view(-1)[found.positions] = found.values
+        return found
+
+
 class DeltaBase:
     """The last committed version of one engine, as its sender knows it: one copy in host memory.
 
@@ -203,6 +296,7 @@ class DeltaBase:
 
     def __init__(self) -> None:
         self._committed: Committed | None = None
+        self._shards: ShardCopies | None = None
         self._lock = threading.Lock()
         self.rest = 0
 
@@ -215,9 +309,20 @@ class DeltaBase:
         with self._lock:
             self._committed = committed
 
+    def take_shards(self) -> ShardCopies:
+        """The same for the copies of this rank's own part; every rank has its own."""
+        with self._lock:
+            taken, self._shards = self._shards, None
+        return taken if taken is not None else ShardCopies()
+
+    def put_shards(self, copies: ShardCopies) -> None:
+        with self._lock:
+            self._shards = copies
+
     @property
     def nbytes(self) -> int:
         """Host memory held now."""
         with self._lock:
-            held = self._committed
-            return sum(t.nbytes for t in held.values.values()) if held is not None else 0
+            held = [*(self._committed.values.values() if self._committed is not None else ())]
+            held += self._shards.values.values() if self._shards is not None else ()
+            return sum(tensor.nbytes for tensor in held)

@@ -101,7 +101,7 @@ class Follower:
             if self._failed.get(candidate.path) == looks:
                 continue
             try:
-                source = self._source(candidate, info)
+                source = complete_source(candidate.path, self._roots, info)
             except IncompleteUpdate as error:
                 log.debug("not complete yet: %s", error)
                 continue
@@ -116,21 +116,6 @@ class Follower:
                 raise
         return None
 
-    def _source(self, candidate: Candidate, info: WeightInfo) -> Any:
-        """What to update from; ``IncompleteUpdate`` where it is still being written."""
-        path = candidate.path
-        for file in path.iterdir():
-            self._check_inside(file)
-        if path.name == folder(candidate.version):
-            return VersionSource(LocalStore(path.parent), candidate.version, dtype=info.dtype)
-        check_checkpoint(path)
-        return path
-
-    def _check_inside(self, file: Path) -> None:
-        found = file.resolve()
-        if not any(found.is_relative_to(root) for root in self._roots):
-            raise ConfigError(f"{file} leads to {found}, outside every --weight-dir; not read")
-
     def _candidates(self) -> Iterator[Candidate]:
         try:
             paths = list(self._directory.iterdir())
@@ -139,20 +124,45 @@ class Follower:
         for path in paths:
             match = _NUMBER.fullmatch(path.name)
             if match and not path.name.startswith((".", "tmp")) and path.is_dir():
-                self._check_inside(path)
+                _check_inside(path, self._roots)
                 yield Candidate(int(match[1]), path)
 
 
 def allowed(directory: str | Path, roots: Sequence[str | Path]) -> Path:
     """``directory``, resolved; ``ConfigError`` unless it exists and lies in one of ``roots``."""
     found = Path(directory).resolve()
-    if not found.is_dir():
-        raise ConfigError(f"{directory} is not a directory; create it before following it")
     if not any(found.is_relative_to(Path(root).resolve()) for root in roots):
         raise ConfigError(
             f"{directory} is outside every --weight-dir; allow it with --weight-dir {directory}"
         )
+    if not found.is_dir():
+        raise ConfigError(f"{directory} is not a directory; create it first")
     return found
+
+
+def readable(directory: str | Path, roots: Sequence[str | Path], info: WeightInfo) -> Any:
+    """What ``publish`` takes of a checkpoint or version in ``directory``, which may be read.
+
+    Raises ``ConfigError`` where it, or a file in it, lies outside ``roots``, and
+    ``IncompleteUpdate`` where it is half-written.
+    """
+    return complete_source(allowed(directory, roots), [Path(r).resolve() for r in roots], info)
+
+
+def complete_source(path: Path, roots: Sequence[Path], info: WeightInfo) -> Any:
+    """What to update from; ``IncompleteUpdate`` where it is still being written."""
+    for file in path.iterdir():
+        _check_inside(file, roots)
+    if path.name.isdecimal() and path.name == folder(int(path.name)):
+        return VersionSource(LocalStore(path.parent), int(path.name), dtype=info.dtype)
+    check_checkpoint(path)
+    return path
+
+
+def _check_inside(file: Path, roots: Sequence[Path]) -> None:
+    found = file.resolve()
+    if not any(found.is_relative_to(root) for root in roots):
+        raise ConfigError(f"{file} leads to {found}, outside every --weight-dir; not read")
 
 
 def check_checkpoint(path: Path) -> None:

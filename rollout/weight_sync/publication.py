@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -22,24 +22,31 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.kernels import digest
-from rollout.update_wire import info_to_wire, receipt_to_wire, rendezvous_to_wire
+from rollout.update_wire import (
+    info_to_wire,
+    receipt_to_wire,
+    rendezvous_to_wire,
+    request_to_wire,
+)
 from rollout.updates import BucketHeader, Seal, UpdateRequest, WeightChannel, WeightInfo
 from rollout.weight_sync.bucket import BucketPacker
-from rollout.weight_sync.delta import DeltaBase
+from rollout.weight_sync.delta import CodedDelta, DeltaBase
 from rollout.weight_sync.encodings import Encoder
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.source import WeightSource
-from rollout.weight_sync.survey import PlanCache, Survey
+from rollout.weight_sync.survey import PlanCache, Survey, shard_layout
 from rollout.weight_sync.transports import (
     Road,
     Sender,
     SpreadSender,
+    is_per_rank,
     is_spread,
     make_sender,
     roads,
 )
-from rollout.weights import Box, TensorMeta, UpdateReceipt
+from rollout.weights import Box, TensorMeta, TensorPiece, UpdateReceipt
 
+Packed = Iterator[tuple[BucketHeader, Tensor]]
 _POLL = 0.05  # seconds between questions about a commit whose reply was lost
 
 
@@ -81,6 +88,7 @@ class Publication:
         self._wire_bytes = 0
         self._sent: list[int] = []  # by trainer rank, where each sends
         self._num_buckets = 0
+        self._changed = 0  # elements sent
         self._started = time.perf_counter()
         self.gather_seconds = 0.0
         self._transfer_seconds = 0.0
@@ -92,9 +100,12 @@ class Publication:
         self._connect = connect
         self._link = connect()
         self._info = self._link.info()
+        self._encoder = Encoder(self._options, self._info, self._base)
         transport = self._options.transport
         auto = transport == "auto" and "p2p" in self._info.transports
         look = "asked" if is_spread(transport) else "auto" if auto else ""
+        if self._encoder.may_spread or is_per_rank(transport):
+            look = look or "auto"
         return {"info": info_to_wire(self._info), "look": look}
 
     def begin(self, source: WeightSource, survey: Survey | None = None) -> dict[str, Any]:
@@ -104,7 +115,7 @@ class Publication:
         ``survey``: what trainer ranks hold, where that was looked into.
         """
         assert self._info is not None
-        self._encoder = Encoder(self._options, self._info, self._base)
+        assert self._encoder is not None
         try:
             metadata = source.metadata()
         except RolloutError:
@@ -112,11 +123,12 @@ class Publication:
         except Exception as error:  # the trainer's own code
             raise source_failed(error, "") from error
         self._survey = survey
-        ways = list(
-            roads(self._options.transport, self._info)
-            if survey is None
-            else roads(self._options.transport, self._info, survey.problem, survey.split)
-        )
+        self._spread_changes(survey)
+        asked = is_spread(self._options.transport)
+        if survey is None or (self._encoder.encoding == "delta" and not asked):
+            ways = list(roads(self._options.transport, self._info))  # changes need no p2p
+        else:
+            ways = list(roads(self._options.transport, self._info, survey.problem, survey.split))
         while True:
             try:
                 return self._open(ways[0], metadata)
@@ -145,35 +157,39 @@ class Publication:
         survey = self._survey if is_spread(road.transport) else None
         if survey is not None:
             cast(SpreadSender, sender).spread(len(survey.have))
-            self._encoder.send_whole("boxes go straight from rank to rank")
+            if is_spread(options.transport):
+                self._encoder.send_whole("boxes go straight from rank to rank")
+            else:
+                self._encoder.fall_back("boxes go straight from rank to rank")
         buffers = sender.buffers(options.bucket_bytes)
+        lanes = 1 if survey is not None else self._lanes(sender)
         channel = self._channel = self._link.open()
-        begun = channel.begin(
-            UpdateRequest(
-                update_id=self._update_id,
-                version=options.version,
-                base=self._encoder.base,
-                encoding=self._encoder.encoding,
-                metadata=metadata,
-                partial=options.partial,
-                transport=sender.name,
-                rendezvous=sender.rendezvous(),
-                bucket_bytes=options.bucket_bytes,
-                staging=options.staging,
-                in_flight=options.in_flight,
-                label=options.label,
-                timeout=timeout,
-                shared=sender.shared(),
-                senders=1 if survey is None else len(survey.have),
-                layout="" if survey is None else self._plans.layout,
-            )
+        request = UpdateRequest(
+            update_id=self._update_id,
+            version=options.version,
+            base=self._encoder.base,
+            encoding=self._encoder.encoding,
+            metadata=metadata,
+            partial=options.partial,
+            transport=sender.name,
+            rendezvous=sender.rendezvous(),
+            bucket_bytes=options.bucket_bytes,
+            staging=options.staging,
+            in_flight=options.in_flight,
+            label=options.label,
+            timeout=timeout,
+            shared=sender.shared(),
+            senders=lanes if survey is None else len(survey.have),
+            layout="" if survey is None else self._plans.layout,
+            grace=getattr(sender, "grace", 0.0),
         )
+        begun = channel.begin(request)
         if survey is not None:
             # Every trainer rank connects, after it has been told where.
             where = sender.rendezvous()
             assert where is not None
             wants = self._plans.wants_for(begun, survey)
-            return {"p2p": {"where": rendezvous_to_wire(where), **wants}}
+            return {"p2p": {"where": rendezvous_to_wire(where), **wants}, **self._changes()}
         sender.connect(channel, timeout)
         self._packer = BucketPacker(
             min([options.bucket_bytes, *(buffer.numel() for buffer in buffers)]),
@@ -181,7 +197,41 @@ class Publication:
             wait_free=self._wait_free,
             buffers=buffers,
         )
-        return {"version": begun.version}
+        told = {"version": begun.version, **self._changes()}
+        if lanes > 1:
+            wire = request_to_wire(replace(request, metadata=None))
+            told["lanes"] = {"request": wire, "secret": getattr(channel, "secret", "")}
+        return told
+
+    def _lanes(self, sender: Sender) -> int:
+        """How many streams will carry the update: one of each trainer rank that can read its part.
+
+        The first rank compares for all where it keeps the copies.
+        """
+        assert self._encoder is not None
+        found, encoder = self._survey, self._encoder
+        if sender.name != "grpc_stream" or not getattr(sender, "grace", 0.0):
+            return 1
+        alone = found is None or found.problem is not None or encoder.keeps_all
+        return 1 if found is None or alone or not hasattr(self._link, "join") else len(found.have)
+
+    def _spread_changes(self, survey: Survey | None) -> None:
+        """Let every trainer rank compare its own part, where all of them can read theirs."""
+        assert self._encoder is not None
+        assert self._info is not None
+        if not self._encoder.may_spread or survey is None or survey.problem is not None:
+            return
+        layout = shard_layout(survey.layout, self._options.bucket_bytes)
+        live = [self._info.epoch, self._info.version, layout]
+        agreed = all(list(mark[:3]) == live for mark in survey.copies)
+        self._encoder.spread_over(agreed, survey.copies[0][3])
+
+    def _changes(self) -> dict[str, Any]:
+        """What the trainer ranks have to know of the encoding."""
+        assert self._encoder is not None
+        encoder = self._encoder
+        spread = "" if not encoder.spread else "send" if encoder.encoding == "delta" else "keep"
+        return {"changes": spread, "compress": encoder.compress}
 
     def connect(self) -> None:
         """Meet the other members of a group that trainer ranks form, too."""
@@ -222,35 +272,57 @@ class Publication:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Digest, pack and send one tensor; an error is kept for the next vote."""
+        self._attempt(name, lambda packer: self._packed(packer, name, tensor))
+
+    def add_part(self, name: str, part: CodedDelta | TensorPiece) -> None:
+        """Pack and send what a trainer rank has coded of its part; an error is kept likewise."""
+        self._attempt(name, lambda packer: packer.add_part(name, part))
+
+    def sent(self) -> list[int]:
+        """Buckets, bytes and elements that this rank has sent so far."""
+        return [self._num_buckets, self._wire_bytes, self._changed]
+
+    def end_parts(
+        self,
+        metadata: Sequence[TensorMeta],
+        digests: Mapping[str, int],
+        sent: Sequence[Sequence[int]],
+    ) -> None:
+        """Every part has arrived; ``sent``: of each rank that had a stream of its own."""
+        self._digests = dict(digests)
+        self._num_bytes = sum(meta.nbytes for meta in metadata)
+        totals = zip(*sent, strict=True)
+        self._num_buckets, self._wire_bytes, self._changed = (sum(column) for column in totals)
+        self._sent = [row[1] for row in sent] if len(sent) > 1 else []
+
+    def _attempt(self, name: str, pack: Callable[[BucketPacker], Packed]) -> None:
         if self.failure is not None:
             return
         assert self._packer is not None
-        assert self._encoder is not None
-        assert self._info is not None
         try:
             if self._gave_up is not None:
                 raise DeadlineExceeded(self._gave_up)
-            tensor = tensor.detach()
-            if tensor.is_floating_point() and tensor.dtype != self._info.dtype:
-                tensor = tensor.to(self._info.dtype)
-            started = time.perf_counter()
-            shape = tuple(tensor.shape)
-            self._digests[name] = digest(tensor, shape, Box.full(shape))
-            self._digest_seconds += time.perf_counter() - started
-            self._num_bytes += tensor.nbytes
-            delta = self._encoder.delta(name, tensor, self._packer.bucket_bytes)
-            packed = (
-                self._packer.add(name, tensor)
-                if delta is None
-                else self._packer.add_delta(name, delta)
-            )
-            for header, payload in packed:
+            for header, payload in pack(self._packer):
                 self._send(header, payload)
         except RolloutError as error:
             self.failure = error
         except Exception as error:  # noqa: BLE001 - it must wait for the next vote, whatever it is
             self.failure = TransferFailed(f"sending {name!r} failed: {error}")
             self.failure.__cause__ = error
+
+    def _packed(self, packer: BucketPacker, name: str, tensor: Tensor) -> Packed:
+        assert self._encoder is not None
+        assert self._info is not None
+        tensor = tensor.detach()
+        if tensor.is_floating_point() and tensor.dtype != self._info.dtype:
+            tensor = tensor.to(self._info.dtype)
+        started = time.perf_counter()
+        shape = tuple(tensor.shape)
+        self._digests[name] = digest(tensor, shape, Box.full(shape))
+        self._digest_seconds += time.perf_counter() - started
+        self._num_bytes += tensor.nbytes
+        delta = self._encoder.delta(name, tensor, packer.bucket_bytes)
+        return packer.add(name, tensor) if delta is None else packer.add_delta(name, delta)
 
     def flush(self) -> None:
         """Send what is left and wait until every rank has taken every bucket."""
@@ -308,6 +380,7 @@ class Publication:
         started = time.perf_counter()
         self._sender.send(self._channel, header, payload)
         self._num_buckets = header.index + 1
+        self._changed += sum(e.count if e.sparse else e.box.numel for e in header.entries)
         self._wire_bytes += header.nbytes
         self._transfer_seconds += time.perf_counter() - started
 
@@ -341,11 +414,13 @@ class Publication:
         assert self._encoder is not None
         assert self._road is not None
         sent = {"sent_bytes": ",".join(map(str, self._sent))} if self._sent else {}
+        if self._encoder.encoding == "delta":
+            sent["sent_elements"] = str(self._changed)
         return {
             **sent,
             "digest_seconds": f"{self._digest_seconds:.6f}",
             "transport_reason": self._road.reason,
-            "encoding": self._encoder.encoding,
+            "encoding": self._encoder.encoding + ("-zstd" if self._encoder.compressed else ""),
             "encoding_reason": self._encoder.reason,
         }
 

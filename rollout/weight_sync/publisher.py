@@ -21,6 +21,7 @@ from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.options import UpdateOptions
+from rollout.weight_sync.own_part import OwnPart
 from rollout.weight_sync.publication import Publication, WeightLink, source_failed
 from rollout.weight_sync.rounds import Rounds
 from rollout.weight_sync.source import WeightSource, agreement_for, source_for
@@ -42,10 +43,11 @@ def publish(
     """Make the weights of ``obj`` live on the engine as one version, or change nothing.
 
     ``obj`` is whatever ``source_for`` accepts. Every rank of a distributed source calls this in
-    the same order; only the sender calls ``connect`` and uses ``base``, the copy of what the same
-    engine last committed, which a delta is built on (None: every update is full). ``plans``
-    remembers between updates, on every rank, what goes where. Returns the same receipt on every
-    rank; raises the same error of the tree on every rank that is still alive.
+    the same order; the sender calls ``connect``, and so do the others where each has a stream of
+    its own. ``base`` holds what the same engine last committed, which a delta is built on (None:
+    every update is full): the sender's copy of all of it, or each rank's of its own part.
+    ``plans`` remembers between updates, on every rank, what goes where. Returns the same receipt
+    on every rank; raises the same error of the tree on every rank that is still alive.
     """
     timeout = options.timeout
     plans = plans if plans is not None else PlanCache()
@@ -57,16 +59,23 @@ def publish(
         agreement.vote(failure, timeout, "source")
         assert source is not None
         look = told["look"] == "asked" or (told["look"] == "auto" and agreement.size > 1)
-        found = survey(source, agreement, timeout, plans) if look else None
+        part = OwnPart(base, options)
+        found = survey(source, agreement, timeout, plans, part.mark) if look else None
         told = _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source, found))
         if "p2p" in told:
             assert found is not None
             plans.learn(told["p2p"], info)
             Rounds(source, found, agreement, options, sending).run(told["p2p"]["where"], plans)
+        elif told["changes"] == "send" or "lanes" in told:
+            assert found is not None
+            part.send(source, found, info, agreement, sending, told, connect)
         else:
             _stream(source, info, agreement, options, sending)
-        told = _on_sender(agreement, 4 * timeout, "commit", sending.finish)
-        return receipt_from_wire(told["receipt"])
+        done = _on_sender(agreement, 4 * timeout, "commit", sending.finish)
+        receipt = receipt_from_wire(done["receipt"])
+        if told["changes"] and found is not None:
+            part.settle(source, found, agreement.rank, receipt, told["changes"])
+        return receipt
 
 
 def _source(

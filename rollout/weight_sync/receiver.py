@@ -109,7 +109,8 @@ class RankUpdates:
             payload = update.receiver.receive(header, carried, update.request.timeout)
             started = time.perf_counter()
             sparse = update.request.encoding == "delta"
-            update.session.feed(unpack(header, payload, sparse=sparse))
+            limit = update.request.bucket_bytes
+            update.session.feed(unpack(header, payload, sparse=sparse, inflate=limit))
             update.seconds += time.perf_counter() - started
             update.next_index += 1
         return {"index": header.index}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.plan import Layout, gap, plan_rounds
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weights import TensorMeta
+
+MAX_PART = 16 << 20  # bytes of a part that a rank compares at once; no road has shorter buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Survey:
     metadata: tuple[TensorMeta, ...] = ()
     layout: str = ""
     knows: tuple[str, ...] = ()
+    copies: tuple[tuple[Any, ...], ...] = ()  # what each rank's copies are of, for deltas
 
     @property
     def split(self) -> bool:
@@ -94,7 +97,18 @@ class PlanCache:
         return self._planned[1]
 
 
-def survey(source: WeightSource, agreement: Agreement, timeout: float, plans: PlanCache) -> Survey:
+def shard_layout(layout: str, bucket_bytes: int) -> str:
+    """Names how a source of this layout is cut into the parts that ranks compare."""
+    return f"{layout}/{min(bucket_bytes, MAX_PART)}"
+
+
+def survey(
+    source: WeightSource,
+    agreement: Agreement,
+    timeout: float,
+    plans: PlanCache,
+    copies: Sequence[Any] = (),
+) -> Survey:
     """Tell each other what every rank holds; collective. Boxes travel when some have changed."""
     problem, metadata, mine = _look(source)
     status = {
@@ -103,6 +117,7 @@ def survey(source: WeightSource, agreement: Agreement, timeout: float, plans: Pl
         "metadata": _digest([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
         "source": plans.source_layout,
         "wants": plans.layout,
+        "copies": list(copies),
     }
     said = agreement.exchange(status, timeout, "survey")
     problems = [
@@ -113,14 +128,15 @@ def survey(source: WeightSource, agreement: Agreement, timeout: float, plans: Pl
     if problems:
         return Survey(problems[0])
     knows = tuple(s["wants"] for s in said)
+    kept = tuple(tuple(s["copies"]) for s in said)
     layout = _digest([said[0]["metadata"], *(s["mine"] for s in said)])
     if all(s["source"] == layout for s in said):
         known = plans.surveyed(layout)
         assert known is not None
-        return Survey(known.problem, known.have, known.metadata, layout, knows)
+        return Survey(known.problem, known.have, known.metadata, layout, knows, kept)
     boxes = agreement.exchange({"boxes": mine}, timeout, "boxes")
     have = tuple(boxes_from_wire(reply["boxes"]) for reply in boxes)
-    found = Survey(gap(metadata, have), have, metadata, layout, knows)
+    found = Survey(gap(metadata, have), have, metadata, layout, knows, kept)
     plans.keep(found)
     return found
 

@@ -79,7 +79,8 @@ def test_any_bits_survive_through_buckets(dtype, changed) -> None:
     assert len(found.values) == changed
     packer = BucketPacker(1 << 15)
     made = [
-        *packer.add("whole", old), *packer.add_delta("x", found), *packer.add_delta("y", found),
+        *packer.add("whole", old),
+        *packer.add_delta("x", found.coded()), *packer.add_delta("y", found.coded()),
         *packer.flush(),
     ]  # fmt: skip
     seen = []
@@ -146,7 +147,9 @@ BAD = {
     "cannot hold 1 changes": {"nbytes": 9},
     "for no change": {"count": 0},
     "cannot hold 1": {"sparse": 2},
-    "delta of a part": {"box": Box((0,), (9,))},
+    "lies outside shape": {"box": Box((5,), (11,))},
+    "2 changed of 1 elements": {"box": Box((0,), (1,)), "count": 2, "nbytes": 10},
+    "said to be 5 compressed": {"inflated": 5},
 }
 
 
@@ -167,6 +170,15 @@ def test_codes_that_lead_outside_are_refused(codes, text) -> None:
         list(unpack(header, payload, sparse=True))
     with pytest.raises(TransferFailed):
         decode_gaps(np.array([255, 255, 1], np.uint8), 1, 1, 500, "x")
+
+
+def test_changes_of_a_part_stay_in_it() -> None:
+    header, payload = entry(box=Box((2,), (7,)))
+    [(_, patch)] = unpack(header, payload, sparse=True)
+    assert (patch.positions.tolist(), patch.box) == ([5], Box((2,), (7,)))
+    header, payload = entry(box=Box((2,), (5,)))
+    with pytest.raises(TransferFailed, match="position 3 lies outside 3 elements"):
+        list(unpack(header, payload, sparse=True))
 
 
 def test_a_delta_in_a_full_update_is_refused() -> None:

@@ -197,6 +197,85 @@ def test_a_store_in_a_directory_stays_in_it(tmp_path) -> None:
     assert store.list("") == ["1/a", "link"]
 
 
+def test_a_delta_for_another_base_is_named(engine, store, checkpoints) -> None:
+    """Version 2 was written against a version 1 that is not the one that lies there now."""
+    writing = writer(store, encoding="delta")
+    writing.write(checkpoints[1], 1)
+    writing.write(nudged(checkpoints[1], 0.01), 2)
+    other = PutGetList()
+    writer(other).write(checkpoints[2], 1)
+    for key in other.list("000000000001/"):
+        store.put(key, other.get(key))
+    before, started = engine.live(), time.monotonic()
+    with pytest.raises(ChecksumMismatch, match="of version 2 is not what was written"):
+        publish(
+            VersionSource(store, 2), connect=lambda: engine, options=UpdateOptions(timeout=DEADLINE)
+        )
+    assert time.monotonic() - started < DEADLINE
+    assert same(engine.live(), before)
+    assert engine.info().state == "idle"
+
+
+class Vanishing(PutGetList):
+    """A store that answers a few times, and then is gone."""
+
+    def __init__(self, answers: int, error: Exception) -> None:
+        super().__init__()
+        self.answers, self.error = answers, error
+
+    def get(self, key: str) -> bytes:
+        self.answers -= 1
+        if self.answers < 0:
+            raise self.error
+        return super().get(key)
+
+
+@pytest.mark.parametrize(
+    ("gone", "error", "text"),
+    [
+        (KeyError("bucket"), IncompleteUpdate, "bucket-000001 is missing, though"),
+        (OSError(116, "Stale file handle"), SourceFailed, "Stale file handle"),
+    ],
+)
+def test_a_store_that_vanishes_midway_is_named_on_both_sides(
+    engine, checkpoints, gone, error, text
+) -> None:
+    store = Vanishing(1 << 30, gone)
+    writer(store).write(checkpoints[2], 1)
+    store.answers = 2  # the manifest and the first bucket
+    before, started = engine.live(), time.monotonic()
+    with pytest.raises(error, match=text):
+        publish(
+            VersionSource(store, 1), connect=lambda: engine, options=UpdateOptions(timeout=DEADLINE)
+        )
+    assert time.monotonic() - started < DEADLINE
+    assert same(engine.live(), before)
+    assert (engine.info().state, engine.ended) == ("idle", [True])
+
+
+def test_a_writer_that_vanishes_leaves_no_version_behind(engine, checkpoints, tmp_path) -> None:
+    """A whole version is followed; what a dead writer left is neither read nor waited for."""
+
+    class Dies(LocalStore):
+        def put(self, key: str, data: bytes) -> None:
+            if key.endswith("bucket-000003"):
+                raise KeyboardInterrupt
+            super().put(key, data)
+
+    where = tmp_path / "run"
+    where.mkdir()
+    writer(LocalStore(where)).write(checkpoints[2], 4)
+    with pytest.raises(KeyboardInterrupt):
+        writer(Dies(where)).write(checkpoints[1], 5)
+    following = Follower(where, [tmp_path], lambda: engine, timeout=DEADLINE)
+    assert following.look().version == 4
+    assert following.look() is None
+    with pytest.raises(IncompleteUpdate, match=r"version 5 has no manifest\.json"):
+        VersionSource(LocalStore(where), 5)
+    writer(LocalStore(where)).write(checkpoints[1], 5)  # the next writer begins it anew
+    assert following.look().version == 5
+
+
 # ---- following a directory ----
 
 

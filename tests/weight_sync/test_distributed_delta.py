@@ -1,4 +1,4 @@
-"""Deltas from a sharded trainer: gathered, compared with the sender's copy, sent by the sender."""
+"""Deltas from a sharded trainer: each rank compares its shard, the first or each of them sends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_two_ranks_of_fsdp2_send_what_changed(directory, tmp_path) -> None:
         command = [sys.executable, "-c", RANK, str(directory), served.grpc, str(tmp_path / "meet")]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), "ipc", "broadcast"],
+                [*command, str(rank), "ipc", "broadcast", "grpc_stream"],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
             )
             for rank in range(2)
@@ -79,8 +79,9 @@ def test_two_ranks_of_fsdp2_send_what_changed(directory, tmp_path) -> None:
     assert [row[:3] for row in rows] == [
         ["ipc", "full", 1], ["ipc", "full", 2], ["ipc", "delta", 3],
         ["broadcast", "full", 4], ["broadcast", "full", 5], ["broadcast", "delta", 6],
+        ["grpc_stream", "full", 7], ["grpc_stream", "full", 8], ["grpc_stream", "delta", 9],
     ]  # fmt: skip
-    for whole, changes in ((rows[1], rows[2]), (rows[4], rows[5])):
+    for whole, changes in ((rows[1], rows[2]), (rows[4], rows[5]), (rows[7], rows[8])):
         assert changes[3] <= 0.04 * whole[3]
     assert all(row[5] for row in rows)
-    assert torch.tensor([row[4] for row in rows], dtype=torch.float64).unique().numel() == 6
+    assert torch.tensor([row[4] for row in rows], dtype=torch.float64).unique().numel() == 9

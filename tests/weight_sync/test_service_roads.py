@@ -55,7 +55,7 @@ def test_auto_is_shared_memory_on_one_host_and_the_receipt_says_why(client, mode
     assert not left(os.getpid())
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast", "inline"])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "inline", "grpc_stream"])
 def test_changes_alone_travel_and_are_live_and_proven(client, model, transport) -> None:
     weights = dict(model.state_dict())
     full = client.update_weights(weights, transport=transport, encoding="delta")

@@ -23,7 +23,7 @@ from rollout.updates import (
 )
 from rollout.weight_sync.host import host_id
 
-TRANSPORTS = ("inline", "broadcast", "ipc", "p2p")
+TRANSPORTS = ("inline", "grpc_stream", "broadcast", "ipc", "p2p")
 
 
 class Sender(Protocol):
@@ -104,6 +104,11 @@ def is_spread(transport: str | SenderFactory) -> bool:
     return transport == "p2p" or bool(getattr(transport, "is_spread", False))
 
 
+def is_per_rank(transport: str | SenderFactory) -> bool:
+    """Whether every trainer rank that can opens a stream of its own on this road."""
+    return transport == "grpc_stream" or bool(getattr(transport, "is_per_rank", False))
+
+
 def roads(
     transport: str | SenderFactory, info: WeightInfo, no_p2p: str | None = "", split: bool = False
 ) -> tuple[Road, ...]:
@@ -171,6 +176,10 @@ def make_sender(
         from rollout.weight_sync.transports.inline import InlineSender
 
         return InlineSender()
+    if name == "grpc_stream":
+        from rollout.weight_sync.transports.inline import GrpcStream
+
+        return GrpcStream()(info, timeout, host)
     if name == "ipc":
         from rollout.weight_sync.transports.ipc import IpcSender
 
@@ -186,7 +195,7 @@ def make_sender(
 
 def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:
     """The receiver that matches an accepted update request, for engine rank ``rank``."""
-    if request.transport == "inline":
+    if request.transport in ("inline", "grpc_stream"):
         from rollout.weight_sync.transports.inline import InlineReceiver
 
         return InlineReceiver()

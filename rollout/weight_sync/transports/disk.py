@@ -176,6 +176,8 @@ def _assembled(items: Iterator[tuple[str, Unpacked]]) -> Iterator[tuple[str, Ten
     filled = 0
     for name, value in items:
         if isinstance(value, SparsePatch):
+            if value.box is not None:
+                raise TransferFailed(f"{name!r:.200}: a version's changes are of whole tensors")
             yield name, value
         elif isinstance(value, Tensor):
             yield name, value.clone()

@@ -132,7 +132,7 @@ class _Writing:
         if change is None:
             made = self._packer.add(name, tensor)
         else:
-            made = self._packer.add_delta(name, change)
+            made = self._packer.add_delta(name, change.coded())
         for header, payload in made:
             self._put(header, payload)
 

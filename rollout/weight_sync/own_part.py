@@ -1,0 +1,96 @@
+"""One trainer rank's own part in an update, where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import Any, cast
+
+from rollout.errors import RolloutError
+from rollout.updates import WeightInfo
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.delta import DeltaBase, ShardCopies
+from rollout.weight_sync.encodings import too_dense
+from rollout.weight_sync.lanes import JoiningLink, Outlet, RankStream
+from rollout.weight_sync.options import UpdateOptions
+from rollout.weight_sync.publication import Publication, WeightLink
+from rollout.weight_sync.shards import Shards, ShardUpdate
+from rollout.weight_sync.source import WeightSource
+from rollout.weight_sync.survey import Survey
+from rollout.weights import UpdateReceipt
+
+
+class OwnPart:
+    """What a rank sends itself, and its copies, which are gone unless the update commits."""
+
+    def __init__(self, base: DeltaBase | None, options: UpdateOptions) -> None:
+        self._base, self._options = base, options
+        self._copies = base.take_shards() if base is not None else ShardCopies()
+        self._shards: Shards | None = None
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """What other ranks must hold, too, for a delta to be built on these copies."""
+        held = self._copies
+        return (held.epoch, held.version, held.layout, held.since_anchor)
+
+    def send(
+        self,
+        source: WeightSource,
+        found: Survey,
+        info: WeightInfo,
+        agreement: Agreement,
+        sending: Publication,
+        told: Mapping[str, Any],
+        connect: Callable[[], WeightLink],
+    ) -> None:
+        """Send this rank's part, by the first rank or on a stream of its own."""
+        with ExitStack() as stack:
+            outlet: Outlet | None = None
+            if "lanes" in told:
+                outlet, failure = self._outlet(agreement, sending, told, connect)
+                if isinstance(outlet, RankStream):
+                    stack.enter_context(closing(outlet))
+                agreement.vote(failure, 2 * self._options.timeout, "join")
+            ShardUpdate(
+                self._own(source, found, agreement.rank),
+                self._copies if told["changes"] == "send" else None,
+                info,
+                agreement,
+                self._options,
+                sending,
+                outlet,
+                told["compress"],
+            ).run(found.metadata)
+
+    def _outlet(
+        self,
+        agreement: Agreement,
+        sending: Publication,
+        told: Mapping[str, Any],
+        connect: Callable[[], WeightLink],
+    ) -> tuple[Outlet | None, RolloutError | None]:
+        if agreement.is_sender:
+            return sending, None
+        try:
+            return RankStream(cast(JoiningLink, connect()), told["lanes"], agreement.rank), None
+        except RolloutError as error:
+            return None, error
+
+    def settle(
+        self, source: WeightSource, found: Survey, rank: int, receipt: UpdateReceipt, how: str
+    ) -> None:
+        """The update is live: its values are the base of the next one."""
+        copies, sizes = self._copies, (receipt.wire_bytes, receipt.num_bytes)
+        if self._base is None or (how == "send" and too_dense(self._options, *sizes)):
+            return
+        if how == "keep":
+            self._own(source, found, rank).keep(copies)
+        copies.since_anchor = copies.since_anchor + 1 if how == "send" else 0
+        copies.epoch, copies.version = receipt.epoch, receipt.version
+        self._base.put_shards(copies)
+
+    def _own(self, source: WeightSource, found: Survey, rank: int) -> Shards:
+        if self._shards is None:
+            self._shards = Shards(source, found, rank, self._options.bucket_bytes)
+        return self._shards

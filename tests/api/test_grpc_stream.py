@@ -1,0 +1,259 @@
+"""The road through one port: a cut connection costs a bucket, a lost client a grace."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from proxies import Proxy
+
+from rollout import Rollout
+from rollout.errors import ConfigError, TransferFailed, VersionConflict
+from rollout.grpc_client import RolloutClient
+from rollout.grpc_outbox import Outbox
+from rollout.grpc_status import CHUNK
+from rollout.updates import BucketHeader, UpdateRequest
+from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weight_sync.transports.inline import GrpcStream
+
+BUCKET = 48 << 10
+
+
+@pytest.fixture
+def nbytes(engine):
+    return sum(meta.nbytes for meta in engine.weight_info().tensors)
+
+
+def through(proxy):
+    return Rollout.connect(proxy.address, timeout=10)
+
+
+def test_the_stream_is_chosen_by_name_and_needs_no_second_port(
+    engine, other_weights, changed, nbytes
+):
+    weights = changed(other_weights, 0.375)
+    with Proxy(engine.address) as proxy, through(proxy) as client:
+        receipt = client.update_weights(weights, transport="grpc_stream", bucket_bytes=BUCKET)
+        assert client.check_weights(weights).equal
+    assert (receipt.transport, receipt.wire_bytes >= nbytes) == ("grpc_stream", True)
+    assert receipt.details["transport_reason"] == "asked for"
+    assert "connections_replaced" not in receipt.details
+    assert proxy.up >= nbytes
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.95])
+def test_a_cut_costs_at_most_one_bucket_sent_twice(engine, other_weights, changed, nbytes, part):
+    weights = changed(other_weights, part)
+    with Proxy(engine.address) as whole, through(whole) as client:
+        client.update_weights(changed(weights, 1.0), transport="grpc_stream", bucket_bytes=BUCKET)
+    with Proxy(engine.address, (int(part * nbytes),)) as proxy, through(proxy) as client:
+        receipt = client.update_weights(
+            weights, transport="grpc_stream", bucket_bytes=BUCKET, timeout=10
+        )
+        assert client.check_weights(weights).equal
+    assert proxy.cuts == 1
+    assert receipt.details["connections_replaced"] == "1"
+    assert int(receipt.details["resent_bytes"]) <= BUCKET
+    assert int(receipt.details["resent_buckets"]) <= 1
+    # What the sender says is what passed the wire: besides, one more set of HTTP/2 greetings.
+    assert proxy.up <= whole.up + BUCKET + (16 << 10)
+
+
+def test_every_cut_is_survived_until_the_last(engine, other_weights, changed, nbytes):
+    weights = changed(other_weights, 0.1875)
+    cuts = tuple(int(part * nbytes) for part in (0.2, 0.4, 0.6, 0.8))
+    with Proxy(engine.address, cuts) as proxy, through(proxy) as client:
+        receipt = client.update_weights(weights, transport="grpc_stream", bucket_bytes=BUCKET)
+        assert client.check_weights(weights).equal
+    assert proxy.cuts == 4
+    assert receipt.details["connections_replaced"] == "4"
+    assert int(receipt.details["resent_bytes"]) <= 4 * BUCKET
+    assert int(receipt.details["resent_buckets"]) <= 4
+
+
+def test_nobody_back_within_the_grace_is_an_error_on_both_sides(
+    engine, other_weights, changed, nbytes, eventually
+):
+    live = engine.weight_version
+    with Proxy(engine.address, (nbytes // 2,)) as proxy, through(proxy) as client:
+        proxy.refuse_after_cut = True
+        started = time.monotonic()
+        with pytest.raises(TransferFailed, match=r"could not be made again within 0\.5 s"):
+            client.update_weights(
+                changed(other_weights, 0.5), transport=GrpcStream(0.5), bucket_bytes=BUCKET
+            )
+        assert time.monotonic() - started < 5
+    eventually(lambda: engine.weight_info().state == "idle", 3.0)
+    assert engine.weight_version == live
+    assert engine.update_weights(other_weights).version == live + 1
+
+
+def test_a_client_that_gives_up_holds_nothing(engine, other_weights):
+    """Its goodbye is an abort, which is no cut: the grace is not waited for."""
+
+    def failing():
+        for index, item in enumerate(other_weights.items()):
+            if index == 5:
+                raise OSError("gone")
+            yield item
+
+    with Rollout.connect(engine.address, timeout=10) as client:
+        for source in (failing(), iter([*other_weights.items()][:3])):
+            with pytest.raises(Exception, match=r"gone|initialized"):
+                client.update_weights(source, transport=GrpcStream(60), bucket_bytes=BUCKET)
+            started = time.monotonic()
+            client.update_weights(other_weights, transport=GrpcStream(60), bucket_bytes=BUCKET)
+            assert time.monotonic() - started < 20
+
+
+def request(**changes):
+    values = {"update_id": os.urandom(8).hex(), "bucket_bytes": 1 << 20, "timeout": 5.0}
+    return UpdateRequest(**{**values, "transport": "grpc_stream", **changes})
+
+
+HOLDER = """
+import sys, time
+from rollout.grpc_client import RolloutClient
+from rollout.updates import UpdateRequest
+channel = RolloutClient(sys.argv[1]).open()
+channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0, grace=1.5))
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_client_that_dies_holds_the_lease_for_its_grace_alone(engine, process, eventually):
+    holder = process(
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, engine.address], stdout=subprocess.PIPE, text=True
+        )
+    )
+    assert holder.stdout.readline() == "begun\n"
+    holder.send_signal(signal.SIGKILL)
+    died = time.monotonic()
+    eventually(lambda: engine.weight_info().state == "idle", 5.0)
+    assert 1.0 < time.monotonic() - died < 4.0
+
+
+def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):
+    client, other = RolloutClient(engine.address), RolloutClient(engine.address)
+    channel = client.open()
+    channel.begin(request(update_id="mine", grace=30.0))
+    thief = other.open()
+    thief._request, thief._secret = request(update_id="mine", grace=30.0), "guessed"
+    assert thief._stub is not None
+    calls = thief._stub.Update(thief._going_on(0))
+    with pytest.raises(Exception, match="is not held here"):
+        next(calls)
+    assert engine.weight_info().state == "staging"
+    channel.close()
+    eventually(lambda: engine.weight_info().state == "idle", 2.0)
+    client.close()
+    other.close()
+
+
+def test_an_endless_grace_is_refused(engine, other_weights):
+    with Rollout.connect(engine.address, timeout=10) as client:
+        with pytest.raises(ConfigError, match="0 to 60 seconds"):
+            client.update_weights(other_weights, transport=GrpcStream(61))
+        channel = RolloutClient(engine.address).open()
+        with pytest.raises(TransferFailed, match="grace"):
+            channel.begin(request(grace=1e6))
+    assert engine.weight_info().state == "idle"
+
+
+def test_no_stream_leads_into_ones_own_process(engine, other_weights):
+    with pytest.raises(ConfigError, match="use transport='auto'"):
+        engine.update_weights(other_weights, transport="grpc_stream")
+
+
+def numbers(outbox, count):
+    messages = outbox.messages(outbox._turn)
+    return [next(messages) for _ in range(count)]
+
+
+def test_an_outbox_goes_on_behind_what_has_arrived():
+    payload = torch.arange(5 * CHUNK // 2, dtype=torch.int64).to(torch.uint8).numpy().data
+    outbox = Outbox(keep=True, window=4 * CHUNK)
+    announced = object()
+    outbox.put("begin")
+    end = outbox.put_bucket(announced, payload)
+    assert end == 5
+    first = numbers(outbox, 4)
+    assert first[:2] == ["begin", announced]
+    outbox.suspend()
+    outbox.go_on(3)  # one chunk has arrived, one got lost
+    again = numbers(outbox, 2)
+    assert again[0] == first[3]
+    assert first[2].chunk + again[0].chunk + again[1].chunk == payload.tobytes()
+    assert (outbox.resent_bytes, outbox.resent_buckets) == (CHUNK, 0)
+
+
+def test_an_outbox_sends_no_second_bucket_ahead_of_the_first():
+    outbox = Outbox(keep=True, window=CHUNK)
+    for name in ("a", "b"):
+        outbox.put_bucket(name, memoryview(bytes(10)))
+    assert len(numbers(outbox, 2)) == 2
+    assert not outbox._ready()
+    outbox.received(1)
+    assert outbox._ready()
+    assert numbers(outbox, 1) == ["b"]
+
+
+def test_a_stuck_bucket_ends_at_the_deadline_of_its_wait(engine, eventually):
+    """The server is reached and says nothing: no connection breaks, the wait does."""
+    with Proxy(engine.address) as proxy:
+        client = RolloutClient(proxy.address)
+        channel = client.open()
+        channel.begin(request(grace=1.0))
+        proxy.silent = True
+        channel.bucket(BucketHeader(0, (), 4), torch.zeros(4, dtype=torch.uint8))
+        with pytest.raises(TimeoutError):
+            channel.wait(0, 0.5)
+        client.close()
+    eventually(lambda: engine.weight_info().state == "idle", 6.0)
+
+
+class Far:
+    """A service as a trainer on another host, behind NAT, sees it: nothing reaches the trainer."""
+
+    local_address = "203.0.113.7"  # of no interface here
+
+    def __init__(self, client):
+        self._client, self.open, self.receipts = client, client.open, client.receipts
+
+    def info(self):
+        return replace(self._client.info(), host="elsewhere")
+
+
+def test_auto_takes_the_stream_where_no_group_can_form(engine, other_weights):
+    client = RolloutClient(engine.address)
+    receipt = publish(
+        other_weights, connect=lambda: Far(client), options=UpdateOptions(timeout=5.0)
+    )
+    assert receipt.transport == "grpc_stream"
+    assert receipt.details["transport_reason"].startswith("no ipc: the engine is on another host")
+    client.close()
+
+
+def test_a_delta_for_another_base_is_refused_on_both_sides(engine, client, other_weights):
+    live = engine.weight_version
+    weights = RolloutClient(engine.address)
+    channel = weights.open()
+    base = (engine.weight_info().epoch, live + 3)
+    with pytest.raises(VersionConflict, match=r"built on \(epoch, version\)"):
+        channel.begin(request(encoding="delta", base=base, grace=5.0))
+    assert (engine.weight_version, engine.weight_info().state) == (live, "idle")
+    # A sender that meets this goes full by itself: another one committed meanwhile.
+    kinds = [
+        client.update_weights(other_weights, transport="grpc_stream", encoding="delta"),
+        engine.update_weights(other_weights),
+        client.update_weights(other_weights, transport="grpc_stream", encoding="delta"),
+        client.update_weights(other_weights, transport="grpc_stream", encoding="delta"),
+    ]
+    assert [kind.details["encoding"] for kind in kinds] == ["full", "full", "full", "delta"]
+    weights.close()

@@ -1,0 +1,85 @@
+"""A TCP proxy in front of one port, which counts what passes and can cut connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+
+class Proxy:
+    """Forwards every connection to ``target`` ("host:port").
+
+    ``cut_after``: bytes from the client, over all connections, behind which the connection that
+    carries them is reset, once per entry. ``refusing``: whether new connections are dropped.
+    """
+
+    def __init__(self, target: str, cut_after: tuple[int, ...] = ()) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._cuts = list(cut_after)
+        self.refusing = self.silent = False
+        self.refuse_after_cut = False
+        self.up = self.down = self.cuts = 0
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if self.refusing:
+                    near.close()
+                    continue
+                far = socket.create_connection(self._target)
+                with self._lock:
+                    self._open += [near, far]
+                for pair in ((near, far, True), (far, near, False)):
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self.silent:
+                    continue
+                if up and self._counted(len(data)):
+                    break
+                self.down += 0 if up else len(data)
+                sink.sendall(data)
+        reset(source)
+        reset(sink)
+
+    def _counted(self, nbytes: int) -> bool:
+        """Whether this piece is where the connection is cut; it is not passed on then."""
+        with self._lock:
+            self.up += nbytes
+            if self._cuts and self.up >= self._cuts[0]:
+                del self._cuts[0]
+                self.cuts += 1
+                self.refusing = self.refuse_after_cut
+                return True
+        return False
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # A blocked accept is woken by shutdown, not by close.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for sock in self._open:
+                reset(sock)
+
+
+def reset(sock: socket.socket) -> None:
+    """Close with RST, as a broken NAT entry or a dead peer does."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
