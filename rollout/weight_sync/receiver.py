@@ -17,8 +17,8 @@ from torch import Tensor
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
 from rollout.update_wire import boxes_to_wire, header_from_wire, request_from_wire
 from rollout.updates import UpdateRequest
-from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.bucket import unpack
+from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.plan import disjoint
 from rollout.weight_sync.transports import Receiver, make_receiver
 from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
