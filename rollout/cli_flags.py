@@ -41,6 +41,8 @@ ENGINE_HELP: Mapping[str, str] = {
     "start_timeout": "seconds that loading may take",
     "weight_dirs": "directory under which the server may read updates itself (--follow, "
     "server_path=); may be repeated",
+    "cuda_graphs": "capture decode steps on a GPU: auto, on or off",
+    "cuda_graph_sizes": "batch size to capture; may be repeated (default: some up to the most)",
     "progress": "draw a bar while weights are read",
 }
 SAMPLING_HELP: Mapping[str, str] = {
@@ -138,7 +140,8 @@ def _add_flags(group: Any, cls: type[Any], help_texts: Mapping[str, str]) -> Non
     for f in fields(cls):
         if f.name not in help_texts:
             continue
-        flag = "--" + f.name.removesuffix("s" if f.name == "weight_dirs" else "").replace("_", "-")
+        repeated = f.name in ("weight_dirs", "cuda_graph_sizes")
+        flag = "--" + f.name.removesuffix("s" if repeated else "").replace("_", "-")
         if cls is SamplingParams and f.name == "seed":
             flag = "--sampling-seed"
         options: dict[str, Any] = {
@@ -154,6 +157,8 @@ def _kind(hint: Any) -> dict[str, Any]:
     plain = [t for t in get_args(hint) if t is not type(None)] or [hint]
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if hint == tuple[int, ...]:
+        return {"action": "append", "type": int, "metavar": "N"}
     if plain[0] is int:
         return {"type": int, "metavar": "N"}
     if plain[0] is float:

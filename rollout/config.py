@@ -39,7 +39,8 @@ class EngineConfig:
     make them; the head's weights stay as they are. ``weight_layout`` auto | plain | tiles: how
     linear weights lie in memory. ``num_threads``: CPU threads of each rank, default cores divided
     by ranks. ``kv_cache_bytes``: of each rank, default on CPU min(4 GiB, a quarter of the free
-    memory after the shadow is reserved).
+    memory after the shadow is reserved). ``cuda_graphs`` auto | on | off (or a bool): capture
+    decode steps on a GPU, padded to ``cuda_graph_sizes``, by default some up to ``max_num_seqs``.
     """
 
     model: str
@@ -71,12 +72,17 @@ class EngineConfig:
     start_timeout: float = 600.0
     weight_dirs: tuple[str, ...] = ()
     progress: bool = False
+    cuda_graphs: str = "auto"
+    cuda_graph_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def one_of(name: str, *allowed: str) -> None:
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
+        if isinstance(self.cuda_graphs, bool):
+            object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
+        one_of("cuda_graphs", "auto", "on", "off")
         one_of("device", "auto", "cpu", "cuda")
         one_of("dtype", "auto", "float32", "bfloat16", "float16")
         one_of("load_format", "auto", "safetensors", "pt", "dummy")
@@ -102,6 +108,10 @@ class EngineConfig:
                 f"tensor_parallel_size={self.tensor_parallel_size}"
             )
         object.__setattr__(self, "weight_dirs", tuple(self.weight_dirs))
+        sizes = tuple(sorted(set(self.cuda_graph_sizes)))
+        if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+            raise ConfigError(f"cuda_graph_sizes must be positive integers, got {sizes}")
+        object.__setattr__(self, "cuda_graph_sizes", sizes)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

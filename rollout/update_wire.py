@@ -164,14 +164,22 @@ def wants_from_wire(wire: Any) -> Wants:
 
 
 def shared_to_wire(shared: SharedBuckets) -> Wire:
-    return {"name": shared.name, "secret": shared.secret, "half": shared.half}
+    return {
+        "name": shared.name,
+        "secret": shared.secret,
+        "half": shared.half,
+        "handle": shared.handle,
+    }
 
 
 def shared_from_wire(wire: Any) -> SharedBuckets:
     """Types alone are checked here; the rank that opens the file trusts none of it."""
     get = _Fields(wire, "shared buckets")
     return SharedBuckets(
-        name=get.string("name"), secret=get.string("secret"), half=get.int("half", 1)
+        name=get.string("name"),
+        secret=get.string("secret"),
+        half=get.int("half", 1),
+        handle=get.string("handle"),
     )
 
 
@@ -265,6 +273,7 @@ def info_to_wire(info: WeightInfo) -> Wire:
         "undo": info.undo,
         "memory": dict(info.memory),
         "zstd": info.zstd,
+        "devices": list(info.devices),
     }
 
 
@@ -286,6 +295,7 @@ def info_from_wire(wire: Any) -> WeightInfo:
         undo=get.string("undo"),
         memory=get.counts("memory"),
         zstd=get.flag("zstd"),
+        devices=get.list("devices", lambda v: _string(v, "device")),
     )
 
 

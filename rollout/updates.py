@@ -50,6 +50,7 @@ class WeightInfo:
     undo: str = "shadow"  # what a rollback goes back by: shadow | sparse | host
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes of the largest rank, by use
     zstd: bool = False  # whether changes may come compressed
+    devices: tuple[str, ...] = ()  # UUID of each rank's GPU, "" where it can share no memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,14 @@ class SharedBuckets:
     """A file of shared memory in which a sender on the ranks' own host lays out its buckets.
 
     ``name`` is a plain file name, never a path. The file is one page that begins with a mark and
-    ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2.
+    ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2. With a
+    ``handle`` (see ``transports/cuda_ipc.py``) it is GPU memory instead, without a name.
     """
 
     name: str
     secret: str
     half: int
+    handle: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

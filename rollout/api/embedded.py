@@ -177,6 +177,7 @@ class EmbeddedBackend:
             metadata=[meta_from_wire(row) for row in reply["tensors"]],
             aliases=reply["aliases"],
             device=str(self.core.rank_info[0]["device"]),
+            devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),
             num_ranks=self.config.tensor_parallel_size,
             undo=self.config.undo,
             memory=self.core.memory.to_dict(),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rollout.engine.undo import KeptWeights, all_or_none, pairs
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
+from rollout.kernels import exchange
 from rollout.models.causal_lm import CausalLM
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
@@ -29,8 +30,8 @@ class ModelInstances:
 
     ``commit``, ``go_back`` and ``revert`` are for the main thread, all else for the staging
     thread; the order of calls (a vote before its commit, a commit before the next begin) keeps
-    them apart. Where the shadow is on another device than the live instance, contents are
-    exchanged instead of the instances.
+    them apart. Where the shadow is on another device than the live instance, or that is ``pinned``
+    (captured graphs hold its addresses), contents are exchanged instead of the instances.
 
     ``undo``: "shadow" keeps nothing beside the two. "host" keeps a copy, "sparse" the elements
     that differ, of the version before the live one, once the shadow is overwritten or where there
@@ -43,11 +44,13 @@ class ModelInstances:
         build: Callable[[torch.device], CausalLM],
         shadow_device: torch.device,
         undo: str = "shadow",
+        *,
+        pinned: bool = False,
     ) -> None:
         self._live: CausalLM | None = live
         self._shadow: CausalLM | None = None
         self._build, self._shadow_device, self._undo = build, shadow_device, undo
-        self._device = live.build.device
+        self._device, self._pinned = live.build.device, pinned
         self._in_place = False  # the live instance is being loaded, or has been but for the commit
         self._parked: dict[str, Tensor] = {}  # weights in host memory while the device is lent out
         # Contents have names: whatever is loaded gets a new one, None is no version.
@@ -227,10 +230,13 @@ class ModelInstances:
         live, shadow = self._live, self._shadow
         if shadow is None:
             raise VersionConflict("this rank holds no other version to switch to")
-        if live is not None and shadow.build.device != self._device:
+        if live is not None and (self._pinned or shadow.build.device != self._device):
             _exchange(live, shadow)
         else:
             self._live, self._shadow = shadow, live
+        if self._device.type == "cuda":
+            # Steps of what was live may still run; the next load begins on another stream.
+            torch.cuda.synchronize(self._device)
         self._live_is, self._shadow_is = self._shadow_is, self._live_is
 
     def _exchange_kept(self) -> None:
@@ -272,10 +278,14 @@ def _exchange(a: CausalLM, b: CausalLM) -> None:
         a.after_load()
         b.after_load()
 
-    all_or_none([partial(_swap_values, x, y) for x, y in pairs(a, b)], derive)
+    all_or_none([partial(exchange, x, y) for x, y in _storages(a, b)], derive)
 
 
-def _swap_values(x: Tensor, y: Tensor) -> None:
-    kept = x.clone()
-    x.copy_(y)
-    y.copy_(kept)
+def _storages(a: CausalLM, b: CausalLM) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole parameters where a kernel exchanges them without a copy, else pieces of them."""
+    if not a.build.device.type == b.build.device.type == "cuda":
+        yield from pairs(a, b)
+        return
+    others = dict(b.named_parameters())
+    for name, parameter in a.named_parameters():
+        yield parameter.data, others[name].data

@@ -13,7 +13,8 @@ import torch
 def available_bytes(device: torch.device) -> int:
     """Bytes that can be allocated now: of the GPU, or of this machine within its cgroup's limit."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return min(_machine_bytes(), _cgroup_bytes())
 
 

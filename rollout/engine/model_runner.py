@@ -14,14 +14,17 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.batch import decode_batch
+from rollout.engine.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
+from rollout.engine.device_sampler import make_sampler
 from rollout.engine.instances import ModelInstances
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused
-from rollout.engine.sampler import Sampler
 from rollout.engine.step_output import encode_step
+from rollout.kernels.linear import reads_tiles
 from rollout.loader import open_checkpoint
 from rollout.models.causal_lm import CausalLM, build_model
 from rollout.models.config import ModelConfig
+from rollout.models.foreign import ForeignCausalLM
 from rollout.models.forward import ForwardBatch
 from rollout.weights import TensorMeta
 from rollout.wire import dtype_from_name
@@ -53,9 +56,14 @@ class ModelRunner:
         self.table, self.metadata = live.table, live.weight_metadata()
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
-        self.instances = ModelInstances(live, self._build, shadow, config.undo)
+        own = not isinstance(live, ForeignCausalLM)
+        self._captures = wants_graphs(config, self.device, own)
+        self._graphs: DecodeGraphs | None = None
+        self.instances = ModelInstances(
+            live, self._build, shadow, config.undo, pinned=self._captures
+        )
         self.kv = KVCache(self._kv_shape(), self.device)
-        self.sampler = Sampler()
+        self.sampler = make_sampler(self.device)
         self.load_seconds = time.perf_counter() - started
 
     def sizes(self) -> dict[str, Any]:
@@ -78,15 +86,42 @@ class ModelRunner:
             return encode_step(version, self.sampler.sample(logits, sampling), sampling)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of the live weights, on this rank's device; collective over the ranks."""
-        logits: Tensor = self.instances.live(self._to_device(batch), self.kv.layers)
+        """Logits of the live weights for ``batch`` (CPU), on this rank's device; valid until the
+        next call, as a captured graph may have made them. Collective over the ranks.
+        """
+        live, pages = self.instances.live, self.kv.layers
+        if self._captures:
+            self.capture()  # again, after a sleep
+            found = self._graphs.run(batch) if self._graphs is not None else None
+            if found is not None:
+                return found
+        logits: Tensor = live(self._to_device(batch), pages)
         return logits
+
+    def capture(self) -> None:
+        """Capture decode steps where that is wanted; weights and KV pages have to be there."""
+        if not self._captures or self._graphs is not None:
+            return
+        config, pages = self.config, self.kv.layers
+        live = self.instances.live
+        sizes = config.cuda_graph_sizes or padded_sizes(config.max_num_seqs)
+        longest = min(live.max_len, self.kv.num_blocks * config.block_size)
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                lambda batch: live(batch, pages),
+                [size for size in sizes if size <= config.max_num_seqs] or [config.max_num_seqs],
+                -(-longest // config.block_size),
+                self.device,
+            )
 
     def sleep(self, level: int) -> None:
         """Give up the KV pages and the shadow; at level 2 the weights as well."""
+        if self._graphs is not None:
+            self._graphs.drop()
+            self._graphs = None
         self.kv.free()
         self.instances.drop_shadow()
-        self.sampler = Sampler()
+        self.sampler = make_sampler(self.device)
         if level == 2:
             self.instances.drop_weights()
         else:
@@ -108,13 +143,19 @@ class ModelRunner:
             self.tp,
             self.dtype,
             device,
-            self.config.weight_layout,
+            self._layout(),
             max_model_len=self.config.max_model_len,
             expert_parallel=self.config.expert_parallel,
             deterministic=self.config.deterministic,
             head_dtype=torch.float32 if self.config.head_dtype == "float32" else None,
             tensors=self._checkpoint_tensors,
         )
+
+    def _layout(self) -> str:
+        """Chosen by the live instance's device: a shadow elsewhere exchanges contents with it."""
+        if self.config.weight_layout != "auto":
+            return self.config.weight_layout
+        return "tiles" if reads_tiles(self.device, self.dtype) else "plain"
 
     def _checkpoint_tensors(self) -> tuple[TensorMeta, ...]:
         """What the checkpoint's files hold, from their headers."""

@@ -25,6 +25,7 @@ from rollout.models.config import ModelConfig
 from rollout.update_wire import meta_to_wire, rendezvous_from_wire
 from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.receiver import RankUpdates
+from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
 from rollout.wire import dtype_name
 
 Args = Mapping[str, Any]
@@ -50,6 +51,7 @@ class Worker:
         self._updates: RankUpdates | None = None
         self._asleep = 0  # the level of the sleep
         self._profile: RankProfile | None = None
+        self._stream: Any = None  # the staging thread's, on a GPU
         self._methods: dict[str, Callable[[Args, Tensors], Reply]] = {
             "step": lambda args, tensors: self.runner.step(args, tensors, self.version),
             "start": self._plain(self.start),
@@ -79,7 +81,20 @@ class Worker:
         if run is None:
             known = ", ".join(self._methods)
             raise InvalidRequest(f"a rank has no method {method!r}; known: {known}")
+        if method.startswith("stage_") and self.device.type == "cuda":
+            return self._beside(run, args, tensors)
         return run(args, tensors)
+
+    def _beside(self, run: Callable[[Args, Tensors], Reply], args: Args, tensors: Tensors) -> Reply:
+        """On the staging thread's own stream: what it waits for must not hold up the steps."""
+        if self._stream is None:
+            cuda: Any = torch.cuda  # parts of it have no types
+            self._stream = cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            try:
+                return run(args, tensors)
+            finally:
+                self._stream.synchronize()  # a reply says that it is done
 
     @property
     def runner(self) -> ModelRunner:
@@ -106,6 +121,8 @@ class Worker:
         """
         if self._runner is None:
             config = self.config
+            if self.device.type == "cuda" and self.tp.size > 1:
+                torch.cuda.set_device(self.device)  # this process is the rank's own
             directory = resolve_model(config.model, config.revision, config.load_format)
             model_config = ModelConfig.from_directory(directory)
             model_config.check_tensor_parallel(self.tp.size, config.expert_parallel)
@@ -119,6 +136,7 @@ class Worker:
     def init_kv(self, args: Args) -> dict[str, Any]:
         """Allocate ``num_blocks`` KV blocks."""
         self.runner.kv.allocate(int(args["num_blocks"]))
+        self.runner.capture()
         return {}
 
     def commit(self, args: Args) -> dict[str, Any]:
@@ -168,6 +186,7 @@ class Worker:
             "rank": self.tp.rank,
             "pid": os.getpid(),
             "device": str(self.device),
+            "gpu": gpu_uuid(self.device),
             "dtype": dtype_name(self.runner.dtype),
             "version": self.version,
             "asleep": self._asleep,

@@ -3,9 +3,12 @@
 from rollout.kernels.add_rms_norm import add_rms_norm
 from rollout.kernels.changed import changed
 from rollout.kernels.digest import digest
+from rollout.kernels.draw_tokens import draw_tokens
+from rollout.kernels.exchange import exchange
 from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
+from rollout.kernels.ordered_attention import ordered_attention
 from rollout.kernels.ordered_linear import ordered_linear
 from rollout.kernels.paged_attention import paged_attention
 from rollout.kernels.rms_norm import rms_norm
@@ -19,9 +22,12 @@ __all__ = [
     "add_rms_norm",
     "changed",
     "digest",
+    "draw_tokens",
+    "exchange",
     "fused_experts",
     "gated_linear",
     "linear",
+    "ordered_attention",
     "ordered_linear",
     "paged_attention",
     "rms_norm",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rollout.errors import ConfigError
+from rollout.kernels.gpu_support import triton_runs
 from rollout.kernels.native import library, native_status
 from rollout.models.layers.base import Build
 
@@ -20,9 +21,11 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
     ``foreign``: the class of a model written elsewhere, if it is one.
     """
     config = build.config
+    on_gpu = build.device.type == "cuda"
     wide = config.head_dim > MAX_DIM or config.num_heads > MAX_GROUP * config.num_kv_heads
     checks = {
-        f"device {build.device.type} (use device='cpu')": build.device.type not in ("cpu", "meta"),
+        f"device {build.device.type} (use 'cpu' or 'cuda')": build.device.type
+        not in ("cpu", "meta", "cuda"),
         f"{build.dtype} (use float32 or bfloat16)": build.dtype
         not in (torch.float32, torch.bfloat16),
         f"tensor_parallel_size={build.tp.size} (at most {MAX_RANKS})": build.tp.size > MAX_RANKS,
@@ -30,7 +33,9 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
         f"{foreign}, a model class from elsewhere": foreign is not None,
         f"attention heads of {config.head_dim}, {config.num_heads} over "
         f"{config.num_kv_heads} (at most {MAX_DIM}, {MAX_GROUP} to one)": wide,
-        f"a machine without the native kernels ({native_status()})": library() is None,
+        "a GPU without Triton": on_gpu and not triton_runs(),
+        f"a machine without the native kernels ({native_status()})": not on_gpu
+        and library() is None,
     }
     refused = [what for what, is_so in checks.items() if is_so]
     if refused:

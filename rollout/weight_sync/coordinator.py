@@ -97,6 +97,7 @@ class Coordinator:
         transports: tuple[str, ...] = ("broadcast", "inline", "ipc", "p2p"),
         undo: str = "shadow",
         memory: Mapping[str, int] | None = None,
+        devices: tuple[str, ...] = (),
     ) -> None:
         self.engine = engine
         self.metadata = {meta.name: meta for meta in metadata}
@@ -104,7 +105,7 @@ class Coordinator:
         self.num_ranks = num_ranks
         self.state = "idle"
         self.undo, self._memory = undo, dict(memory or {})
-        self._device, self._transports = device, transports
+        self._device, self._transports, self._devices = device, transports, devices
         self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
         self._label: str | None = None
@@ -138,6 +139,7 @@ class Coordinator:
             undo=self.undo,
             memory=self._memory,
             zstd=zstd.available(),
+            devices=self._devices,
         )
 
     @property

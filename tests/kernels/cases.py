@@ -40,6 +40,8 @@ def all_cases() -> Iterator[Case]:
     yield from _linears()
     yield from _scans()
     yield from _experts()
+    yield from _exchanges()
+    yield from _draws()
 
 
 def attention(
@@ -183,6 +185,8 @@ def _attentions() -> Iterator[Case]:
             return attention(s, dtype=t, **shape)
 
         yield Case("paged_attention", name, make)
+        if name in ("decodes", "mixed", "head dim 24"):
+            yield Case("ordered_attention", name, make)
 
     def strided(t: torch.dtype) -> tuple[Any, ...]:
         q, *rest = attention([(3, 40), (1, 9)], dtype=t)
@@ -265,3 +269,51 @@ def _experts() -> Iterator[Case]:
             return x, w13, w2, picks, weights.to(t), first
 
         yield Case("fused_experts", f"{size}", make)
+
+
+def _exchanges() -> Iterator[Case]:
+    for shape in ((3,), (0, 4), (5, 7), (64, 33), (4100,)):
+
+        def make(t: torch.dtype, shape: tuple[int, ...] = shape) -> tuple[Any, ...]:
+            return _randn(*shape).to(t), _randn(*shape, seed=1).to(t)
+
+        yield Case("exchange", f"{shape}", make, writes=(0, 1))
+
+
+def _draws() -> Iterator[Case]:
+    """Settings of a row: temperature (0 greedy), top_p, min_p, top_k, given token."""
+    settings = [
+        (0.0, 1.0, 0.0, 0, -1),
+        (1.0, 1.0, 0.0, 0, -1),
+        (0.7, 1.0, 0.0, 0, -1),
+        (1.0, 1.0, 0.0, 0, 3),
+        (1.3, 0.8, 0.0, 0, -1),
+        (1.0, 1.0, 0.1, 0, -1),
+        (0.9, 1.0, 0.0, 5, -1),
+        (1.1, 0.6, 0.05, 9, -1),
+        (1.0, 0.0, 0.0, 0, -1),
+        (1.0, 1.0, 0.0, 1, -1),
+        (0.01, 0.9, 0.0, 0, -1),
+    ]
+    for vocab in (7, 512, 1300, 9000):
+
+        def make(t: torch.dtype, vocab: int = vocab) -> tuple[Any, ...]:
+            rows = len(settings)
+            logits = (_randn(rows, vocab + 3) * 4).to(t)[:, :vocab]
+            table = torch.tensor(settings)
+            draws = torch.rand(rows, generator=torch.Generator().manual_seed(5)).double()
+            given, top_k = table[:, 4].long(), table[:, 3].long()
+            return logits, given, table[:, :3].contiguous(), top_k, draws
+
+        yield Case("draw_tokens", f"{vocab}", make)
+    yield Case(
+        "draw_tokens",
+        "no rows",
+        lambda t: (
+            torch.zeros(0, 9, dtype=t),
+            torch.zeros(0).long(),
+            torch.zeros(0, 3),
+            torch.zeros(0).long(),
+            torch.zeros(0).double(),
+        ),
+    )

@@ -18,6 +18,7 @@ TOLERANCE = {  # (relative, absolute) against float64
     torch.bfloat16: (2**-6, 1e-6),  # rounded twice: one unit before the weight may become two
     torch.float16: (2**-9, 1e-6),  # the same
 }
+ATTENTIONS = ("paged_attention", "ordered_attention")
 ATTENTION_TOLERANCE = {
     torch.float32: (1e-5, 1e-5),
     torch.bfloat16: (2**-7, 2e-3),
@@ -42,7 +43,7 @@ def test_every_implementation_agrees_with_the_reference(case: Case, dtype: torch
         got = _outputs(run, case, case.make(dtype))
         assert len(got) == len(wanted)
         for a, b in zip(got, wanted, strict=True):
-            relative, absolute = _tolerance(case, dtype)
+            relative, absolute = _tolerance(case, dtype, name)
             torch.testing.assert_close(
                 a, b, rtol=relative, atol=absolute, msg=lambda m, name=name: f"{name}: {m}"
             )
@@ -185,8 +186,13 @@ def _to_double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _tolerance(case: Case, dtype: torch.dtype) -> tuple[float, float]:
+def _tolerance(case: Case, dtype: torch.dtype, name: str = "") -> tuple[float, float]:
     if case.name == "steep" and dtype == torch.float32:  # scores near 100 have fewer digits left
         return 2e-4, 2e-4
-    table = ATTENTION_TOLERANCE if case.op == "paged_attention" else TOLERANCE
-    return table[dtype]
+    table = ATTENTION_TOLERANCE if case.op in ATTENTIONS else TOLERANCE
+    relative, absolute = table[dtype]
+    if name == "triton" and case.op in ATTENTIONS:
+        # Tensor cores take chances of 16 bits: the error is one of the largest value, not of a sum
+        # in which values cancel.
+        absolute = max(absolute, torch.finfo(dtype).eps if dtype != torch.float32 else 0)
+    return relative, absolute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels.cases import attention
 
 from rollout import kernels
 from rollout.kernels.gpu_support import triton_runs
@@ -27,3 +28,43 @@ def test_tokens_without_a_slot_are_passed_over() -> None:
             wanted = torch.zeros_like(cache)
             wanted[2, :, 0], wanted[3, :, 1] = given[0], given[2]
             assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ordered_attention_of_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
+    lengths = [70, 7]
+    q, k, v, starts, context, tables, scale = (
+        x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+        for x in attention([(n, n) for n in lengths], heads=14, dim=32, dtype=dtype)
+    )
+    run = kernels.ordered_attention.implementation("triton")
+    together = run(q, k, v, starts, context, tables, scale)
+    for s, length in enumerate(lengths):
+        rows, start = q[starts[s] : starts[s + 1]], 0
+        for chunk in (4, 2, 1, length - 7):
+            stop = start + chunk
+            alone = run(
+                rows[start:stop],
+                k,
+                v,
+                torch.tensor([0, chunk], dtype=torch.int32, device=DEVICE),
+                torch.tensor([stop], dtype=torch.int32, device=DEVICE),
+                tables[s : s + 1],
+                scale,
+            )
+            assert torch.equal(alone, together[starts[s] + start : starts[s] + stop])
+            start = stop
+
+
+def test_the_splits_of_a_long_context_add_up_to_the_whole() -> None:
+    arguments = [
+        x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+        for x in attention([(1, 700), (1, 3)], heads=4, kv_heads=1, dim=32)
+    ]
+    wanted = kernels.paged_attention.reference(*arguments)
+    from rollout.kernels.paged_attention.gpu import Tiles, attend
+
+    for splits in (1, 2, 8, 32):
+        got = attend(*arguments, Tiles(16, 1, 64, splits, warps=4, stages=2))
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

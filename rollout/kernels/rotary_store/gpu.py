@@ -122,33 +122,30 @@ def _turn(
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
         to = q_out + token * heads * DIM
-        _rotate(
-            *(q + token * q_token, q_head, to, DIM, head, heads, cos, sin),
-            *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE),
-        )
+        x = q + token * q_token
+        _rotate(x, q_head, to, DIM, head, heads, cos, sin, DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE)
     else:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-        source = k + token * k_token
+        x = k + token * k_token
+        count = kv_heads
+        stride = DIM
+        start = token * kv_heads * DIM
         if STORE:
             slot = tl.load(slots + token)
             # A padded token has no slot: all of its heads are masked.
             count = tl.where(slot >= 0, kv_heads, 0)
+            stride = page * DIM
             start = (slot // page * kv_heads * page + slot % page) * DIM
-            _rotate(
-                *(source, k_head, k_out + start, page * DIM, head, count, cos, sin),
-                *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE),
-            )
+        to = k_out + start
+        _rotate(
+            x, k_head, to, stride, head, count, cos, sin, DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE
+        )
+        if STORE:
             column = tl.arange(0, DIM_BLOCK)
             live = (head < count)[:, None] & (column < DIM)[None, :]
             at = head.to(tl.int64)[:, None]
             value = tl.load(v + token * v_token + at * v_head + column[None, :], mask=live)
-            tl.store(v_out + start + at * page * DIM + column[None, :], value, mask=live)
-        else:
-            to = k_out + token * kv_heads * DIM
-            _rotate(
-                *(source, k_head, to, DIM, head, kv_heads, cos, sin),
-                *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE),
-            )
+            tl.store(v_out + start + at * stride + column[None, :], value, mask=live)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from rollout.kernels import paged_attention, rotary_store
+from rollout.kernels import ordered_attention, paged_attention, rotary_store
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import QKVLinear, RowLinear
@@ -24,6 +24,7 @@ class Attention(nn.Module):
         self.heads = config.num_heads // size
         self.kv_heads = max(1, config.num_kv_heads // size)
         self.scale = config.head_dim**-0.5
+        self.attend = ordered_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
         inputs = config.num_heads * config.head_dim
         self.o_proj = RowLinear(build, inputs, config.hidden_size, config.o_bias)
@@ -38,7 +39,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotary_store(q, k, v, cos, sin, kv.k, kv.v, batch.slots)
-        out = paged_attention(
+        out = self.attend(
             q,
             kv.k,
             kv.v,

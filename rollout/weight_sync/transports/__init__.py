@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous
@@ -22,6 +23,7 @@ from rollout.updates import (
     WeightInfo,
 )
 from rollout.weight_sync.host import host_id
+from rollout.weight_sync.transports.cuda_ipc import why_not as why_no_cuda_ipc
 
 TRANSPORTS = ("inline", "grpc_stream", "broadcast", "ipc", "p2p")
 
@@ -145,6 +147,8 @@ def roads(
 def _why_not_ipc(info: WeightInfo) -> str | None:
     if "ipc" not in info.transports:
         return "the engine does not offer it"
+    if info.device.split(":")[0] == "cuda":
+        return why_no_cuda_ipc(info)
     if info.device.split(":")[0] != "cpu":
         return f"the engine is on {info.device}"
     if not same_host(info):
@@ -180,6 +184,10 @@ def make_sender(
         from rollout.weight_sync.transports.inline import GrpcStream
 
         return GrpcStream()(info, timeout, host)
+    if name == "ipc" and info.device.split(":")[0] == "cuda":
+        from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
+
+        return CudaIpcSender(info, timeout)
     if name == "ipc":
         from rollout.weight_sync.transports.ipc import IpcSender
 
@@ -203,6 +211,10 @@ def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:
         from rollout.weight_sync.transports.broadcast import BroadcastReceiver
 
         return BroadcastReceiver(request.rendezvous, rank, device)
+    if request.transport == "ipc" and request.shared is not None and request.shared.handle:
+        from rollout.weight_sync.transports.cuda_ipc import CudaIpcReceiver
+
+        return CudaIpcReceiver(request.shared, rank, request.bucket_bytes, torch.device(device))
     if request.transport == "ipc" and request.shared is not None:
         from rollout.weight_sync.transports.ipc import IpcReceiver
 

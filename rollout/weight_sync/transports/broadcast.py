@@ -20,6 +20,7 @@ from torch import Tensor
 from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
+from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
 
 _POLL = 0.0005  # seconds between looks at a pending receive
 _GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
@@ -31,7 +32,7 @@ class BroadcastSender:
     name = "broadcast"
 
     def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
-        backend = choose_backend(info.device, torch.cuda.is_available())
+        backend = choose_backend(info.device, torch.cuda.is_available(), shares_gpu(info.devices))
         size = info.tensor_parallel_size + 1
         self._server = RendezvousServer(size, backend, host, timeout)
         self._group: Any = None
@@ -79,7 +80,8 @@ class BroadcastReceiver:
     """Joins as group rank ``rank + 1`` and receives into two alternating buffers."""
 
     def __init__(self, where: Rendezvous, rank: int, device: str) -> None:
-        self._where, self._rank, self._device = where, rank, device
+        self._where, self._rank = where, rank
+        self._device = device if where.backend == "nccl" else "cpu"
         self._group: Any = None
         self._buffers: list[Tensor | None] = [None, None]
         self._closed = threading.Event()
@@ -137,9 +139,19 @@ class BroadcastReceiver:
         _drop(group)
 
 
-def choose_backend(device: str, cuda_here: bool) -> str:
-    """NCCL where the engine's ranks (``cuda:0`` ...) and this process have devices, else gloo."""
-    return "nccl" if device.split(":")[0] == "cuda" and cuda_here else "gloo"
+def choose_backend(device: str, cuda_here: bool, shared: bool = False) -> str:
+    """NCCL where the engine's ranks (``cuda:0`` ...) and this process have devices, else gloo.
+
+    NCCL refuses a group two of whose members ``shared`` one GPU.
+    """
+    return "nccl" if device.split(":")[0] == "cuda" and cuda_here and not shared else "gloo"
+
+
+def shares_gpu(devices: tuple[str, ...]) -> bool:
+    """Whether this process's current GPU is among the ranks' UUIDs."""
+    if not torch.cuda.is_available():
+        return False
+    return gpu_uuid(torch.device("cuda", torch.cuda.current_device())) in filter(None, devices)
 
 
 def _preamble(header: BucketHeader, device: torch.device) -> Tensor:

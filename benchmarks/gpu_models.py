@@ -1,0 +1,427 @@
+"""Models, engines and processes that the sections of ``gpu.py`` run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout import kernels
+from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.engine.cuda_graphs import DecodeGraphs
+from rollout.engine.device_sampler import make_sampler
+from rollout.engine.instances import ModelInstances
+from rollout.engine.kv_cache import KVCache, KVShape
+from rollout.engine.sampling_batch import SamplingBatch
+from rollout.kernels.op import Op
+from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.config import ModelConfig
+from rollout.models.forward import ForwardBatch
+from rollout.update_wire import rendezvous_from_wire, rendezvous_to_wire
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+BF16, BLOCK = torch.bfloat16, 32
+
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+           "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+
+
+def measure(run: Callable[[], object], rounds: int = 10) -> float:
+    """Median seconds of a call, after two that warm up; in a dry run, of one call."""
+    for _ in range(2 if CUDA else 0):
+        run()
+    times = []
+    for _ in range(rounds if CUDA else 1):
+        if CUDA:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) / 1e3)
+        else:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def llama_config(name: str) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        **MODELS[name],
+    )
+
+
+@contextmanager
+def config_directory(name: str) -> Iterator[Path]:
+    """A checkpoint without weights; ``load_format="dummy"`` makes them up."""
+    with tempfile.TemporaryDirectory() as folder:
+        llama_config(name).save_pretrained(folder)
+        yield Path(folder)
+
+
+@contextmanager
+def pinned(implementation: str) -> Iterator[None]:
+    """Every op that has it runs this implementation on ``DEVICE``, whatever that is."""
+    ops = [op for op in vars(kernels).values() if isinstance(op, Op)]
+    before = [dict(op._by_device) for op in ops]
+    for op in ops:
+        found = op.implementations().get(implementation)
+        if found is not None and op.name != "digest":
+            op._by_device[DEVICE.type] = found
+    try:
+        yield
+    finally:
+        for op, kept in zip(ops, before, strict=True):
+            op._by_device = kept
+
+
+class Model:
+    """A Llama with random weights on the device, its KV pages and a sampler."""
+
+    def __init__(self, name: str, dry: bool) -> None:
+        with config_directory("tiny" if dry else name) as folder:
+            self.config = ModelConfig.from_directory(str(folder))
+        self._stack = ExitStack()
+        self.model = self._build(DEVICE)
+        for key, parameter in self.model.named_parameters():
+            if "norm" in key:
+                parameter.data.fill_(1.0)
+            else:
+                parameter.data.normal_(std=0.02)
+        self.total_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.read_bytes = self.total_bytes - self.model.model.embed_tokens.weight.nbytes
+        self.kv = KVCache(self._kv_shape(BF16), DEVICE)
+        self.kv_bytes = self.kv.shape.block_bytes // BLOCK
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(torch.inference_mode())
+        if not CUDA:  # a dry run: the same kernels, in the interpreter
+            self._stack.enter_context(pinned("triton"))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+        self.kv.free()
+        del self.model
+
+    def decode(self, batch: int, context: int) -> float:
+        """Seconds of a step in the wall clock: inputs, replay (dry: a plain forward), sampling."""
+        inputs = self._decode_batch(batch, context)
+        step: Callable[[], Tensor]
+        graphs = None
+        if CUDA:
+            graphs = DecodeGraphs(self._forward, [batch], inputs.block_tables.shape[1], DEVICE)
+            step = lambda: _logits(graphs.run(inputs))  # noqa: E731
+        else:
+            step = lambda: self._forward(inputs)  # noqa: E731
+        sampler, settings = make_sampler(DEVICE), greedy(batch)
+        times = []
+        for turn in range(13 if CUDA else 1):
+            began = time.perf_counter()
+            sampler.sample(step(), settings)
+            if turn > 2 or not CUDA:
+                times.append(time.perf_counter() - began)
+        if graphs is not None:
+            graphs.drop()
+        return statistics.median(times)
+
+    def prefill(self, tokens: int) -> float:
+        batch = _on_device(self._prompt(tokens, torch.tensor([tokens - 1])))
+        return measure(lambda: self._forward(batch), rounds=5 if CUDA else 1)
+
+    def exchange(self) -> tuple[int, float]:
+        """Bytes of the weights, and seconds of a commit that exchanges them with the shadow."""
+        instances = ModelInstances(self.model, self._build, DEVICE, pinned=True)
+        instances.open_shadow(partial=True)
+        addresses = [p.data_ptr() for p in self.model.parameters()]
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            instances.commit()
+            times.append(time.perf_counter() - began)
+        if addresses != [p.data_ptr() for p in self.model.parameters()]:
+            raise AssertionError("a commit moved the weights")
+        return self.total_bytes, statistics.median(times[1:])
+
+    def logprob_error(self, tokens: int) -> float:
+        """Largest difference of the next tokens' logprobs from plain torch in float32."""
+        batch = self._prompt(tokens, torch.arange(tokens))
+        ours = self._forward(_on_device(batch)).float().log_softmax(-1)
+        wide = build_model(self.config, TensorParallel(), torch.float32, DEVICE, "plain")
+        theirs = dict(self.model.named_parameters())
+        for key, parameter in wide.named_parameters():
+            parameter.data.copy_(theirs[key].data)
+        kv = KVCache(self._kv_shape(torch.float32), DEVICE)
+        kv.allocate(-(-tokens // BLOCK))
+        with pinned("reference"):
+            exact = wide(_on_device(batch), kv.layers).log_softmax(-1)
+        likely = exact.argmax(-1, keepdim=True)
+        return float((ours.gather(1, likely) - exact.gather(1, likely)).abs().max())
+
+    def _build(self, device: torch.device) -> CausalLM:
+        return build_model(self.config, TensorParallel(), BF16, device, "plain")
+
+    def _kv_shape(self, dtype: torch.dtype) -> KVShape:
+        config = self.config
+        return KVShape(
+            num_layers=config.num_layers,
+            kv_heads=config.num_kv_heads,
+            block_size=BLOCK,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        logits: Tensor = self.model(batch, self.kv.layers)
+        return logits
+
+    def _decode_batch(self, count: int, context: int) -> ForwardBatch:
+        pages = -(-context // BLOCK)
+        self.kv.allocate(count * pages)
+        for layer in self.kv.layers:
+            layer.k.normal_()
+            layer.v.normal_()
+        tables = torch.randperm(count * pages).view(count, pages).int()
+        last = torch.full((count,), context - 1)
+        return ForwardBatch(
+            input_ids=torch.arange(count) % self.config.vocab_size,
+            positions=last,
+            slots=tables[:, -1].long() * BLOCK + last % BLOCK,
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
+            context_lens=torch.full((count,), context, dtype=torch.int32),
+            block_tables=tables,
+            logit_rows=torch.arange(count),
+        )
+
+    def _prompt(self, tokens: int, rows: Tensor) -> ForwardBatch:
+        pages = -(-tokens // BLOCK)
+        self.kv.allocate(pages)
+        return ForwardBatch(
+            input_ids=torch.randint(0, self.config.vocab_size, (tokens,)),
+            positions=torch.arange(tokens),
+            slots=torch.arange(tokens),
+            query_starts=torch.tensor([0, tokens], dtype=torch.int32),
+            context_lens=torch.tensor([tokens], dtype=torch.int32),
+            block_tables=torch.arange(pages, dtype=torch.int32)[None],
+            logit_rows=rows,
+        )
+
+
+def greedy(rows: int) -> SamplingBatch:
+    """Settings of rows that take the likeliest token."""
+    none = np.empty(0, np.int64)
+    return SamplingBatch(
+        numbers=np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (rows, 1)),
+        top_k=np.zeros(rows, np.int64),
+        seeds=np.zeros(rows, np.int64),
+        counters=np.zeros(rows, np.int64),
+        targets=none,
+        num_top=np.full(rows, -1, np.int64),
+        edit_rows=none,
+        edit_ids=none,
+        edit_values=np.empty(0, np.float32),
+        history=none,
+        history_rows=none,
+        history_starts=np.zeros(1, np.int64),
+        history_prompts=none,
+    )
+
+
+def _logits(found: Tensor | None) -> Tensor:
+    if found is None:
+        raise AssertionError("a decode batch was not replayed")
+    return found
+
+
+def _on_device(batch: ForwardBatch) -> ForwardBatch:
+    return ForwardBatch(**{n: getattr(batch, n).to(DEVICE) for n in ForwardBatch.__slots__})
+
+
+def transformers_decode(name: str, batch: int, tokens: int) -> float:
+    """Seconds of one of ``tokens`` steps of ``generate``, its prefill taken off."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(llama_config(name)).to(BF16).eval()
+    ids = torch.randint(0, MODELS[name]["vocab_size"], (batch, 32), device=DEVICE)
+    mask = torch.ones_like(ids)
+
+    def run(count: int) -> float:
+        began = time.perf_counter()
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, **options
+        )
+        if CUDA:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    run(2)
+    return (run(tokens) - run(1)) / (tokens - 1)
+
+
+def engine_run(report: Any, name: str) -> None:
+    """Generate with the whole engine, then let a second process on the same GPU update it."""
+    from rollout import Rollout, SamplingParams
+
+    batches, tokens = ((1, 2), 4) if report.dry else ((1, 32, 256), 64)
+    with config_directory(name) as folder:
+        began = time.perf_counter()
+        engine = Rollout(
+            str(folder),
+            device=DEVICE.type,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            kv_cache_bytes=(1 << 24) if report.dry else 8 << 30,
+        )
+        report.add(f"engine {name} start", time.perf_counter() - began, "s")
+        with engine:
+            params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=1)
+            for batch in batches:
+                prompts = [[(7 * i + j) % 250 + 1 for j in range(32)] for i in range(batch)]
+                engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+                began = time.perf_counter()
+                engine.generate(prompts, params)
+                rate = batch * tokens / (time.perf_counter() - began)
+                report.add(f"engine {name}, {batch} x {tokens} tokens", rate, "tokens/s")
+            found = _child("update", {"address": engine.address, "model": name})
+            if engine.weight_version != 2:
+                raise AssertionError(f"version {engine.weight_version} after two updates: {found}")
+            report.facts["update transport"] = found["transport"]
+            rate = found["num_bytes"] / found["seconds"] / 1e9
+            report.add(f"update from another process by {found['transport']}", rate, "GB/s")
+            report.add("its commit", found["commit"] * 1e3, "ms")
+
+
+def nccl_run(report: Any) -> None:
+    """A collective on this project's own raw group, and captured in a graph where there is one."""
+    backend, size = ("nccl", torch.cuda.device_count()) if CUDA else ("gloo", 2)
+    server = RendezvousServer(size, backend)
+    try:
+        where = rendezvous_to_wire(server.info)
+        others = [_start("rank", {"where": where, "rank": rank}) for rank in range(1, size)]
+        rate = collective_rank(where, 0)
+        for other in others:
+            _finish(other)
+    finally:
+        server.close()
+    report.add(f"broadcast over {backend}, {size} ranks", rate / 1e9, "GB/s")
+
+
+def collective_rank(where: Any, rank: int) -> float:
+    """Bytes a second of a broadcast from rank 0; on a GPU its replay from a graph is checked."""
+    device = torch.device("cuda", rank) if CUDA else DEVICE
+    if CUDA:
+        torch.cuda.set_device(device)
+    group = join_group(rendezvous_from_wire(where), rank, 30.0, device=device.type)
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    data = torch.full(((1 << 28) if CUDA else 1 << 12,), rank, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        group.broadcast([data], options).wait()
+
+    seconds = measure(run, rounds=5)
+    if int(data.max()) != 0:
+        raise AssertionError("a broadcast did not arrive")
+    if CUDA:
+        tp = TensorParallel(rank, 2, group)  # size above 1: it really calls the group
+        part = torch.ones(8, device=device)
+        tp.all_reduce(part)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            tp.all_reduce(part)
+        graph.replay()
+        torch.cuda.synchronize()
+    return data.nbytes / seconds
+
+
+def update_engine(address: str, model: str) -> dict[str, Any]:
+    """Two updates of the engine at ``address`` with weights on this process's GPU; the second's."""
+    from transformers import LlamaForCausalLM
+
+    from rollout import Rollout
+
+    with torch.device(DEVICE):
+        trained = LlamaForCausalLM(llama_config(model)).to(BF16)
+    with Rollout.connect(address) as engine:
+        engine.update_weights(trained)
+        began = time.perf_counter()
+        receipt = engine.update_weights(trained)
+        seconds = time.perf_counter() - began
+    return {
+        "transport": receipt.transport,
+        "num_bytes": receipt.num_bytes,
+        "seconds": seconds,
+        "commit": receipt.timings["commit"],
+    }
+
+
+def _child(what: str, args: dict[str, Any]) -> dict[str, Any]:
+    return _finish(_start(what, args))
+
+
+def _start(what: str, args: dict[str, Any]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, __file__, what],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(args))  # a secret is among it: not for the command line
+    process.stdin.close()
+    return process
+
+
+def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    process.stdin = None  # closed: ``communicate`` would flush it
+    try:
+        out, _ = process.communicate(timeout=80)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"a second process ended with {process.returncode}")
+    found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return found
+
+
+def _main() -> None:
+    args = json.loads(sys.stdin.read())
+    if sys.argv[1] == "update":
+        print(json.dumps(update_engine(**args)))
+    else:
+        print(json.dumps({"rate": collective_rank(**args)}))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,228 @@
+"""The sections of ``gpu.py``; each is called with the report and adds its figures to it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_models import Model, measure
+from torch import Tensor
+
+from rollout import kernels
+from rollout.weights import PLAIN, Box
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def device(report: Any) -> None:
+    """What runs where, and the two rates that all others are held against."""
+    import triton
+
+    report.facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "device": torch.cuda.get_device_name() if CUDA else "CPU, dry run",
+    }
+    print(report.facts)
+    size = (1 << 16) if report.dry else 1 << 30
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    report.copy = 2 * size / measure(lambda: target.copy_(source))
+    report.add("copy bandwidth, read and written", report.copy / 1e9, "GB/s")
+    n = 64 if report.dry else 8192
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=BF16) for _ in "ab")
+    report.matmul = 2 * n**3 / measure(lambda: a @ b)
+    report.add("matrix product in bfloat16", report.matmul / 1e12, "TFLOP/s")
+
+
+def conformance(report: Any) -> None:
+    """Every Triton kernel against its reference on the cases of the conformance test."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from kernels.backends import backends  # type: ignore[import-not-found]
+    from kernels.cases import all_cases
+
+    checked, worst, failed = 0, 0.0, []
+    for case in all_cases():
+        for dtype in (BF16, torch.float32):
+            if report.late() or (report.dry and checked >= 6):
+                break
+            op = getattr(kernels, case.op)
+            if "triton" not in op.implementations():
+                continue
+            wanted, mine = case.make(dtype), case.make(dtype)
+            a, b = op.reference(*wanted), backends(op)["triton"](*mine)
+            results = [(a, b)] if not case.writes or case.returns else []
+            results += [(wanted[i], mine[i]) for i in case.writes]
+            checked += 1
+            limit = 2**-5 if dtype == BF16 else 1e-3 if case.name == "steep" else 1e-4
+            error = max((_error(x, y) for x, y in results), default=0.0)
+            worst = max(worst, error if dtype == BF16 else 0.0)
+            if not error <= limit:
+                failed.append(f"{case} {dtype}: {error:.2e}")
+    report.add("cases checked", checked, "cases")
+    report.add("largest error in bfloat16, relative to 1 + |value|", worst, "")
+    if failed:
+        raise AssertionError("; ".join(failed))
+
+
+def _error(a: Any, b: Any) -> float:
+    if isinstance(a, tuple):
+        return max(_error(x, y) for x, y in zip(a, b, strict=True))
+    if not isinstance(a, Tensor):
+        return 0.0 if a == b else float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = a.double().cpu(), b.double().cpu()
+    return float(((a - b).abs() / (1 + a.abs())).max())
+
+
+def ops(report: Any) -> None:
+    """Each kernel's time against what its bytes or operations cost at the measured rates."""
+    dry = report.dry
+    hidden, rows, big = (64, 4, 1 << 12) if dry else (4096, 256, 1 << 29)
+    x = torch.randn(rows, hidden, device=DEVICE, dtype=BF16)
+    weight = torch.ones(hidden, device=DEVICE, dtype=BF16)
+    run = _triton
+    _moves(report, "add_rms_norm", 4 * x.nbytes, lambda: run("add_rms_norm")(x, x, weight, 1e-5))
+    wide = torch.randn(rows, 7 * hidden, device=DEVICE, dtype=BF16)
+    _moves(report, "silu_mul", 1.5 * wide.nbytes, lambda: run("silu_mul")(wide))
+    a, b = (torch.zeros(big, dtype=torch.uint8, device=DEVICE) for _ in "ab")
+    _moves(report, "exchange", 4 * big, lambda: run("exchange")(a, b))
+    many = a.view(BF16)
+    box = Box.full(tuple(many.shape))
+    _moves(report, "digest", big, lambda: run("digest")(many, tuple(many.shape), box))
+    logits = torch.randn(rows, 600 if dry else 128256, device=DEVICE, dtype=BF16)
+    _moves(report, "scan_logits", logits.nbytes, lambda: run("scan_logits")(logits))
+    matrix = torch.randn(hidden, hidden, device=DEVICE, dtype=BF16)
+    for count in (1,) if dry else (1, 32, 256):
+        part = x[:count]
+        moved = matrix.nbytes + 2 * part.nbytes
+        _moves(report, f"torch linear, {count} rows", moved, lambda p=part: F.linear(p, matrix))
+        fixed = lambda p=part: run("ordered_linear")(p, matrix, None, PLAIN, matrix.shape)  # noqa: E731
+        _moves(report, f"ordered_linear, {count} rows", moved, fixed)
+    for batch, queries, context in _attention_shapes(dry):
+        arguments, heads, dim = _attention(batch, queries, context, dry)
+        seconds = measure(lambda q=arguments: run("paged_attention")(*q))
+        name = f"paged_attention, {batch} x {queries} of {context}"
+        if queries == 1:
+            moved = 2 * batch * context * arguments[1].shape[1] * dim * 2
+            report.add(name, moved / seconds / 1e9, "GB/s", "copy", report.copy / 1e9)
+        else:
+            work = 4 * batch * heads * dim * queries * (context - queries / 2)
+            report.add(name, work / seconds / 1e12, "TFLOP/s", "matmul", report.matmul / 1e12)
+
+
+def _triton(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(kernels, name).implementation("triton")
+    return found
+
+
+def _moves(report: Any, name: str, nbytes: float, run: Callable[[], object]) -> None:
+    rate = nbytes / measure(run, rounds=1 if report.dry else 20)
+    report.add(name, rate / 1e9, "GB/s", "copy", report.copy / 1e9)
+
+
+def _attention_shapes(dry: bool) -> Iterator[tuple[int, int, int]]:
+    if dry:
+        yield from ((2, 1, 40), (1, 8, 8))
+    else:
+        yield from ((1, 1, 4096), (32, 1, 2048), (256, 1, 1024), (1, 2048, 2048), (1, 512, 8192))
+
+
+def _attention(
+    batch: int, queries: int, context: int, dry: bool
+) -> tuple[tuple[Any, ...], int, int]:
+    heads, kv_heads, dim, block = (4, 2, 16, 4) if dry else (32, 8, 128, 32)
+    pages = -(-context // block)
+    tables = torch.randperm(batch * pages, device=DEVICE).view(batch, pages).int()
+    shape = (batch * pages, kv_heads, block, dim)
+    k, v = (torch.randn(shape, device=DEVICE, dtype=BF16) for _ in "kv")
+    q = torch.randn(batch * queries, heads, dim, device=DEVICE, dtype=BF16)
+    starts = (torch.arange(batch + 1, device=DEVICE) * queries).int()
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
+    return (q, k, v, starts, lengths, tables, dim**-0.5), heads, dim
+
+
+def decode(name: str) -> Callable[[Any], None]:
+    """Steps through captured graphs, input transfer and greedy sampling included."""
+
+    def run(report: Any) -> None:
+        context = 16 if report.dry else 1024
+        with Model(name, report.dry) as model:
+            for batch in (2,) if report.dry else (1, 32, 256):
+                if report.late():
+                    break
+                seconds = model.decode(batch, context)
+                bound = (model.read_bytes + batch * context * model.kv_bytes) / report.copy
+                report.add(f"{name} decode, batch {batch}", seconds * 1e3, "ms/step")
+                rate = 1 / seconds
+                report.add(f"{name} decode, batch {batch}", rate, "steps/s", "memory", 1 / bound)
+            tokens = 8 if report.dry else 2048
+            seconds = model.prefill(tokens)
+            work = model.read_bytes * tokens / seconds  # 2 operations per 2-byte parameter
+            report.add(f"{name} prefill of {tokens}", tokens / seconds, "tokens/s")
+            rate = report.matmul / 1e12
+            report.add(f"{name} prefill of {tokens}", work / 1e12, "TFLOP/s", "matmul", rate)
+            nbytes, seconds = model.exchange()
+            rate = 4 * nbytes / seconds / 1e9
+            report.add(f"{name} commit by exchange", rate, "GB/s", "copy", report.copy / 1e9)
+
+    return run
+
+
+def logprobs(report: Any) -> None:
+    """Log-probabilities of the bfloat16 model against the same weights in float32."""
+    with Model("tiny" if report.dry else "1b", report.dry) as model:
+        error = model.logprob_error(8 if report.dry else 256)
+    report.add("largest difference of a logprob from float32", error, "nat")
+    if not error <= 5e-2:
+        raise AssertionError(f"logprobs are {error:.3f} from the float32 reference")
+
+
+def rivals(report: Any) -> None:
+    """transformers' generate on the same shapes; the cache is its default."""
+    from gpu_models import transformers_decode
+
+    name = "tiny" if report.dry else "1b"
+    for batch in (1, 2) if report.dry else (1, 32, 256):
+        if report.late():
+            break
+        seconds = transformers_decode(name, batch, 4 if report.dry else 32)
+        report.add(f"transformers {name} decode, batch {batch}", seconds * 1e3, "ms/step")
+
+
+def engine(report: Any) -> None:
+    """The whole engine, and an update from a second process on its GPU."""
+    from gpu_models import engine_run
+
+    engine_run(report, "tiny" if report.dry else "1b")
+
+
+def nccl(report: Any) -> None:
+    """A group of as many ranks as there are cards (one process each), and its broadcast."""
+    from gpu_models import nccl_run
+
+    nccl_run(report)
+
+
+#: name, seconds that it may take, what to call
+SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
+    ("device", 30, device),
+    ("conformance", 100, conformance),
+    ("ops", 60, ops),
+    ("decode-1b", 60, decode("1b")),
+    ("decode-8b", 90, decode("8b")),
+    ("logprobs", 30, logprobs),
+    ("rivals", 60, rivals),
+    ("engine", 90, engine),
+    ("nccl", 30, nccl),
+)

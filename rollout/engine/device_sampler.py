@@ -1,0 +1,64 @@
+"""The sampler of a GPU: one transfer there, one kernel call, one transfer back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.engine.sampler import Sampler, Samples
+from rollout.engine.sampling_batch import MIN_P, TEMPERATURE, TOP_P, SamplingBatch
+from rollout.engine.uniforms import uniforms
+from rollout.generation import GREEDY_BELOW
+from rollout.kernels import draw_tokens
+from rollout.kernels.gpu_support import triton_runs
+
+
+def make_sampler(device: torch.device) -> Sampler:
+    """The sampler for logits on ``device``."""
+    return DeviceSampler() if device.type == "cuda" and triton_runs() else Sampler()
+
+
+class DeviceSampler(Sampler):
+    """``Sampler`` by ``draw_tokens``: no sort, and the host waits once.
+
+    Batches with edits, penalties or alternatives go the way of ``Sampler``. A row's draw is the
+    same function of its seed and position; the order of float sums differs, so a draw right at the
+    edge of two tokens may fall on the other side.
+    """
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
+        special = len(batch.edit_rows) or len(batch.history_rows)
+        if special or not batch.num_rows or int(batch.num_top.max()) > 0:
+            return super().sample(logits, batch)
+        count = batch.num_sampled
+        settings = torch.from_numpy(_settings(batch)).to(logits.device, non_blocking=True)
+        numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
+        tokens, scores = draw_tokens(
+            logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws
+        )
+        found = torch.cat((tokens[:, None].double(), scores.double()), dim=1).cpu()
+        scores = found[:, 1:].float()
+        rows = len(found)
+        return Samples(
+            found[:, 0].long(),
+            scores[:, 0].contiguous(),
+            scores[:count, 1].contiguous(),
+            scores[:count, 2].contiguous(),
+            torch.zeros(rows, 0, dtype=torch.int32),
+            torch.zeros(rows, 0),
+        )
+
+
+def _settings(batch: SamplingBatch) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """float64 [R, 6]: given token or -1, temperature (0 greedy), top_p, min_p, top_k, draw."""
+    count = batch.num_sampled
+    table = np.zeros((batch.num_rows, 6))
+    temperature = batch.numbers[:, TEMPERATURE]
+    table[:count, 0], table[count:, 0] = -1, batch.targets
+    table[:count, 1] = np.where(temperature < GREEDY_BELOW, 0, temperature)
+    table[:count, 2], table[count:, 2] = batch.numbers[:, TOP_P], 1
+    table[:count, 3] = batch.numbers[:, MIN_P]
+    table[:count, 4] = batch.top_k
+    table[:count, 5] = uniforms(batch.seeds, batch.counters)
+    return table

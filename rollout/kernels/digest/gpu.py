@@ -1,0 +1,74 @@
+"""Triton ``digest``: strided boxes are read where they lie; one sum per program, then their sum."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.digest.cpu import _collapse, _offsets, _row_major
+from rollout.kernels.gpu_launch import launch
+from rollout.weights import Box, Shape
+
+_BLOCK = 1024
+_ROUNDS = 8  # blocks of one program, one after the other
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def digest(values: Tensor, shape: Shape, box: Box) -> int:
+    assert tuple(values.shape) == box.shape, f"values {values.shape} do not fill {box}"
+    assert box.fits(shape), f"{box} is not inside {shape}"
+    assert values.element_size() in _BITS, f"no digest of {values.dtype}"
+    if not values.numel():
+        return 0
+    bits = values.detach().view(_BITS[values.element_size()])
+    strides = _row_major(shape)
+    position = sum(a * s for a, s in zip(box.starts, strides, strict=True))
+    *outer, rows, columns = _collapse(
+        list(zip(values.shape, values.stride(), strides, strict=True))
+    )
+    chunks = triton.cdiv(columns[0], _BLOCK * _ROUNDS)
+    total = 0
+    for memory, ahead in _offsets(outer):
+        sums = torch.empty(rows[0] * chunks, dtype=torch.int64, device=values.device)
+        launch(
+            _digest,
+            (rows[0] * chunks,),
+            *(bits, sums, memory, position + ahead, chunks),
+            *(columns[0], rows[1], columns[1], rows[2]),
+            BLOCK=_BLOCK,
+            ROUNDS=_ROUNDS,
+        )
+        total += int(sums.sum())
+    return total % 2**64
+
+
+@triton.jit
+def _digest(
+    bits,
+    sums,
+    memory,
+    position,
+    chunks,
+    columns,
+    row_stride,
+    column_stride,
+    row_positions,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """A row of the box and a chunk of its columns, whose positions are consecutive."""
+    program = tl.program_id(0).to(tl.int64)
+    row, first = program // chunks, program % chunks * (BLOCK * ROUNDS)
+    bits += memory + row * row_stride
+    position += row * row_positions + 1
+    total = tl.zeros([BLOCK], tl.uint64)
+    for step in range(ROUNDS):
+        column = first + step * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        value = tl.load(bits + column * column_stride, mask=column < columns, other=0)
+        z = (position + column).to(tl.uint64) * 0x9E3779B97F4A7C15 + value.to(tl.uint64)
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+        total += tl.where(column < columns, z ^ (z >> 31), 0)
+    tl.store(sums + program, tl.sum(total, 0).to(tl.int64, bitcast=True))

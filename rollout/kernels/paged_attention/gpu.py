@@ -1,0 +1,282 @@
+"""Triton ``paged_attention``: one kernel for prefill, chunks and decode, and one that adds splits.
+
+A program takes one KV head and a tile of rows, a row being a query with one of the query heads that
+share the KV head, and runs over the keys with a running softmax (FlashAttention-2). Few rows, as
+in decode, leave the device idle: then the keys of a row are split among programs, and
+a second kernel adds their results up. How many splits depends on the shapes alone, never on values
+on the device, so that a captured graph stays valid as contexts grow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow, power_of_2
+from rollout.kernels.gpu_support import multiprocessors
+from rollout.kernels.paged_attention import paged_attention as op
+
+_MAX_SPLITS = 32
+_WAVES = 2  # programs per multiprocessor that splitting aims at
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the work is cut: ``rows`` of a tile (queries x heads), of which ``queries`` queries."""
+
+    rows: int
+    queries: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
+    if not takes(q, k_cache, v_cache):
+        return op.reference(*arguments, scale)
+    tokens, heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    group, decodes = heads // kv_heads, tokens <= 2 * len(context_lens)
+    if not decodes:
+        return attend(*arguments, scale, _prefill_tiles(group, dim, q.dtype))
+    programs = max(1, tokens * kv_heads)
+    longest = block_tables.shape[1] * k_cache.shape[2]
+    tiles = _decode_tiles(group, dim, q.dtype)
+    wanted = triton.cdiv(_WAVES * multiprocessors(q.device), programs)
+    splits = power_of_2(min(wanted, _MAX_SPLITS, triton.cdiv(longest, tiles.keys)))
+    return attend(*arguments, scale, _decode_tiles(group, dim, q.dtype, splits))
+
+
+def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    alike = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in FLOATS
+    return alike and k_cache.is_contiguous() and v_cache.is_contiguous() and q.shape[2] <= 512
+
+
+def fixed_tiles(group: int, dim: int, dtype: torch.dtype) -> Tiles:
+    """The same for every batch, without splits: a row's bits depend on its sequence alone."""
+    return _prefill_tiles(group, dim, dtype)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    tiles: Tiles,
+) -> Tensor:
+    """``paged_attention`` cut into ``tiles``, for arguments that ``takes`` accepts."""
+    tokens, heads, dim = q.shape
+    _, kv_heads, block, _ = k_cache.shape
+    sequences, splits = len(context_lens), tiles.splits
+    assert k_cache.shape == v_cache.shape
+    assert dim == k_cache.shape[3]
+    assert heads % kv_heads == 0, f"{kv_heads} KV heads do not divide {heads} query heads"
+    assert len(query_starts) == sequences + 1
+    q = q if q.stride(2) == 1 else q.contiguous()
+    block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    parts, weights = out, out
+    if splits > 1:
+        parts = torch.empty((splits, tokens, heads, dim), dtype=torch.float32, device=q.device)
+        weights = torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device)
+    single = tiles.queries == 1
+    count = tokens if single else tokens // tiles.queries + sequences if tokens else 0
+    launch(
+        _attend,
+        (count, kv_heads, splits),
+        *(q, k_cache, v_cache, parts, weights, query_starts, context_lens, block_tables),
+        *(scale * _LOG2_E, q.stride(0), q.stride(1), block_tables.stride(0), tokens, sequences),
+        *(kv_heads, block),
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        BLOCK_D=max(16, power_of_2(dim)),
+        ROWS=tiles.rows,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        SPLITS=splits,
+        IEEE=q.dtype == torch.float32,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    if splits > 1:
+        size = power_of_2(dim)
+        launch(_add, (tokens, heads), parts, weights, out, tokens, DIM=dim, BLOCK_D=size, N=splits)
+    return out
+
+
+def _decode_tiles(group: int, dim: int, dtype: torch.dtype, splits: int = 1) -> Tiles:
+    """One query per tile: its heads fill the rows, of which a matrix product wants 16."""
+    keys = _keys(dim, dtype, 64)
+    return Tiles(
+        max(16, power_of_2(group)), 1, keys, splits, warps=4, stages=3 if dim <= 128 else 2
+    )
+
+
+def _prefill_tiles(group: int, dim: int, dtype: torch.dtype) -> Tiles:
+    wide = dtype == torch.float32 or dim > 128
+    rows = max(64 if wide else 128, power_of_2(group))
+    if dim > 256:
+        rows = max(32, power_of_2(group))
+    keys = _keys(dim, dtype, 64)
+    return Tiles(rows, rows // group, keys, 1, warps=8 if rows >= 128 else 4, stages=2)
+
+
+def _keys(dim: int, dtype: torch.dtype, most: int) -> int:
+    """Keys and values of a few stages have to fit the shared memory beside the queries."""
+    size = max(16, power_of_2(dim)) * dtype.itemsize
+    return max(16, min(most, (1 << 14) // size))
+
+
+@triton.jit
+def _attend(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    weights,
+    query_starts,
+    context_lens,
+    block_tables,
+    scale,
+    q_row,
+    q_head,
+    table_row,
+    tokens,
+    sequences,
+    kv_heads,
+    block,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    sequence = _sequence_of(tile, query_starts, sequences, QUERIES)
+    start = tl.load(query_starts + sequence)
+    stop = tl.load(query_starts + sequence + 1)
+    context = tl.load(context_lens + sequence)
+    if QUERIES == 1:
+        first = tile
+    else:
+        first = start + (tile - (start // QUERIES + sequence)) * QUERIES
+    if (first >= start) & (first < stop):
+        row = tl.arange(0, ROWS)
+        query = first + row // GROUP
+        live = (row < QUERIES * GROUP) & (query < stop)
+        head = kv_head * GROUP + row % GROUP
+        position = context - stop + query  # of each row in its sequence
+        last = tl.minimum(first + QUERIES, stop)
+        end = context - stop + last  # keys that some row of the tile sees
+
+        column = tl.arange(0, BLOCK_D)
+        inside = column < DIM
+        at = query.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + column[None, :]
+        rows = tl.load(q + at, mask=live[:, None] & inside[None, :], other=0.0)
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        each = tl.cdiv(tl.cdiv(end, KEYS), SPLITS) * KEYS
+        low = split * each
+        high = tl.minimum(low + each, end)
+        table = block_tables + sequence.to(tl.int64) * table_row
+        for begin in range(low, high, KEYS):
+            key = begin + tl.arange(0, KEYS)
+            real = key < end
+            page = tl.load(table + key // block, mask=real, other=0).to(tl.int64)
+            where = ((page * kv_heads + kv_head) * block + key % block) * DIM
+            there = where[:, None] + column[None, :]
+            both = real[:, None] & inside[None, :]
+            keys = tl.load(k_cache + there, mask=both, other=0.0)
+            scores = tl.zeros([ROWS, KEYS], tl.float32)
+            scores = multiply(rows, tl.trans(keys), scores, IEEE) * scale
+            seen = key[None, :] <= position[:, None]
+            scores = tl.where(seen & real[None, :], scores, float("-inf"))
+            peak = tl.maximum(best, tl.max(scores, 1))
+            anchor = tl.where(peak == float("-inf"), 0.0, peak)
+            shrink = tl.exp2(best - anchor)
+            chances = tl.exp2(scores - anchor[:, None])
+            mass = mass * shrink + tl.sum(chances, 1)
+            values = tl.load(v_cache + there, mask=both, other=0.0)
+            chances = narrow(chances, v_cache.dtype.element_ty)
+            total = multiply(chances, values, total * shrink[:, None], IEEE)
+            best = peak
+        whole = tl.where(mass == 0.0, 1.0, mass)  # a split may hold no key of a row
+        total = total / whole[:, None]
+        heads = kv_heads * GROUP
+        flat = query.to(tl.int64) * heads + head
+        mask = live[:, None] & inside[None, :]
+        if SPLITS == 1:
+            value = narrow(total, out.dtype.element_ty)
+            tl.store(out + flat[:, None] * DIM + column[None, :], value, mask=mask)
+        else:
+            flat += split.to(tl.int64) * tokens * heads
+            tl.store(out + flat[:, None] * DIM + column[None, :], total, mask=mask)
+            tl.store(weights + flat, best + tl.log2(whole), mask=live)
+
+
+@triton.jit
+def _sequence_of(tile, query_starts, sequences, QUERIES: tl.constexpr):
+    """The last sequence whose first tile is not behind ``tile``.
+
+    With one query per tile, a tile is a row; else sequence s begins at tile
+    ``query_starts[s] // QUERIES + s``, which leaves room for its last, partial tile.
+    """
+    low = sequences * 0
+    high = sequences - 1
+    if QUERIES == 1:
+        # In a batch of decodes row s is sequence s.
+        guess = tl.minimum(tile, high)
+        if (tl.load(query_starts + guess) <= tile) & (tl.load(query_starts + guess + 1) > tile):
+            low = guess
+            high = guess
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin = tl.load(query_starts + middle)
+        if QUERIES > 1:
+            begin = begin // QUERIES + middle
+        if begin <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _add(parts, weights, out, tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """Sum of the splits' results, each by the mass of its keys."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads = tl.num_programs(1)
+    split, column = tl.arange(0, N), tl.arange(0, BLOCK_D)
+    flat = (split.to(tl.int64) * tokens + token) * heads + head
+    logs = tl.load(weights + flat)
+    top = tl.max(logs, 0)
+    weight = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+    weight = weight / tl.maximum(tl.sum(weight, 0), 1e-30)  # without any key, zeros
+    at = flat[:, None] * DIM + column[None, :]
+    values = tl.load(parts + at, mask=(column < DIM)[None, :], other=0.0)
+    # A split without a key has weight 0, and wrote zeros.
+    total = tl.sum(values * weight[:, None], 0)
+    target = out + (token * heads + head) * DIM + column
+    tl.store(target, narrow(total, out.dtype.element_ty), mask=column < DIM)

@@ -1,0 +1,14 @@
+"""A tiny checkpoint for tests of what runs on a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import write_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-gpu")
+    write_tiny(path, "qwen3", dtype=torch.float32)
+    return path

@@ -1,0 +1,148 @@
+"""Captured decoding, as far as it goes without a card: sizes, inputs, padding, addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout import kernels
+from rollout.config import EngineConfig
+from rollout.engine.cuda_graphs import DecodeInputs, is_decode, padded_sizes, wants_graphs
+from rollout.errors import ConfigError
+from rollout.kernels.gpu_support import triton_runs
+from rollout.models.forward import ForwardBatch
+
+CPU = torch.device("cpu")
+
+
+def _batch(count: int, width: int = 2, contexts: tuple[int, ...] | None = None) -> ForwardBatch:
+    lengths = torch.tensor(contexts or range(5, 5 + count), dtype=torch.int32)
+    tables = torch.arange(1, 1 + count * width, dtype=torch.int32).view(count, width)
+    positions = (lengths - 1).long()
+    return ForwardBatch(
+        input_ids=torch.arange(10, 10 + count),
+        positions=positions,
+        slots=tables[torch.arange(count), positions // 4].long() * 4 + positions % 4,
+        query_starts=torch.arange(count + 1, dtype=torch.int32),
+        context_lens=lengths,
+        block_tables=tables,
+        logit_rows=torch.arange(count),
+    )
+
+
+def test_padding_is_at_most_a_third_of_a_batch() -> None:
+    for largest in (1, 2, 7, 64, 256):
+        sizes = padded_sizes(largest)
+        assert sizes[-1] == largest
+        for count in range(1, largest + 1):
+            size = next(s for s in sizes if s >= count)
+            assert size - count <= size / 3
+
+
+def test_a_step_with_more_than_decodes_is_not_replayed() -> None:
+    batch = _batch(3)
+    assert is_decode(batch)
+    chunk = ForwardBatch(
+        input_ids=torch.arange(3),
+        positions=torch.arange(3),
+        slots=torch.arange(3),
+        query_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
+        logit_rows=torch.tensor([0, 1, 2]),
+    )
+    assert not is_decode(chunk)
+
+
+def test_inputs_stay_where_they_are_and_padding_has_no_slot() -> None:
+    inputs = DecodeInputs(6, 4, CPU)
+    before = [t.data_ptr() for t in vars_of(inputs.batch(4))]
+    inputs.fill(_batch(4), 4)
+    small = _batch(2, width=3, contexts=(9, 4))
+    inputs.fill(small, 4)
+    got = inputs.batch(4)
+    assert [t.data_ptr() for t in vars_of(got)] == before
+    for name in ("input_ids", "positions", "slots", "context_lens"):
+        assert torch.equal(getattr(got, name)[:2], getattr(small, name)), name
+    assert torch.equal(got.block_tables[:2, :3], small.block_tables)
+    assert got.slots[2:].tolist() == [-1, -1]
+    assert got.context_lens[2:].tolist() == [1, 1]
+    assert is_decode(got)
+    assert inputs.fits(small)
+    assert not inputs.fits(_batch(7, width=3))
+    assert not inputs.fits(_batch(1, width=5))
+
+
+@pytest.mark.skipif(not triton_runs() or torch.cuda.is_available(), reason="needs the interpreter")
+def test_padded_rows_change_no_row_and_no_page() -> None:
+    """Store and attend with the padding of a captured batch, beside the same without it."""
+    inputs, batch = DecodeInputs(4, 4, CPU), _batch(2)
+    inputs.fill(batch, 4)
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, heads, 16, generator=rng) for heads in (4, 2, 2))
+    pages = [torch.randn(9, 2, 4, 16, generator=rng) for _ in "kv"]
+    store = kernels.rotary_store.implementation("triton")
+    attend = kernels.paged_attention.implementation("triton")
+    results = []
+    for size, step in ((2, batch), (4, inputs.batch(4))):
+        table = torch.ones(size, 16)
+        kv = [page.clone() for page in pages]
+        turned = store(q[:size], k[:size], v[:size], table, table * 0.5, *kv, step.slots)
+        out = attend(turned, *kv, step.query_starts, step.context_lens, step.block_tables, 16**-0.5)
+        results.append((kv, out[:2], out))
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
+    assert results[1][2].isfinite().all()
+
+
+def test_a_cpu_captures_nothing() -> None:
+    for value in ("auto", "on", True):
+        assert not wants_graphs(EngineConfig(model="m", cuda_graphs=value), CPU, True)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    assert EngineConfig(model="m", cuda_graphs=False).cuda_graphs == "off"
+    assert EngineConfig(model="m", cuda_graph_sizes=[4, 1, 4]).cuda_graph_sizes == (1, 4)
+    with pytest.raises(ConfigError, match="cuda_graphs must be one of"):
+        EngineConfig(model="m", cuda_graphs="maybe")
+    with pytest.raises(ConfigError, match="cuda_graph_sizes"):
+        EngineConfig(model="m", cuda_graph_sizes=(0,))
+
+
+def vars_of(batch: ForwardBatch) -> list[torch.Tensor]:
+    return [getattr(batch, name) for name in ForwardBatch.__slots__]
+
+
+def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -> None:
+    from rollout.distributed import TensorParallel
+    from rollout.engine.instances import ModelInstances
+    from rollout.models.causal_lm import CausalLM, build_model
+    from rollout.models.config import ModelConfig
+
+    config = ModelConfig.from_directory(tiny_qwen3)
+
+    def build(device: torch.device) -> CausalLM:
+        return build_model(config, TensorParallel(), torch.float32, device)
+
+    live = build(CPU)
+    for parameter in live.parameters():
+        parameter.data.normal_()
+    instances = ModelInstances(live, build, CPU, pinned=True)
+    addresses = [p.data_ptr() for p in live.parameters()]
+    old = [p.data.clone() for p in live.parameters()]
+    load = instances.open_shadow(partial=True)
+    assert load is not None
+    shadow = instances._shadow
+    assert shadow is not None
+    for parameter in shadow.parameters():
+        parameter.data.add_(1)
+    instances.commit()
+    assert instances.live is live
+    assert [p.data_ptr() for p in live.parameters()] == addresses
+    for parameter, before in zip(live.parameters(), old, strict=True):
+        torch.testing.assert_close(parameter.data, before + 1)
+    instances.swap()
+    assert all(torch.equal(p.data, b) for p, b in zip(live.parameters(), old, strict=True))

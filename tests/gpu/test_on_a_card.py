@@ -1,0 +1,112 @@
+"""What only a card can show; skipped where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Rollout, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+SENDER = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from rollout import Rollout
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).cuda()
+with torch.no_grad():
+    for p in model.parameters():
+        p.mul_(1.5)
+with Rollout.connect(sys.argv[1]) as engine:
+    print(engine.update_weights(model, transport=sys.argv[3]).transport)
+"""
+
+
+def _engine(path: Path, **settings: Any) -> Rollout:
+    options = {"skip_tokenizer_init": True, "max_model_len": 128, "kv_cache_bytes": 1 << 26}
+    return Rollout(str(path), device="cuda", dtype="float32", **{**options, **settings})
+
+
+def _tokens(engine: Rollout) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> None:
+    with _engine(tiny_qwen3, cuda_graphs="on") as captured:
+        ours = _tokens(captured)
+    with _engine(tiny_qwen3, cuda_graphs="off") as plain:
+        assert _tokens(plain) == ours
+    with _engine(tiny_qwen3, cuda_graphs="on", device="cuda", executor="multiprocess") as apart:
+        assert _tokens(apart) == ours
+
+
+def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path) -> None:
+    """The tokens after each are those of an engine that never captured anything."""
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    with _engine(tiny_qwen3, cuda_graphs="off") as plain:
+        before = _tokens(plain)
+        plain.update_weights(trained)
+        after = _tokens(plain)
+    with _engine(tiny_qwen3, cuda_graphs="on") as engine:
+        assert _tokens(engine) == before
+        engine.update_weights(trained)
+        assert _tokens(engine) == after
+        engine.rollback()
+        assert _tokens(engine) == before
+        engine.sleep(level=1)
+        engine.wake_up()
+        assert _tokens(engine) == before
+        engine.sleep(level=2)
+        engine.wake_up()
+        engine.update_weights(trained)
+        assert _tokens(engine) == after
+
+
+def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:
+    with _engine(tiny_qwen3, kv_cache_bytes=1 << 30) as engine:
+        _tokens(engine)
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep(level=1)
+        assert torch.cuda.mem_get_info()[0] - awake > 0.9 * (1 << 30)
+        engine.wake_up()
+        assert _tokens(engine)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "auto", "inline"])
+def test_another_process_on_the_same_gpu_updates_the_engine(
+    tiny_qwen3: Path, transport: str
+) -> None:
+    with _engine(tiny_qwen3) as engine:
+        before = _tokens(engine)
+        done = subprocess.run(
+            [sys.executable, "-c", SENDER, engine.address, str(tiny_qwen3), transport],
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert done.returncode == 0, done.stderr
+        wanted = "ipc" if transport == "auto" else transport
+        assert done.stdout.split()[-1] == wanted
+        assert engine.weight_version == 1
+        assert _tokens(engine) != before
+
+
+def test_deterministic_decoding_does_not_depend_on_the_batch(tiny_qwen3: Path) -> None:
+    with _engine(tiny_qwen3, deterministic=True) as engine:
+        together = _tokens(engine)
+        alone = [engine.generate([p], GREEDY)[0].outputs[0] for p in PROMPTS]
+        assert [output.token_ids for output in alone] == together

@@ -1,0 +1,162 @@
+"""Compiles the Triton kernels for sm_90 without a card, as the shapes of real models launch them.
+
+Run as a script, ``compile_ahead.py SHARE SHARES``, without TRITON_INTERPRET; prints one JSON line
+for each kernel of its share: name, shared memory in bytes, and what went wrong. What the
+interpreter hides shows here: types, layouts, memory. (Triton hangs when two threads compile: shares
+are processes.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rollout.kernels.gpu_launch import Launch, recorded
+from rollout.weights import PLAIN, Box
+
+TARGET = GPUTarget("cuda", 90, 32)
+BF16, FP32 = torch.bfloat16, torch.float32
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
+    torch.uint32: "*u32",
+    torch.uint64: "*u64",
+}
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The Triton implementation of an op, whether or not it can run here."""
+    return getattr(importlib.import_module(f"rollout.kernels.{name}.gpu"), name)  # type: ignore[no-any-return]
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Ops as models call them: 8 B Llama (head dim 128) and smaller ones (64)."""
+    x, weight = torch.zeros(3, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+    yield "rms_norm", lambda: kernel("rms_norm")(x, weight, 1e-5)
+    heads = torch.zeros(2, 48, 128, dtype=BF16)[:, :32]
+    yield "rms_norm", lambda: kernel("rms_norm")(heads, weight[:128].clone(), 1e-5)
+    yield "add_rms_norm", lambda: kernel("add_rms_norm")(x, x, weight, 1e-5)
+    yield "silu_mul", lambda: kernel("silu_mul")(x)
+    yield "exchange", lambda: kernel("exchange")(x, x.clone())
+    box = Box((0, 0), (3, 4096))
+    yield "digest", lambda: kernel("digest")(x, (3, 4096), box)
+    yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 128256, dtype=BF16))
+    warm = torch.ones(2)
+    yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 32000), warm)
+    for dtype in (BF16, FP32):
+        w, y = torch.zeros(4096, 4096, dtype=dtype), x.to(dtype)
+        yield (
+            "ordered_linear",
+            lambda w=w, y=y: kernel("ordered_linear")(y, w, None, PLAIN, w.shape),
+        )
+    for dtype, vocab in ((BF16, 128256), (FP32, 32000)):
+        rows, none = torch.zeros(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        args = (rows, none, torch.ones(2, 3), none, torch.zeros(2, dtype=torch.float64))
+        yield "draw_tokens", lambda args=args: kernel("draw_tokens")(*args)
+    yield from _attentions()
+    yield from _experts()
+
+
+def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for dtype, heads, dim in ((BF16, 32, 128), (BF16, 32, 64), (BF16, 16, 256), (FP32, 32, 128)):
+        kv, table = torch.zeros(9, 8, 32, dim, dtype=dtype), torch.zeros(2, 128, dtype=torch.int32)
+        lengths = torch.tensor([40, 40], dtype=torch.int32)
+        for name, tokens in (("paged_attention", 2), ("paged_attention", 80)):
+            if dtype == BF16 and dim == 128:  # an argument of 1 is compiled as a constant
+                one = torch.tensor([0, tokens], dtype=torch.int32)
+                args = (torch.zeros(tokens, heads, dim, dtype=dtype), kv, kv.clone(), one)
+                yield (
+                    name,
+                    lambda n=name, a=args, c=lengths, t=table: kernel(n)(*a, c[:1], t[:1], 0.1),
+                )
+            q = torch.zeros(tokens, heads, dim, dtype=dtype)
+            starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
+            args = (q, kv, kv.clone(), starts, lengths, table, 0.1)
+            yield name, lambda name=name, args=args: kernel(name)(*args)
+        if dtype == BF16 and dim < 256:
+            q, k = torch.zeros(2, 32, dim, dtype=dtype), torch.zeros(2, 8, dim, dtype=dtype)
+            turn = torch.zeros(2, dim, dtype=dtype)
+            slots = torch.zeros(2, dtype=torch.int64)
+            args = (q, k, k.clone(), turn, turn, kv, kv.clone(), slots)
+            yield "rotary_store", lambda args=args: kernel("rotary_store")(*args)
+    q, k, t = torch.zeros(2, 32, 80), torch.zeros(2, 8, 80), torch.zeros(2, 20)
+    yield "rotary", lambda: kernel("rotary")(q, k, t, t)
+    cache, slots = torch.zeros(9, 8, 32, 80), torch.zeros(2, dtype=torch.int64)
+    yield "store_kv", lambda: kernel("store_kv")(k, k, cache, cache.clone(), slots)
+
+
+def _experts() -> Iterator[tuple[str, Callable[[], Any]]]:
+    w13, w2 = torch.zeros(8, 1536, 2048, dtype=BF16), torch.zeros(8, 2048, 768, dtype=BF16)
+    for tokens in (2, 128):
+        x, chosen = torch.zeros(tokens, 2048, dtype=BF16), torch.zeros(tokens, 4, dtype=torch.int64)
+        weights = torch.zeros(tokens, 4)
+        args = (x, w13, w2, chosen, weights)
+        yield "fused_experts", lambda args=args: kernel("fused_experts")(*args)
+
+
+def compile_launch(launch: Launch) -> Any:
+    """The compiled kernel, specialised as a launch with these arguments would be."""
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    constants = dict(launch.constants)
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, value in enumerate(launch.arguments):
+        name, even = names[index], False
+        if isinstance(value, Tensor):
+            signature[name], even = _TYPES[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            constants[name] = 1
+        else:
+            signature[name], even = "i32" if value < 2**31 else "i64", value % 16 == 0
+        if even:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "enable_fp_fusion": True,
+    }
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def main() -> None:
+    """Record what the calls launch, compile each once, print what came of it."""
+    found: dict[str, tuple[str, Launch]] = {}
+    for name, call in calls():
+        with recorded() as launches:
+            call()
+        for launch in launches:
+            constants = ", ".join(f"{k}={v}" for k, v in launch.constants.items())
+            kinds = ", ".join(str(a.dtype)[6:] for a in launch.arguments if isinstance(a, Tensor))
+            found.setdefault(f"{launch.kernel.__name__}({kinds}; {constants})", (name, launch))
+
+    share, shares = (int(word) for word in sys.argv[1:3])
+    for what, (op, launch) in list(found.items())[share::shares]:
+        row: dict[str, Any] = {"op": op, "kernel": what}
+        try:
+            row["shared"] = compile_launch(launch).metadata.shared
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

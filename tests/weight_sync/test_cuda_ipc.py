@@ -1,0 +1,144 @@
+"""CUDA IPC as far as it goes without a card: what travels, what is refused, where roads lead."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+import torch
+
+from rollout.errors import ConfigError, TransferFailed
+from rollout.update_wire import info_from_wire, info_to_wire, shared_from_wire, shared_to_wire
+from rollout.updates import SharedBuckets, WeightInfo
+from rollout.weight_sync.host import host_id
+from rollout.weight_sync.transports import make_receiver, make_sender, roads
+from rollout.weight_sync.transports.broadcast import choose_backend
+from rollout.weight_sync.transports.cuda_ipc import (
+    FLAGS,
+    CudaIpcReceiver,
+    gpu_uuid,
+    pack_handle,
+    released,
+    unpack_handle,
+    why_not,
+)
+from rollout.weights import TensorMeta
+
+UUID, SECRET = str(uuid4()), "00112233445566778899aabbccddeeff"
+HANDLE = bytes(range(64))
+SIZE = FLAGS + 2 * FLAGS
+
+
+def _info(host: str | None = None, devices: tuple[str, ...] = (UUID,)) -> WeightInfo:
+    return WeightInfo(
+        epoch=1,
+        version=0,
+        label=None,
+        state="idle",
+        dtype=torch.bfloat16,
+        tensors=(TensorMeta("w", torch.bfloat16, (4, 4)),),
+        aliases={},
+        tensor_parallel_size=1,
+        device="cuda:0",
+        transports=("broadcast", "inline", "ipc"),
+        host=host_id() if host is None else host,
+        devices=devices,
+    )
+
+
+def test_a_handle_survives_its_wire_form() -> None:
+    packed = pack_handle(UUID, SIZE, SECRET, HANDLE)
+    shared = SharedBuckets(name="", secret=SECRET, half=FLAGS, handle=packed)
+    assert shared_from_wire(shared_to_wire(shared)) == shared
+    assert unpack_handle(packed, SIZE, SECRET) == (UUID, HANDLE)
+
+
+def test_what_a_rank_announces_of_its_gpus_survives_its_wire_form() -> None:
+    info = _info(devices=(UUID, ""))
+    assert info_from_wire(info_to_wire(info)).devices == (UUID, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "secret", "why"),
+    [
+        ("", SIZE, SECRET, "0 bytes"),
+        ("zz", SIZE, SECRET, "non-hex"),
+        (pack_handle(UUID, SIZE, SECRET, HANDLE)[:-2], SIZE, SECRET, "bytes, not"),
+        (pack_handle(UUID, SIZE, SECRET, HANDLE), SIZE + 1, SECRET, "announced were"),
+        (pack_handle(UUID, SIZE, SECRET, HANDLE), SIZE, SECRET[::-1], "not marked"),
+        ("00" * 16 + pack_handle(UUID, SIZE, SECRET, HANDLE)[32:], SIZE, SECRET, "not marked"),
+    ],
+)
+def test_a_handle_that_is_not_this_updates_is_refused(
+    text: str, size: int, secret: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        unpack_handle(text, size, secret)
+
+
+@pytest.mark.parametrize(
+    ("half", "handle", "why"),
+    [
+        (FLAGS + 1, "", "not agreed on"),
+        (1 << 40, "", "not agreed on"),
+        (FLAGS, "00", "bytes, not"),
+        (FLAGS, pack_handle(UUID, SIZE, SECRET, HANDLE), "does not see the GPU"),
+    ],
+)
+def test_a_rank_refuses_memory_that_it_cannot_trust_or_reach(
+    half: int, handle: str, why: str
+) -> None:
+    shared = SharedBuckets(name="", secret=SECRET, half=half, handle=handle)
+    receiver = CudaIpcReceiver(shared, 0, FLAGS, torch.device("cuda", 0))
+    with pytest.raises(TransferFailed, match=why):
+        receiver.connect(1.0)
+
+
+def test_memory_is_free_when_no_rank_has_it_open() -> None:
+    flags = torch.zeros(FLAGS, dtype=torch.uint8)
+    assert released(flags)
+    flags[3] = 1
+    assert not released(flags)
+    flags[3] = 2
+    assert released(flags)
+
+
+def test_a_cpu_has_no_uuid() -> None:
+    assert gpu_uuid(torch.device("cpu")) == ""
+
+
+def test_a_gpu_on_another_host_is_reached_by_another_road() -> None:
+    assert why_not(_info(host="elsewhere")) == "the engine is on another host"
+    found = roads("auto", _info(host="elsewhere"))
+    assert [road.transport for road in found] == ["broadcast", "inline"]
+    assert found[0].reason == "no ipc: the engine is on another host"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
+def test_without_a_gpu_here_the_road_is_refused_and_auto_takes_another() -> None:
+    assert why_not(_info()) == "this process has no GPU"
+    assert roads("auto", _info())[0].transport == "broadcast"
+    with pytest.raises(ConfigError, match="this process has no GPU"):
+        make_sender("ipc", _info(), 1.0)
+
+
+def test_a_mig_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on one announces no UUID."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "MIG" in (why_not(_info(devices=("",))) or "")
+    assert "MIG" in (why_not(_info(devices=(UUID, ""))) or "")
+
+
+def test_one_gpu_for_both_sides_is_no_place_for_nccl() -> None:
+    assert choose_backend("cuda:0", True, True) == "gloo"
+    assert choose_backend("cuda:0", True, False) == "nccl"
+
+
+def test_the_receiver_follows_what_is_shared() -> None:
+    from rollout.updates import UpdateRequest
+
+    shared = SharedBuckets(name="", secret=SECRET, half=FLAGS, handle="00")
+    request = UpdateRequest(
+        update_id="u", transport="ipc", shared=shared, bucket_bytes=FLAGS, timeout=1.0
+    )
+    assert isinstance(make_receiver(request, 0, "cuda:0"), CudaIpcReceiver)
