@@ -144,5 +144,5 @@ def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -
     assert [p.data_ptr() for p in live.parameters()] == addresses
     for parameter, before in zip(live.parameters(), old, strict=True):
         torch.testing.assert_close(parameter.data, before + 1)
-    instances.swap()
+    instances.go_back()
     assert all(torch.equal(p.data, b) for p, b in zip(live.parameters(), old, strict=True))
