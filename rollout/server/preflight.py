@@ -107,8 +107,16 @@ def check(config: EngineConfig) -> Preflight:
         max_model_len=size.max_model_len,
         free_bytes=free,
         memory=plan_memory(config, size.num_blocks, [rank]),
-        kernels=native_status() if device.type == "cpu" else f"torch on {device}",
+        kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
     )
+
+
+def _kernels() -> str:
+    """Which code a forward pass on this CPU runs; "level" is of the packed linear layers."""
+    from rollout.kernels.linear import cpu
+
+    status = native_status()
+    return f"{status}; {cpu.LEVELS[cpu.level()]} in linear layers" if cpu.available() else status
 
 
 def _headers(directory: str | Path) -> tuple[TensorMeta, ...]:

@@ -14,6 +14,7 @@ from rollout.weights import Layout, TileLayout
 
 TILE_ROWS = 16
 AVX2_WIDTH = 8
+LEVELS = ("plain vectors", "AVX512-BF16 dot products", "AMX tiles")  # by ``level``
 
 
 def available() -> bool:

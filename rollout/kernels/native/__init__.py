@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20  # bytes
 
+INSTRUCTIONS = ("this CPU's least", "AVX2", "AVX512", "AVX512 with bf16", "Arm")
+
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "l": ctypes.c_int64,
@@ -68,4 +70,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         status = f"plain torch: native kernels could not be built ({error})"
         _log.warning("CPU kernels run in %s", status)
         return None, status
-    return lib, f"native: {how}"
+    return lib, f"native: {how}; {_instructions(lib)}"
+
+
+def _instructions(lib: ctypes.CDLL) -> str:
+    """What the library was compiled for."""
+    kind = INSTRUCTIONS[lib.rollout_instructions()]
+    return f"instructions of {kind}, vectors of {32 * lib.rollout_vector_width()} bits"

@@ -29,14 +29,14 @@ def load() -> tuple[ctypes.CDLL, str]:
     A library that is in the cache is only loaded. Several processes may come at once: each builds
     in a folder of its own and moves the result into place atomically.
     """
-    compiler, cache = _environment()
+    compiler, cache, target = _environment()
     failure = "no OpenMP runtime"
     for openmp in (_share_openmp(), False):
-        path = cache / f"kernels-{_key(compiler, openmp)}.so"
+        path = cache / f"kernels-{_key(compiler, openmp, target)}.so"
         try:
             if path.exists():
                 return ctypes.CDLL(str(path)), f"{path} ({_threading(openmp)})"
-            return _build_and_load(compiler, openmp, path)
+            return _build_and_load(compiler, openmp, target, path)
         except (BuildError, OSError) as error:
             failure = str(error)
         if not openmp:
@@ -48,14 +48,21 @@ def _threading(openmp: bool) -> str:
     return "OpenMP" if openmp else "one thread"
 
 
-def _environment() -> tuple[str, Path]:
-    """The C compiler and the cache folder: the only place here that reads the environment."""
+def _environment() -> tuple[str, Path, str]:
+    """C compiler, cache folder and target: the only place here that reads the environment.
+
+    ``CC`` and ``XDG_CACHE_HOME`` as everywhere. ``ROLLOUT_KERNELS_TARGET``: a CPU type that the
+    compiler knows (haswell, skylake-avx512, neoverse-n1) to build for instead of this machine's,
+    which must have its instructions.
+    """
     wanted = os.environ.get("CC")
     compiler = next(filter(None, map(shutil.which, [wanted] if wanted else ["gcc", "cc"])), None)
     if compiler is None:
         raise BuildError(f"no C compiler: {wanted or 'gcc or cc'} is not on PATH")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return compiler, Path(cache) / "rollout"
+    flag = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
+    target = os.environ.get("ROLLOUT_KERNELS_TARGET") or "native"
+    return compiler, Path(cache) / "rollout", f"{flag}={target}"
 
 
 def _share_openmp() -> bool:
@@ -76,13 +83,9 @@ def _share_openmp() -> bool:
     return False
 
 
-def _target() -> str:
-    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-
-
-def _key(compiler: str, openmp: bool) -> str:
+def _key(compiler: str, openmp: bool, target: str) -> str:
     """Names everything the machine code depends on; another CPU type gets another library."""
-    parts = [compiler, _version(compiler), *_FLAGS, _target(), str(openmp), _cpu()]
+    parts = [compiler, _version(compiler), *_FLAGS, target, str(openmp), _cpu()]
     for source in sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")]):
         parts += [source.name, source.read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -107,9 +110,11 @@ def _cpu_lines(text: str) -> Iterator[str]:
     return (line for line in first_core.splitlines() if line.startswith(wanted))
 
 
-def _build_and_load(compiler: str, openmp: bool, path: Path) -> tuple[ctypes.CDLL, str]:
+def _build_and_load(
+    compiler: str, openmp: bool, target: str, path: Path
+) -> tuple[ctypes.CDLL, str]:
     with tempfile.TemporaryDirectory(prefix="rollout-kernels-") as folder:
-        built = _compile(compiler, openmp, Path(folder))
+        built = _compile(compiler, openmp, target, Path(folder))
         try:
             _install(built, path)
         except OSError:  # a read-only home: use it from here, where it stays mapped
@@ -117,10 +122,10 @@ def _build_and_load(compiler: str, openmp: bool, path: Path) -> tuple[ctypes.CDL
     return ctypes.CDLL(str(path)), f"{path} ({_threading(openmp)})"
 
 
-def _compile(compiler: str, openmp: bool, folder: Path) -> Path:
+def _compile(compiler: str, openmp: bool, target: str, folder: Path) -> Path:
     """Objects first: linking with ``-fopenmp`` would bind a runtime of the compiler's own."""
     sources = [str(p) for p in sorted(_HERE.glob("*.c"))]
-    flags = [*_FLAGS, _target(), *([_OPENMP] if openmp else [])]
+    flags = [*_FLAGS, target, *([_OPENMP] if openmp else [])]
     _run([compiler, "-c", *flags, *sources], folder)
     objects = sorted(p.name for p in folder.glob("*.o"))
     _run([compiler, "-shared", "-o", "kernels.so", *objects, "-lm"], folder)
