@@ -2,12 +2,12 @@
 
     python benchmarks/tensor_parallel.py reduce [--ranks 2] [--rounds 7]
     python benchmarks/tensor_parallel.py step CHECKPOINT [--batch 1,8,32] [--context 64]
-                                              [--rounds 7] [--steps 16] [--single]
+                                              [--rounds 7] [--steps 16] [--single | --single-only]
 
 ``reduce``: one bfloat16 all-reduce of 1 KiB to 8 MiB in two rank processes. ``step``: decode steps
 of whole executors. Both sides live at once and take turns; a line gives each side's median over
 the rounds, in microseconds, and the median of the ratios of neighbours (over 1: shared memory is
-faster). ``--single`` adds one rank with two threads.
+faster). ``--single`` adds one rank with two threads, ``--single-only`` puts it in place of sockets.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ import time
 from collections.abc import Sequence
 
 import torch
+from stepping import BLOCK, Decoding, running
 
-from rollout.config import EngineConfig
 from rollout.distributed import RendezvousServer, join_group
-from rollout.engine.batch import encode_batch
-from rollout.engine.executors.multiprocess import MultiprocessExecutor
-from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
-from rollout.engine.sequence import Sequence as Sample
 from rollout.engine.shared_memory_group import create_shared, share_memory
-from rollout.generation import SamplingParams
 from rollout.update_wire import rendezvous_from_wire, rendezvous_to_wire
 
 SIZES = [1 << k for k in range(10, 24)]
@@ -53,6 +48,8 @@ def main() -> None:
     step.add_argument("--rounds", type=int, default=7)
     step.add_argument("--steps", type=int, default=16, help="of one turn")
     step.add_argument("--single", action="store_true")
+    step.add_argument("--single-only", action="store_true")
+    step.add_argument("--weight-layout", default="auto")
     args = parser.parse_args()
     if args.command == "step":
         measure_steps(args)
@@ -106,83 +103,27 @@ def measure_reductions(size: int, rounds: int, fd: str, rank: str, where: str) -
 
 
 def measure_steps(args: argparse.Namespace) -> None:
-    """Decode steps at every batch size; both executors are up all the time, one works."""
+    """Decode steps at every batch size; all executors are up all the time, one works."""
+    pool = max(args.batch) * (args.context // BLOCK + 1) * BLOCK
+    names = {"memory": (2, True), "sockets": (2, False), "single": (1, False)}
+    rivals = ["single"] if args.single_only else ["sockets", *(["single"] if args.single else [])]
     with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(_executor(args, 2, True))
-        sockets = stack.enter_context(_executor(args, 2, False))
-        single = stack.enter_context(_executor(args, 1, False)) if args.single else None
+        sides = {
+            name: stack.enter_context(
+                running(args.checkpoint, ranks, pool, shared=shared, layout=args.weight_layout)
+            )
+            for name, (ranks, shared) in names.items()
+            if name in ("memory", *rivals)
+        }
         for batch in args.batch:
-            turns = [_Decoding(e, args, batch).turn for e in (memory, sockets, single) if e]
-            for turn in turns:
-                turn()
-            rounds = [tuple(turn() for turn in turns) for _ in range(args.rounds)]
-            text = _line([(r[0], r[1]) for r in rounds])
-            if args.single:
-                text += f"  one rank {_line([(r[0], r[2]) for r in rounds], '2 threads')}"
-            print(f"batch {batch:4}  {text}", flush=True)
-
-
-@contextlib.contextmanager
-def _executor(args: argparse.Namespace, ranks: int, shared: bool):
-    config = EngineConfig(
-        model=args.checkpoint,
-        dtype="bfloat16",
-        device="cpu",
-        executor="multiprocess",
-        tensor_parallel_size=ranks,
-        num_threads=2 // ranks,
-    )
-    executor = MultiprocessExecutor(config, shared_memory=shared)
-    try:
-        executor.start()
-        blocks = max(args.batch) * (args.context // config.block_size + args.rounds * args.steps)
-        for future in executor.call("init_kv", {"num_blocks": blocks}):
-            future.result(60)
-        yield executor
-    finally:
-        executor.close()
-
-
-class _Decoding:
-    """A batch of sequences that has its prompt computed; every turn goes back to that point."""
-
-    def __init__(self, executor: MultiprocessExecutor, args: argparse.Namespace, batch: int):
-        self._executor, self._steps = executor, args.steps
-        self._block = executor._config.block_size
-        blocks = -(-(args.context + args.steps) // self._block)
-        self._sequences = [self._sequence(i, args.context, blocks) for i in range(batch)]
-        for s in self._sequences:
-            s.num_computed = 0
-            self._step([ScheduledEntry(s, args.context)])
-            s.num_computed = args.context
-            s.token_ids.append(5)
-
-    def turn(self) -> float:
-        """Seconds of one decode step, the mean of a turn's."""
-        started = time.perf_counter()
-        for _ in range(self._steps):
-            self._step([ScheduledEntry(s, 1) for s in self._sequences])
-        return (time.perf_counter() - started) / self._steps
-
-    def _step(self, entries: list[ScheduledEntry]) -> None:
-        call = encode_batch(ScheduledBatch(entries, 0), self._block)
-        for future in self._executor.call("step", *call):
-            future.result(120)
-
-    @staticmethod
-    def _sequence(index: int, context: int, blocks: int) -> Sample:
-        params = SamplingParams(temperature=0.0, max_tokens=64)
-        prompt = [3 + (7 * index + i) % 200 for i in range(context)]
-        s = Sample(
-            seq_id=index,
-            request_id=f"r{index}",
-            index=0,
-            params=params,
-            seed=index,
-            prompt_token_ids=prompt,
-        )
-        s.block_table = list(range(index * blocks, (index + 1) * blocks))
-        return s
+            turns = {n: Decoding(side, pool, batch, args.context) for n, side in sides.items()}
+            for turn in turns.values():
+                turn.turn(2)
+            rounds = [{n: t.turn(args.steps) for n, t in turns.items()} for _ in range(args.rounds)]
+            for rival in rivals:
+                other = "one rank, 2 threads" if rival == "single" else rival
+                pairs = [(r["memory"], r[rival]) for r in rounds]
+                print(f"batch {batch:4}  {_line(pairs, other)}", flush=True)
 
 
 def _line(pairs: Sequence[tuple[float, float]], other: str = "sockets") -> str:

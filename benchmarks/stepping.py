@@ -1,0 +1,95 @@
+"""Decode steps of whole executors, without a scheduler: what the ranks and the way to them cost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from rollout.config import EngineConfig
+from rollout.engine.batch import encode_batch
+from rollout.engine.executors.multiprocess import MultiprocessExecutor
+from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+from rollout.engine.sequence import Sequence as Sample
+from rollout.generation import SamplingParams
+
+BLOCK = 32
+CHUNK = 2048  # tokens of one step that fills pages
+
+
+@contextlib.contextmanager
+def running(
+    checkpoint: str, ranks: int, pool_tokens: int, *, shared: bool = True, longest: int = 4096,
+    layout: str = "auto", threads: int = 2,
+) -> Iterator[MultiprocessExecutor]:  # fmt: skip
+    """An executor of ``ranks`` that share ``threads``, with ``pool_tokens`` of written KV."""
+    config = EngineConfig(
+        model=checkpoint,
+        dtype="bfloat16",
+        device="cpu",
+        executor="multiprocess",
+        tensor_parallel_size=ranks,
+        num_threads=threads // ranks,
+        max_model_len=longest,
+        block_size=BLOCK,
+        weight_layout=layout,
+    )
+    executor = MultiprocessExecutor(config, shared_memory=shared)
+    try:
+        executor.start()
+        blocks = pool_tokens // BLOCK
+        for future in executor.call("init_kv", {"num_blocks": blocks}):
+            future.result(60)
+        for first in range(0, blocks, CHUNK // BLOCK):  # pages never written would read as one
+            table = list(range(first, min(first + CHUNK // BLOCK, blocks)))
+            tokens = len(table) * BLOCK
+            step(executor, [ScheduledEntry(_sample(first, table, tokens), tokens)])
+        yield executor
+    finally:
+        executor.close()
+
+
+class Decoding:
+    """``batch`` sequences of ``context`` tokens that take single steps and never grow.
+
+    They share the pool's blocks where it is smaller than all of them.
+    """
+
+    def __init__(
+        self, executor: MultiprocessExecutor, pool_tokens: int, batch: int, context: int
+    ) -> None:
+        self._executor = executor
+        blocks, need = pool_tokens // BLOCK, -(-(context + 1) // BLOCK)
+        self._entries = []
+        for i in range(batch):
+            table = [(i * need + j) % blocks for j in range(need)]
+            sample = _sample(i, table, context)
+            sample.num_computed = context
+            sample.token_ids.append(5)
+            self._entries.append(ScheduledEntry(sample, 1))
+
+    def turn(self, steps: int) -> float:
+        """Seconds of one step, the mean of ``steps``."""
+        started = time.perf_counter()
+        for _ in range(steps):
+            step(self._executor, self._entries)
+        return (time.perf_counter() - started) / steps
+
+
+def step(executor: MultiprocessExecutor, entries: list[ScheduledEntry]) -> None:
+    call = encode_batch(ScheduledBatch(entries, 0), BLOCK)
+    for future in executor.call("step", *call):
+        future.result(120)
+
+
+def _sample(index: int, table: list[int], tokens: int) -> Sample:
+    sample = Sample(
+        seq_id=index,
+        request_id=f"r{index}",
+        index=0,
+        params=SamplingParams(temperature=0.0, max_tokens=64),
+        seed=index,
+        prompt_token_ids=[3 + (7 * index + i) % 200 for i in range(tokens)],
+    )
+    sample.block_table = table
+    return sample
