@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for _ in range(args.rounds):
                     for side, count, times in zip(sides, steps, rounds, strict=True):
                         times.append(1e3 * side.turn(count))
+                print(f"{context} tokens, {batch}: {rounds} ms", file=sys.stderr, flush=True)
                 for ranks, times in zip(args.ranks, rounds, strict=True):
                     found.append({"ranks": ranks, "batch": batch, "context": context, "ms": times})
     return found
