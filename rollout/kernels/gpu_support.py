@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 ASSUMED_SMS = 132  # streaming multiprocessors of a Hopper, where no device can be asked
+INTERPRETED_SMS = 8  # the interpreter runs one program after the other
 
 
 @functools.cache
@@ -27,9 +28,9 @@ def interpreted() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at least; on no CUDA device, those of a Hopper."""
+    """How many programs run side by side at least; compiled for no device, those of a Hopper."""
     if device.type != "cuda":
-        return ASSUMED_SMS
+        return INTERPRETED_SMS if interpreted() else ASSUMED_SMS
     return _count(torch.cuda.current_device() if device.index is None else device.index)
 
 

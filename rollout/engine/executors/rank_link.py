@@ -224,6 +224,8 @@ def _environment(num_threads: int) -> dict[str, str]:
     env["OMP_NUM_THREADS"] = str(num_threads)
     # A broadcast that fails is reported by its error; torch would print C++ stack frames too.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # NCCL's watchdog would end the rank at a sender's silence; deadlines here abort the update.
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "20000")
     return env

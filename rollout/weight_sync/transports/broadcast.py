@@ -117,10 +117,8 @@ class BroadcastReceiver:
         return held[: header.nbytes]
 
     def _wait(self, work: Any, index: int, timeout: float) -> None:
-        if self._device.split(":")[0] != "cpu":
-            work.wait()
-            return
-        # Polled rather than waited for, so that an abort frees this thread at once.
+        # Polled rather than waited for, so that an abort frees this thread at once. NCCL's own
+        # deadline would end the process.
         deadline = time.monotonic() + timeout
         while not work.is_completed():
             if self._closed.is_set():
@@ -172,7 +170,15 @@ def _drop(group: Any) -> None:
         return
     holder = [group]
     del group
-    threading.Thread(target=holder.clear, name="drop-group", daemon=True).start()
+    threading.Thread(target=_end, args=(holder,), name="drop-group", daemon=True).start()
+
+
+def _end(holder: list[Any]) -> None:
+    """NCCL leaves a kernel waiting for a peer that is gone, unless it is told to abort."""
+    abort = getattr(holder[0], "abort", None)
+    if abort is not None and "NCCL" in type(holder[0]).__name__:
+        abort()
+    holder.clear()
 
 
 def _explained(channel: WeightChannel, index: int, error: RuntimeError) -> RolloutError:
