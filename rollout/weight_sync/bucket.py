@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -58,6 +59,27 @@ class BucketPacker:
         self._entries: list[BucketEntry] = []
         self._end = 0  # bytes used in the current bucket
         self._open = False  # whether the current bucket's buffer is ours to write
+
+    def begin(self, nbytes: int) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Make room for a tensor of ``nbytes`` to come; yields the bucket that was too full."""
+        if self._entries and not self._fits(nbytes) and nbytes <= self.bucket_bytes:
+            yield self._finish()
+
+    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+        """Where ``add`` will put the next tensor, uninitialised; None where it will be cut.
+
+        ``add`` copies nothing if the tensor was written there.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes or not self._fits(nbytes) or dtype not in _DTYPES:
+            return None
+        start = _aligned(self._end)
+        return self._buffer()[start : start + nbytes].view(dtype).view(shape)
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether a tensor can follow in the current bucket."""
+        room = self.bucket_bytes - _aligned(self._end)
+        return nbytes <= room and len(self._entries) < MAX_ENTRIES
 
     def add(
         self, name: str, tensor: Tensor, at: tuple[Shape, Box] | None = None
@@ -136,8 +158,10 @@ class BucketPacker:
         nbytes = box.numel * tensor.dtype.itemsize
         if nbytes:
             room = self._buffer()[offset : offset + nbytes]
+            into = room.view(tensor.dtype).view(box.shape)
             values = tensor[box.shifted(tuple(-n for n in part.box.starts)).slices]
-            room.view(tensor.dtype).view(box.shape).copy_(values)
+            if into.data_ptr() != values.data_ptr() or not values.is_contiguous():
+                into.copy_(values)
         entry = BucketEntry(part.name, tensor.dtype, part.shape, box, offset, nbytes)
         self._entries.append(entry)
         self._end = offset + nbytes

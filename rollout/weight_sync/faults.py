@@ -37,8 +37,8 @@ from rollout.updates import (
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.link import WeightLink
 from rollout.weight_sync.pressure import exhaust_memory, fill_disk
-from rollout.weight_sync.publication import WeightLink
 from rollout.weight_sync.transports import (
     Sender,
     SenderFactory,

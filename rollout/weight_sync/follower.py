@@ -30,8 +30,8 @@ from rollout.errors import (
     WeightError,
 )
 from rollout.updates import WeightInfo
+from rollout.weight_sync.link import WeightLink
 from rollout.weight_sync.options import UpdateOptions
-from rollout.weight_sync.publication import WeightLink
 from rollout.weight_sync.publisher import publish
 from rollout.weight_sync.transports.disk import MANIFEST, VersionSource, folder
 from rollout.weight_sync.transports.store import LocalStore

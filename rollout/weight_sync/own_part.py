@@ -12,8 +12,9 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import DeltaBase, ShardCopies
 from rollout.weight_sync.encodings import too_dense
 from rollout.weight_sync.lanes import JoiningLink, Outlet, RankStream
+from rollout.weight_sync.link import WeightLink
 from rollout.weight_sync.options import UpdateOptions
-from rollout.weight_sync.publication import Publication, WeightLink
+from rollout.weight_sync.publication import Publication
 from rollout.weight_sync.shards import Shards, ShardUpdate
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.survey import Survey

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from functools import partial
+from math import prod
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from rollout.errors import (
@@ -29,9 +33,12 @@ from rollout.update_wire import (
     request_to_wire,
 )
 from rollout.updates import BucketHeader, Seal, UpdateRequest, WeightChannel, WeightInfo
+from rollout.weight_sync.beside import Beside
 from rollout.weight_sync.bucket import BucketPacker
 from rollout.weight_sync.delta import CodedDelta, DeltaBase
+from rollout.weight_sync.digests import total
 from rollout.weight_sync.encodings import Encoder
+from rollout.weight_sync.link import WeightLink, receipt_of
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.survey import PlanCache, Survey, shard_layout
@@ -44,25 +51,9 @@ from rollout.weight_sync.transports import (
     make_sender,
     roads,
 )
-from rollout.weights import Box, TensorMeta, TensorPiece, UpdateReceipt
+from rollout.weights import Box, Shape, TensorMeta, TensorPiece
 
 Packed = Iterator[tuple[BucketHeader, Tensor]]
-_POLL = 0.05  # seconds between questions about a commit whose reply was lost
-
-
-class WeightLink(Protocol):
-    """How a trainer reaches an engine: in process, or ``RolloutClient``."""
-
-    def info(self) -> WeightInfo: ...
-
-    def open(self) -> WeightChannel: ...
-
-    def receipts(self) -> tuple[UpdateReceipt, ...]: ...
-
-    @property
-    def local_address(self) -> str:
-        """The address of this machine as the engine reaches it."""
-        ...
 
 
 class Publication:
@@ -80,6 +71,8 @@ class Publication:
         self._channel: WeightChannel | None = None
         self._sender: Sender | None = None
         self._packer: BucketPacker | None = None
+        self._beside = Beside("update-sender")
+        self._by_bucket = False  # whether tensors are digested as they are sent
         self._info: WeightInfo | None = None
         self._survey: Survey | None = None
         self._update_id = uuid.uuid4().hex
@@ -92,7 +85,7 @@ class Publication:
         self._started = time.perf_counter()
         self.gather_seconds = 0.0
         self._transfer_seconds = 0.0
-        self._digest_seconds = 0.0
+        self.digest_seconds = 0.0
         self.failure: RolloutError | None = None
         self._gave_up: str | None = None
 
@@ -191,6 +184,7 @@ class Publication:
             wants = self._plans.wants_for(begun, survey)
             return {"p2p": {"where": rendezvous_to_wire(where), **wants}, **self._changes()}
         sender.connect(channel, timeout)
+        self._beside = Beside("update-sender")
         self._packer = BucketPacker(
             min([options.bucket_bytes, *(buffer.numel() for buffer in buffers)]),
             device=self._wire_device(),
@@ -245,7 +239,7 @@ class Publication:
             raise DeadlineExceeded(self._gave_up)
         self._send(header, payload)
         if header.index:
-            self._wait_free(header.index - 1)
+            self._taken(header.index - 1)
 
     @property
     def sent_bytes(self) -> int:
@@ -270,8 +264,29 @@ class Publication:
         nccl = self._sender.rendezvous()
         return "cuda" if nccl is not None and nccl.backend == "nccl" else "cpu"
 
+    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+        """Where the next tensor may be gathered to; an error is kept for the next vote."""
+        if self.failure is not None or self._packer is None or self._encoder is None:
+            return None
+        if self._encoder.encoding == "delta":
+            return None  # of it the changes alone will be packed
+        started = time.perf_counter()
+        try:
+            for header, payload in self._packer.begin(prod(shape) * dtype.itemsize):
+                self._later(partial(self._ship, header, payload))
+            return self._packer.room(dtype, shape)
+        except Exception as error:  # noqa: BLE001 - as in ``_attempt``
+            self._fail(error, "a bucket")
+            return None
+        finally:
+            self.gather_seconds -= time.perf_counter() - started  # it waits inside a gather
+
     def add(self, name: str, tensor: Tensor) -> None:
-        """Digest, pack and send one tensor; an error is kept for the next vote."""
+        """Pack one tensor and have full buckets sent; an error is kept for the next vote.
+
+        Digests are taken and buckets announced, sent and waited for on a thread beside this one,
+        while the next bucket is gathered.
+        """
         self._attempt(name, lambda packer: self._packed(packer, name, tensor))
 
     def add_part(self, name: str, part: CodedDelta | TensorPiece) -> None:
@@ -302,13 +317,19 @@ class Publication:
         try:
             if self._gave_up is not None:
                 raise DeadlineExceeded(self._gave_up)
+            self._beside.check()
             for header, payload in pack(self._packer):
-                self._send(header, payload)
-        except RolloutError as error:
-            self.failure = error
+                self._later(partial(self._ship, header, payload))
         except Exception as error:  # noqa: BLE001 - it must wait for the next vote, whatever it is
-            self.failure = TransferFailed(f"sending {name!r} failed: {error}")
-            self.failure.__cause__ = error
+            self._fail(error, repr(name))
+
+    def _fail(self, error: Exception, what: str) -> None:
+        """Keep the error, as one of the tree, for the next vote."""
+        if isinstance(error, RolloutError):
+            self.failure = error
+            return
+        self.failure = TransferFailed(f"sending {what} failed: {error}")
+        self.failure.__cause__ = error
 
     def _packed(self, packer: BucketPacker, name: str, tensor: Tensor) -> Packed:
         assert self._encoder is not None
@@ -316,10 +337,9 @@ class Publication:
         tensor = tensor.detach()
         if tensor.is_floating_point() and tensor.dtype != self._info.dtype:
             tensor = tensor.to(self._info.dtype)
-        started = time.perf_counter()
-        shape = tuple(tensor.shape)
-        self._digests[name] = digest(tensor, shape, Box.full(shape))
-        self._digest_seconds += time.perf_counter() - started
+        self._by_bucket = self._encoder.encoding == "full"
+        if not self._by_bucket:  # of the whole tensor, which may not travel
+            self._digest(name, tensor, tuple(tensor.shape), Box.full(tuple(tensor.shape)))
         self._num_bytes += tensor.nbytes
         delta = self._encoder.delta(name, tensor, packer.bucket_bytes)
         return packer.add(name, tensor) if delta is None else packer.add_delta(name, delta)
@@ -330,11 +350,12 @@ class Publication:
             return
         try:
             for header, payload in self._packer.flush() if self._packer is not None else ():
-                self._send(header, payload)
+                self._later(partial(self._ship, header, payload))
+            self._beside.wait()
             for index in range(max(0, self._num_buckets - 2), self._num_buckets):
-                self._wait_free(index)
-        except RolloutError as error:
-            self.failure = error
+                self._taken(index)
+        except Exception as error:  # noqa: BLE001 - as in ``_attempt``
+            self._fail(error, "the last buckets")
 
     def finish(self) -> dict[str, Any]:
         """Seal and commit."""
@@ -355,7 +376,8 @@ class Publication:
         try:
             receipt = self._channel.commit()
         except (DeadlineExceeded, EngineClosed, RequestAborted, TransferFailed) as error:
-            receipt = self._committed_after_all(error)
+            assert self._connect is not None
+            receipt = receipt_of(self._connect, self._update_id, error, 5 * self._options.timeout)
         self._encoder.settle(receipt.epoch, receipt.version, self._wire_bytes, self._num_bytes)
         timings = {**receipt.timings, "total": time.perf_counter() - self._started}
         return {"receipt": receipt_to_wire(replace(receipt, timings=timings))}
@@ -369,6 +391,7 @@ class Publication:
 
     def close(self) -> None:
         """Abort what did not commit, and let go of the road and the channel."""
+        self._beside.close()
         self._packer = None  # its buffers go now, not when the cycle of callbacks is collected
         for part in (self._sender, self._channel):
             if part is not None:
@@ -384,30 +407,43 @@ class Publication:
         self._wire_bytes += header.nbytes
         self._transfer_seconds += time.perf_counter() - started
 
+    def _later(self, task: Callable[[], None]) -> None:
+        """Run ``task`` beside this thread, on the device's stream that this thread packs on."""
+        assert self._packer is not None
+        stream: AbstractContextManager[Any] = nullcontext()
+        if self._packer.device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.current_stream())
+
+        def run() -> None:
+            with stream:
+                task()
+
+        self._beside.do(run)
+
+    def _ship(self, header: BucketHeader, payload: Tensor) -> None:
+        """Digest what a bucket holds of whole tensors, before others can reach it, and send it."""
+        for entry in header.entries if self._by_bucket else ():
+            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
+            self._digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+        self._send(header, payload)
+
+    def _digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> None:
+        """Add the digest of a box to its tensor's."""
+        started = time.perf_counter()
+        self._digests[name] = total([self._digests.get(name, 0), digest(values, shape, box)])
+        self.digest_seconds += time.perf_counter() - started
+
     def _wait_free(self, index: int) -> None:
+        """Until a bucket's buffer may be packed again."""
+        self._later(partial(self._taken, index))
+        self._beside.wait()
+
+    def _taken(self, index: int) -> None:
         assert self._channel is not None
         assert self._sender is not None
         started = time.perf_counter()
         self._sender.wait(self._channel, index, self._options.timeout)
         self._transfer_seconds += time.perf_counter() - started
-
-    def _committed_after_all(self, lost: RolloutError) -> UpdateReceipt:
-        """A reply may be lost after the commit began: the engine says how it ended."""
-        assert self._connect is not None
-        deadline = time.monotonic() + 5 * self._options.timeout
-        while True:
-            try:
-                link = self._connect()
-                state = link.info().state
-                ours = [r for r in link.receipts() if r.update_id == self._update_id]
-            except RolloutError:
-                raise lost from None
-            if ours:
-                why = "the commit's reply was lost; the engine's own receipt was asked for"
-                return replace(ours[0], details={**ours[0].details, "recovered": why})
-            if state not in ("staged", "committing") or time.monotonic() > deadline:
-                raise lost
-            time.sleep(_POLL)
 
     def _details(self) -> dict[str, str]:
         """What the receipt says about how it went."""
@@ -418,7 +454,7 @@ class Publication:
             sent["sent_elements"] = str(self._changed)
         return {
             **sent,
-            "digest_seconds": f"{self._digest_seconds:.6f}",
+            "digest_seconds": f"{self.digest_seconds:.6f}",
             "transport_reason": self._road.reason,
             "encoding": self._encoder.encoding + ("-zstd" if self._encoder.compressed else ""),
             "encoding_reason": self._encoder.reason,

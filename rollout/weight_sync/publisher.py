@@ -20,11 +20,12 @@ from rollout.update_wire import info_from_wire, receipt_from_wire
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import DeltaBase
+from rollout.weight_sync.link import WeightLink
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.own_part import OwnPart
-from rollout.weight_sync.publication import Publication, WeightLink, source_failed
+from rollout.weight_sync.publication import Publication, source_failed
 from rollout.weight_sync.rounds import Rounds
-from rollout.weight_sync.source import WeightSource, agreement_for, source_for
+from rollout.weight_sync.source import PlacingSource, WeightSource, agreement_for, source_for
 from rollout.weight_sync.survey import PlanCache, survey
 from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import UpdateReceipt
@@ -134,6 +135,8 @@ def _stream(
 ) -> None:
     """Iterate the source in lockstep, sending on the sender, voting once per bucket's worth."""
     sizes = {meta.name: meta.nbytes for meta in info.tensors}
+    if agreement.is_sender and isinstance(source, PlacingSource):
+        source.place_by(sending.room)
     items = _items(source)
     since_vote, last = 0, ""
     error: Exception | None = None

@@ -94,6 +94,21 @@ def test_rounds_are_bounded(engine, peers, checkpoints) -> None:
             assert max(by_rank.values()) <= 8 << 10
 
 
+def test_a_tensor_is_read_once_however_many_ranks_take_of_it(engine, peers, checkpoints) -> None:
+    reads: dict[tuple[int, str], int] = {}
+
+    def counting(rank, source):
+        def read(name):
+            reads[rank, name] = reads.get((rank, name), 0) + 1
+
+        source.on_read = read
+        return source
+
+    receipt_of(peers.send(checkpoints[2], bucket_bytes=8 << 20, prepare=counting))  # one round
+    assert set(reads.values()) == {1}
+    assert {name for _, name in reads} == set(checkpoints[2])
+
+
 def broken(engine, peers, weights, match, error=RolloutError, **options):
     """All ranks raise one error, in time; the old version serves; the next update takes."""
     before, version = engine.live(), engine.version

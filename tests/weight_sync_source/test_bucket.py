@@ -178,3 +178,28 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
         list(BucketPacker(1024).add("phases", torch.zeros(2, dtype=torch.complex64)))
     with pytest.raises(ConfigError, match="bucket_bytes"):
         BucketPacker(8)
+
+
+def test_what_is_written_to_its_room_is_not_copied_and_arrives() -> None:
+    packer = BucketPacker(256)
+    first, second = torch.arange(20, dtype=torch.float32), torch.arange(48, dtype=torch.float32)
+    assert list(packer.begin(first.nbytes)) == []
+    assert list(packer.add("first", first)) == []
+    (full,) = packer.begin(second.nbytes)  # it does not fit beside the first
+    assert [entry.name for entry in full[0].entries] == ["first"]
+    room = packer.room(torch.float32, (6, 8))
+    assert room is not None
+    room.copy_(second.view(6, 8))
+    assert list(packer.add("second", room)) == []
+    ((header, payload),) = packer.flush()
+    ((name, found),) = unpack(header, payload)
+    assert (name, found.data_ptr()) == ("second", room.data_ptr())
+    assert torch.equal(found, second.view(6, 8))
+
+
+def test_a_tensor_that_will_be_cut_has_no_room() -> None:
+    packer = BucketPacker(256)
+    list(packer.add("first", torch.zeros(4)))
+    assert list(packer.begin(400)) == []
+    assert packer.room(torch.float32, (100,)) is None
+    assert packer.room(torch.float32, (0, 7)) is None

@@ -1,0 +1,108 @@
+"""What a sender does on a thread beside the gather."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from ranks import Engine, same
+from trainer import Trainer, fresh
+
+from rollout.errors import TransferFailed
+from rollout.weight_sync.beside import Beside
+from rollout.weight_sync.transports.inline import InlineSender
+
+
+@pytest.fixture
+def beside():
+    worker = Beside("beside-test")
+    yield worker
+    worker.close()
+
+
+def test_tasks_run_in_order_and_are_waited_for(beside) -> None:
+    done: list[int] = []
+    for i in range(20):
+        beside.do(lambda i=i: (time.sleep(0.001), done.append(i)))
+    beside.wait()
+    assert done == list(range(20))
+
+
+def test_nothing_runs_after_the_first_error_which_is_raised(beside) -> None:
+    done: list[int] = []
+    reached = threading.Event()
+    beside.do(reached.wait)
+    beside.do(lambda: done.append(1 // 0))
+    beside.do(lambda: done.append(1))
+    reached.set()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            beside.wait()
+    with pytest.raises(ZeroDivisionError):
+        beside.do(lambda: done.append(2))
+    assert done == []
+
+
+def test_nothing_is_begun_after_it_is_closed() -> None:
+    beside, reached, done = Beside("beside-test"), threading.Event(), []
+    beside.do(reached.wait)
+    beside.do(lambda: done.append(1))
+    beside.close()
+    reached.set()
+    with pytest.raises(TransferFailed, match="ended"):
+        beside.do(lambda: done.append(2))
+    time.sleep(0.05)
+    assert done == []
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+class Held(InlineSender):
+    """Sends its first bucket only once a tensor of a later one has been asked for."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        self.asked = asked
+
+    def send(self, channel, header, payload) -> None:
+        if header.index == 0 and not self.asked.wait(5):
+            raise TransferFailed("the gather waits for the transfer")
+        super().send(channel, header, payload)
+
+
+def test_the_next_bucket_is_gathered_while_one_is_sent(engine, checkpoints) -> None:
+    asked = threading.Event()
+
+    def items():
+        size = 0
+        for name, tensor in checkpoints[2].items():
+            size += tensor.nbytes
+            if size > 2 * 32 << 10:  # the first bucket is full by now
+                asked.set()
+            yield name, tensor
+
+    trainer = Trainer(engine, lambda info, timeout, host: Held(asked))
+    receipt = trainer.send(items())
+    assert receipt.version == engine.version
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+class Failing(InlineSender):
+    def send(self, channel, header, payload) -> None:
+        if header.index == 1:
+            raise OSError("the cable was cut")
+        super().send(channel, header, payload)
+
+
+def test_what_fails_beside_the_gather_ends_it(engine, checkpoints) -> None:
+    before = engine.live()
+    trainer = Trainer(engine, lambda info, timeout, host: Failing())
+    with pytest.raises(TransferFailed, match="cable"):
+        trainer.send(checkpoints[2])
+    assert same(engine.live(), before)
+    assert engine.info().state == "idle"
