@@ -1,12 +1,15 @@
 """The parts of a live weight update: FSDP2 over 2 trainer ranks -> a TP=2 service.
 
     python benchmarks/sync.py CHECKPOINT [--updates 5] [--bucket-mib 64] [--dtype bfloat16]
+                                         [--transport broadcast,p2p,...] [--bare]
 
 Starts `rollout serve` and the trainer ranks as processes of their own and prints one JSON line:
 medians over the updates (the first, which builds the engine's shadow, is reported apart) of gather,
 transfer, stage, verify, commit, stall and total in seconds, and of digesting on the sender and on
 the slowest rank, with the share of both in the total; bytes; and the peak memory of each process
-above what it held before the first update, in bytes.
+above what it held before the first update, in bytes. Several transports take turns,
+and each has its own line. `--bare` alternates with the least that could work: `full_tensor()` one
+by one, and the same bytes over a raw gloo broadcast.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch, service(args) as (process, address):
         meeting = str(Path(scratch) / "meeting")
-        print(json.dumps(measure(args, process, address, meeting)), flush=True)
+        for line in measure(args, process, address, meeting):
+            print(json.dumps(line), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -50,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", help="of trainer and engine")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
@@ -61,22 +66,39 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(
     args: argparse.Namespace, engine: subprocess.Popen[str], address: str, meeting: str
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
+    names = args.transport.split(",")
     with contextlib.ExitStack() as stack:
         command = [sys.executable, __file__, args.checkpoint, "--updates", str(args.updates)]
         command += ["--bucket-mib", str(args.bucket_mib), "--dtype", args.dtype]
         command += ["--transport", args.transport, "--address", address, "--meeting", meeting]
+        command += ["--bare"] if args.bare else []
         ranks = [stack.enter_context(child([*command, "--rank", str(r)])) for r in range(TRAINERS)]
         assert ranks[0].stdin is not None
         _expect(ranks, "loaded")
-        engine_ranks = children(engine.pid)
-        watch = Watch([p.pid for p in ranks], engine_ranks)
+        watch = Watch([p.pid for p in ranks], children(engine.pid))
         with watch:
             for process in ranks:
                 assert process.stdin is not None
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            receipts = [_expect(ranks, "receipt") for _ in range(args.updates + 1)]
+            receipts, bare = [], []
+            for turn in range(args.updates + 1):
+                receipts += [_expect(ranks, "receipt") for _ in names]
+                if args.bare and turn:
+                    start = _expect(ranks, "bare")
+                    bare.append(_bare(ranks, start, args.bucket_mib << 20))
+    least = {f"bare_{part}_s": median(b[part] for b in bare) for part in (bare or [{}])[0]}
+    extra = {
+        "trainer_peak_extra_bytes": watch.extra(0),
+        "engine_peak_extra_bytes": watch.extra(1),
+        **least,
+    }
+    lines = [_line(args, receipts[i :: len(names)]) for i in range(len(names))]
+    return [{**line, **extra} for line in lines]
+
+
+def _line(args: argparse.Namespace, receipts: list[dict[str, Any]]) -> dict[str, Any]:
     first, rest = receipts[0], receipts[1:]
     return {
         "checkpoint": args.checkpoint,
@@ -92,10 +114,22 @@ def measure(
         **{f"{part}_s": median(r["timings"][part] for r in rest) for part in PARTS},
         **{f"{side}_digest_s": median(r["digests"][side] for r in rest) for side in SIDES},
         "digest_share": median(sum(r["digests"].values()) / r["timings"]["total"] for r in rest),
+        "totals_s": [round(r["timings"]["total"], 4) for r in rest],
         "first_total_s": first["timings"]["total"],
-        "trainer_peak_extra_bytes": watch.extra(0),
-        "engine_peak_extra_bytes": watch.extra(1),
     }
+
+
+def _bare(
+    ranks: list[subprocess.Popen[str]], start: dict[str, Any], bucket_bytes: int
+) -> dict[str, float]:
+    """Start the receivers of a bare broadcast; what the first trainer rank measured."""
+    script = str(Path(__file__).with_name("bare.py"))
+    with contextlib.ExitStack() as stack:
+        for rank in (1, 2):
+            where = [start["meeting"], str(rank), str(start["bytes"]), str(bucket_bytes)]
+            stack.enter_context(child([sys.executable, script, *where]))
+        found = _expect(ranks, "bared")
+    return {"gather": found["gather"], "broadcast": found["broadcast"]}
 
 
 def _expect(ranks: list[subprocess.Popen[str]], event: str) -> dict[str, Any]:
@@ -235,28 +269,42 @@ def update_repeatedly(args: argparse.Namespace) -> None:
         dist.barrier()
         _tell(event="loaded")
         sys.stdin.readline()
-        for _ in range(args.updates + 1):
-            negate(model)
-            receipt = engine.update_weights(
-                model,
-                transport=args.transport,
-                bucket_bytes=args.bucket_mib << 20,
-                timeout=300.0,
-            )
-            if args.rank == 0:
-                _tell(
-                    event="receipt",
-                    timings=dict(receipt.timings),
-                    digests={
-                        "sender": float(receipt.details["digest_seconds"]),
-                        "rank": float(receipt.details["rank_digest_seconds"]),
-                    },
-                    bytes=receipt.num_bytes,
-                    wire_bytes=receipt.wire_bytes,
-                    transport=receipt.transport,
-                    largest=largest,
+        for turn in range(args.updates + 1):
+            for transport in args.transport.split(","):
+                negate(model)
+                receipt = engine.update_weights(
+                    model,
+                    transport=transport,
+                    bucket_bytes=args.bucket_mib << 20,
+                    timeout=300.0,
                 )
-            time.sleep(0.2)
+                if args.rank == 0:
+                    _tell(
+                        event="receipt",
+                        timings=dict(receipt.timings),
+                        digests={
+                            "sender": float(receipt.details["digest_seconds"]),
+                            "rank": float(receipt.details["rank_digest_seconds"]),
+                        },
+                        bytes=receipt.num_bytes,
+                        wire_bytes=receipt.wire_bytes,
+                        transport=receipt.transport,
+                        largest=largest,
+                    )
+                time.sleep(0.2)
+            if args.bare and turn:
+                least(args, model, f"{args.meeting}.{turn}", receipt.num_bytes)
+
+
+def least(args: argparse.Namespace, model: Any, meeting: str, nbytes: int) -> None:
+    """Gather and broadcast with nothing else."""
+    import bare
+
+    gathered = bare.gather(model)
+    if args.rank == 0:
+        _tell(event="bare", meeting=meeting, bytes=nbytes)
+        sent = bare.broadcast(meeting, 0, nbytes, args.bucket_mib << 20)
+        _tell(event="bared", gather=gathered, broadcast=sent)
 
 
 def negate(model: Any) -> None:
