@@ -13,6 +13,8 @@ from rollout.errors import TransferFailed
 from rollout.weight_sync.beside import Beside
 from rollout.weight_sync.transports.inline import InlineSender
 
+LARGE = 128 << 10  # bytes: more than the largest tensor
+
 
 @pytest.fixture
 def beside():
@@ -82,12 +84,12 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(engine, checkpoints) -> N
         size = 0
         for name, tensor in checkpoints[2].items():
             size += tensor.nbytes
-            if size > 2 * 32 << 10:  # the first bucket is full by now
+            if size > LARGE + LARGE // 4:  # the first bucket is full, the second is not
                 asked.set()
             yield name, tensor
 
     trainer = Trainer(engine, lambda info, timeout, host: Held(asked))
-    receipt = trainer.send(items())
+    receipt = trainer.send(items(), bucket_bytes=LARGE)
     assert receipt.version == engine.version
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
 
