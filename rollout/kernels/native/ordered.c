@@ -20,19 +20,6 @@ typedef struct {
     int64_t x_row, outputs, inputs;
 } Ordered;
 
-/* Said outright: a compiler may fuse the same expression in one block and not in another. */
-#if VW == 16
-INLINE vf fused(vf a, vf b, vf c) {
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-}
-#else
-INLINE vf fused(vf a, vf b, vf c) {
-    vf out;
-    for (int i = 0; i < VW; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return out;
-}
-#endif
-
 INLINE const void *from(const void *p, int64_t i, int bf16) {
     return (const char *)p + i * (bf16 ? 2 : 4);
 }

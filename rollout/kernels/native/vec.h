@@ -46,6 +46,20 @@ INLINE vf vmax(vf a, vf b) { return blend(a > b, a, b); }
 INLINE vf vmin(vf a, vf b) { return blend(a < b, a, b); }
 #endif
 
+/* a * b + c, said outright: a compiler may fuse the same expression in one block and not in
+ * another. */
+#if VW == 16
+INLINE vf fused(vf a, vf b, vf c) {
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#else
+INLINE vf fused(vf a, vf b, vf c) {
+    vf out;
+    for (int i = 0; i < VW; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return out;
+}
+#endif
+
 #if defined(__clang__)
 INLINE vf rotate(vf v, int by) {
     vf out;

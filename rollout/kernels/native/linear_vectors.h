@@ -1,0 +1,214 @@
+/* Rows by tiles of linear.c with vectors: dot products of bfloat16 where AVX-512 has them, else
+ * float32. Included there. */
+
+/* The tiles of an item lie at `w`, the second of a missing one in place of the first: its sums are
+ * not used. */
+INLINE const uint16_t *tile_at(const Linear *p, int64_t pair, int tile) {
+    int alone = p->odd && pair == p->pairs - 1;
+    return p->w + pair * p->between + (alone ? 0 : tile * p->within);
+}
+INLINE int tiles_in(const Linear *p, int64_t pair) { return p->odd && pair == p->pairs - 1 ? 1 : 2; }
+
+#define CHUNK 16 /* inputs of one row that lie together in a block */
+#define AHEAD_INPUTS 32
+#define CACHED_FLOATS (5 << 16) /* of a stretch of x: more than half of an L2 */
+
+#if VW == 16
+#define MANY 12 /* rows by the tiles of one pair: 24 sums of 32 registers */
+#define FEW 6   /* rows by those of two */
+#define PASS 2  /* tiles at a time */
+#else
+#define MANY 6
+#define FEW 0
+#define PASS 1
+#endif
+
+/* Float32 copies of x, for each block of rows [inputs / CHUNK, rows, CHUNK]. */
+typedef struct {
+    float *x;
+    int64_t row, rows, block; /* the stretch; rows of a block, the last may have fewer */
+} Widened;
+
+INLINE int64_t chunks_of(const Linear *p) { return (p->inputs + CHUNK - 1) / CHUNK; }
+
+static void widen_rows(const Linear *p, int64_t row, int64_t stop, Widened *to) {
+    int64_t rows = stop - row, blocks = (rows + MANY - 1) / MANY, chunks = chunks_of(p);
+    to->row = row, to->rows = rows, to->block = (rows + blocks - 1) / blocks;
+    to->x = work_area((size_t)(rows * chunks * CHUNK) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t first = r / to->block * to->block;
+        int64_t count = rows - first < to->block ? rows - first : to->block;
+        float *put = to->x + (first * chunks + r - first) * CHUNK;
+        const uint16_t *x = p->x + (row + r) * p->x_row;
+        for (int64_t c = 0; c < chunks; c++, put += count * CHUNK)
+            for (int j = 0; j < CHUNK; j += VW)
+                store(put, j, load_at(x, c * CHUNK + j, p->inputs, 1), 0);
+    }
+}
+
+/* sums [tiles / 2, rows, 2 * TILE] of a block by the tiles at w[], inputs in ascending order. */
+INLINE void sum_tiles(int rows, int tiles, const float *x, const uint16_t *const *w,
+                      int64_t inputs, float *sums) {
+    vf sum[MANY][4];
+    int vectors = tiles * SLICES;
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) sum[r][j] = splat(0);
+    for (int64_t k = 0; k < inputs; x += (rows - 1) * CHUNK) {
+        int64_t end = k + CHUNK < inputs ? k + CHUNK : inputs;
+        for (; k < end; k += 2, x += 2) {
+            vu words[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++)
+                memcpy(&words[j], w[j / SLICES] + k * TILE + j % SLICES * 2 * VW, sizeof words[j]);
+#pragma GCC unroll 4
+            for (int t = 0; t < tiles; t++) __builtin_prefetch(w[t] + (k + AHEAD_INPUTS) * TILE);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vf even = splat(x[r * CHUNK]);
+#pragma GCC unroll 4
+                for (int j = 0; j < vectors; j++)
+                    sum[r][j] = fused(even, (vf)(words[j] << 16), sum[r][j]);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vf odd = splat(x[r * CHUNK + 1]);
+#pragma GCC unroll 4
+                for (int j = 0; j < vectors; j++)
+                    sum[r][j] = fused(odd, (vf)(words[j] & 0xffff0000u), sum[r][j]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) {
+            int tile = j / SLICES;
+            float *put = sums + (tile / 2 * rows + r) * 2 * TILE + tile % 2 * TILE;
+            store(put, j % SLICES * VW, sum[r][j], 0);
+        }
+}
+
+/* A block by the tiles of one pair. */
+INLINE void pair_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
+    float sums[MANY * 2 * TILE];
+    const uint16_t *w[2] = {tile_at(p, pair, 0), tile_at(p, pair, 1)};
+#pragma GCC unroll 2
+    for (int t = 0; t < 2; t += PASS) sum_tiles(rows, PASS, x, w + t, p->inputs, sums + t * TILE);
+    finish(p, row, rows, pair, tiles_in(p, pair), sums, 2 * TILE);
+}
+
+static void many_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
+    switch (rows) {
+    case 1: pair_rows(p, 1, x, row, pair); break;
+    case 2: pair_rows(p, 2, x, row, pair); break;
+    case 3: pair_rows(p, 3, x, row, pair); break;
+    case 4: pair_rows(p, 4, x, row, pair); break;
+    case 5: pair_rows(p, 5, x, row, pair); break;
+#if MANY > 6
+    case 6: pair_rows(p, 6, x, row, pair); break;
+    case 7: pair_rows(p, 7, x, row, pair); break;
+    case 8: pair_rows(p, 8, x, row, pair); break;
+    case 9: pair_rows(p, 9, x, row, pair); break;
+    case 10: pair_rows(p, 10, x, row, pair); break;
+    case 11: pair_rows(p, 11, x, row, pair); break;
+#endif
+    default: pair_rows(p, MANY, x, row, pair);
+    }
+}
+
+#if FEW
+/* A block by the tiles of two pairs: W comes from memory in more streams. */
+INLINE void pairs_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
+    float sums[2][FEW * 2 * TILE];
+    const uint16_t *w[4];
+    for (int t = 0; t < 4; t++) w[t] = tile_at(p, pair + t / 2, t % 2);
+    sum_tiles(rows, 4, x, w, p->inputs, sums[0]);
+    finish(p, row, rows, pair, 2, sums[0], 2 * TILE);
+    finish(p, row, rows, pair + 1, tiles_in(p, pair + 1), sums[0] + rows * 2 * TILE, 2 * TILE);
+}
+
+static void few_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
+    switch (rows) {
+    case 1: pairs_rows(p, 1, x, row, pair); break;
+    case 2: pairs_rows(p, 2, x, row, pair); break;
+    case 3: pairs_rows(p, 3, x, row, pair); break;
+    case 4: pairs_rows(p, 4, x, row, pair); break;
+    case 5: pairs_rows(p, 5, x, row, pair); break;
+    default: pairs_rows(p, FEW, x, row, pair);
+    }
+}
+#endif
+
+static void float_item(const Linear *p, const Widened *from, int64_t pair, int pairs) {
+    int64_t chunks = chunks_of(p);
+    for (int64_t r = 0; r < from->rows; r += from->block) {
+        int rows = (int)(from->rows - r < from->block ? from->rows - r : from->block), j = 0;
+        const float *x = from->x + r * chunks * CHUNK;
+#if FEW
+        for (; rows <= FEW && j + 2 <= pairs; j += 2)
+            few_rows(p, rows, x, from->row + r, pair + j);
+#endif
+        for (; j < pairs; j++) many_rows(p, rows, x, from->row + r, pair + j);
+    }
+}
+
+#if VW == 16 && defined(__AVX512BF16__)
+#define DOT_ROWS 6 /* by four tiles */
+
+INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t pair) {
+    const uint16_t *x = p->x + row * p->x_row, *w[4];
+    float sums[2][DOT_ROWS * 2 * TILE];
+    __m512 sum[DOT_ROWS][4];
+    for (int t = 0; t < tiles; t++) w[t] = tile_at(p, pair + t / 2, t % 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < p->inputs; k += 2) {
+        __m512i words[4];
+#pragma GCC unroll 4
+        for (int t = 0; t < tiles; t++) words[t] = _mm512_loadu_si512(w[t] + k * TILE);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            int32_t x_pair;
+            memcpy(&x_pair, x + r * p->x_row + k, sizeof x_pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(x_pair);
+#pragma GCC unroll 4
+            for (int t = 0; t < tiles; t++)
+                sum[r][t] = _mm512_dpbf16_ps(sum[r][t], both, (__m512bh)words[t]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < tiles; t++)
+            _mm512_storeu_ps(sums[t / 2] + r * 2 * TILE + t % 2 * TILE, sum[r][t]);
+    for (int t = 0; t < tiles; t += 2)
+        finish(p, row, rows, pair + t / 2, tiles_in(p, pair + t / 2), sums[t / 2], 2 * TILE);
+}
+
+INLINE void dot_rows(int rows, int tiles, const Linear *p, int64_t row, int64_t pair) {
+    switch (rows) {
+    case 1: dot_tiles(1, tiles, p, row, pair); break;
+    case 2: dot_tiles(2, tiles, p, row, pair); break;
+    case 3: dot_tiles(3, tiles, p, row, pair); break;
+    case 4: dot_tiles(4, tiles, p, row, pair); break;
+    case 5: dot_tiles(5, tiles, p, row, pair); break;
+    default: dot_tiles(DOT_ROWS, tiles, p, row, pair);
+    }
+}
+
+static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs) {
+    for (; row < stop; row += DOT_ROWS) {
+        int rows = stop - row < DOT_ROWS ? (int)(stop - row) : DOT_ROWS;
+        if (pairs == 2) dot_rows(rows, 4, p, row, pair);
+        else dot_rows(rows, 2, p, row, pair);
+    }
+}
+#else
+static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs) {
+    (void)p, (void)row, (void)stop, (void)pair, (void)pairs;
+}
+#endif
