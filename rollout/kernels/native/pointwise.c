@@ -132,3 +132,37 @@ EXPORT void rollout_store_kv(const char *k, int64_t k_outer, int64_t k_inner, co
         }
     }
 }
+
+typedef struct {
+    const char *q, *k, *v, *cos, *sin; /* cos, sin: [tokens, width], dense */
+    char *out, *k_cache, *v_cache;     /* q rotated, dense; the caches as above */
+    const int64_t *slots;
+    int64_t q_outer, q_inner, k_outer, k_inner, v_outer, v_inner; /* elements */
+    int64_t tokens, heads, kv_heads, dim, width, block;
+} Turn;
+
+INLINE void turn(const Turn *p, int threads, int bf16, int wide) {
+    int64_t size = bf16 ? 2 : 4, table = bf16 && !wide ? 2 : 4;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t t = 0; t < p->tokens; t++) {
+        const char *cos = p->cos + t * p->width * table, *sin = p->sin + t * p->width * table;
+        for (int64_t h = 0; h < p->heads; h++)
+            rotate_head(p->q + (t * p->q_outer + h * p->q_inner) * size, cos, sin,
+                        p->out + (t * p->heads + h) * p->dim * size, p->dim, p->width, bf16, wide);
+        int64_t page = p->slots[t] / p->block, offset = p->slots[t] % p->block;
+        for (int64_t h = 0; h < p->kv_heads; h++) {
+            int64_t to = ((page * p->kv_heads + h) * p->block + offset) * p->dim * size;
+            rotate_head(p->k + (t * p->k_outer + h * p->k_inner) * size, cos, sin, p->k_cache + to,
+                        p->dim, p->width, bf16, wide);
+            memcpy(p->v_cache + to, p->v + (t * p->v_outer + h * p->v_inner) * size,
+                   (size_t)(p->dim * size));
+        }
+    }
+}
+
+EXPORT void rollout_rotary_store(const Turn *p, int32_t bf16, int32_t wide, int32_t threads) {
+    if (p->tokens * (p->heads + p->kv_heads) * p->dim < PARALLEL_ELEMENTS) threads = 1;
+    if (!bf16) turn(p, threads, 0, 0);
+    else if (wide) turn(p, threads, 1, 1);
+    else turn(p, threads, 1, 0);
+}
