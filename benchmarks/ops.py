@@ -165,6 +165,32 @@ def scans(rounds: int) -> None:
         )
 
 
+def filters(rounds: int) -> None:
+    """Peaked and nearly flat rows; each filter alone and all of them."""
+    for batch in (1, 8, 32):
+        for scale in (3.0, 0.5):
+            logits = (torch.randn(batch, 151936) * scale).bfloat16()
+            best, _, sums, mass = kernels.scan_logits(logits)
+            for name, k, p, low in (
+                ("top_k=50", 50, 1.0, 0.0),
+                ("top_p=0.95", 0, 0.95, 0.0),
+                ("min_p=0.05", 0, 1.0, 0.05),
+                ("all", 50, 0.95, 0.05),
+            ):
+                settings = (
+                    torch.full((batch,), k),
+                    torch.full((batch,), p, dtype=torch.float64),
+                    torch.full((batch,), low),
+                )
+                arguments = (logits, None, best, sums, mass, *settings)
+                compare(
+                    f"filter_logits B={batch} {name} scale {scale}",
+                    max(3, rounds // 3),
+                    lambda a=arguments: kernels.filter_logits(*a),
+                    lambda a=arguments: kernels.filter_logits.reference(*a),
+                )
+
+
 def digests(rounds: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         shape = (4096, 4096)
@@ -188,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", help="attention, linears, scans, small_ops or digests")
+    parser.add_argument("--only", help="attention, linears, scans, filters, small_ops or digests")
     parser.add_argument("--quick", action="store_true", help="shorter prefills only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -199,6 +225,7 @@ def main() -> None:
             "attention": lambda: attention(options.rounds, options.quick),
             "linears": lambda: linears(options.rounds),
             "scans": lambda: scans(options.rounds),
+            "filters": lambda: filters(options.rounds),
             "small_ops": lambda: small_ops(options.rounds),
             "digests": lambda: digests(options.rounds),
         }

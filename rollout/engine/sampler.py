@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.logit_edits import apply_edits, apply_penalties
-from rollout.engine.nucleus import nucleus_edge, nucleus_edges
 from rollout.engine.sampling_batch import MIN_P, TEMPERATURE, TOP_P, SamplingBatch
 from rollout.engine.uniforms import uniforms
-from rollout.engine.vocab_scan import argmax_rows, draw_logits, draw_rows, segment_sums
+from rollout.engine.vocab_scan import draw_logits
 from rollout.generation import GREEDY_BELOW
-from rollout.kernels import scan_logits
+from rollout.kernels import filter_logits, scan_logits
 
-CPU_SLICE = 4 << 20  # elements of logits worked on at a time: they stay in the caches
+CPU_SLICE = 4 << 20  # elements of edited logits worked on at a time: they stay in the caches
 GPU_SLICE = 256 << 20
-SORT_WHOLE = 4096  # vocabularies up to here are sorted for top_p in one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Samples:
 
 
 class Sampler:
-    """Draws and scores; keeps a few work areas of bounded size between steps.
+    """Draws and scores; keeps a work area of bounded size between steps.
 
     Order: edits (min_tokens, logit_bias), penalties, temperature, min_p, top_k, top_p, draw.
     Tokens that tie with the last kept one at a filter's edge are kept with it. A greedy row takes
@@ -52,208 +50,136 @@ class Sampler:
     """
 
     def __init__(self) -> None:
-        self._areas: list[Tensor] = []
+        self._area: Tensor | None = None
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
         """``logits``: [R, vocabulary], any float dtype; computed in float32. Not changed."""
-        vocab, parts = logits.shape[1], []
-        for start, stop, plain in _runs(batch, vocab):
-            if plain:
-                parts.append(_sample_plain(logits[start:stop], batch.rows(start, stop)))
-            else:
-                parts += self._sample_slices(logits, batch, start, stop)
+        parts = []
+        for start, stop, edited in _runs(batch):
+            if not edited:
+                parts.append(_sample(logits[start:stop], batch.rows(start, stop), None))
+                continue
+            step = max(1, _slice_of(logits.device) // logits.shape[1])
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                part, rows = logits[first:last], batch.rows(first, last)
+                values = self._copy(part)
+                apply_edits(values, rows)
+                apply_penalties(values, rows)
+                parts.append(_sample(part, rows, values))
         return _join(parts)
 
-    def _sample_slices(
-        self, logits: Tensor, batch: SamplingBatch, start: int, stop: int
-    ) -> list[Samples]:
-        """Rows start .. stop by way of float32 copies of a few rows at a time."""
-        limit = CPU_SLICE if logits.device.type == "cpu" else GPU_SLICE
-        step = max(1, limit // logits.shape[1])
-        parts = []
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            part = logits[first:last]
-            if part.dtype != torch.float32:
-                part = self._area(2, part).copy_(part)
-            parts.append(self._sample(part, batch.rows(first, last)))
-        return parts
+    def _copy(self, logits: Tensor) -> Tensor:
+        """Float32 in a kept area: fresh pages would cost more than the arithmetic."""
+        if self._area is None or self._area.numel() < logits.numel():
+            self._area = torch.empty(logits.numel(), device=logits.device)
+        return self._area[: logits.numel()].view(logits.shape).copy_(logits)
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
-        count = batch.num_sampled
-        probs = self._area(0, logits)
-        torch.softmax(logits, -1, out=probs)
-        best, best_ids = argmax_rows(logits)
-        raw_lse = _lse(best, best_ids, probs)
-        drawn = _Drawn.nothing(logits.device)
-        if count:
-            values, lse = logits[:count], raw_lse[:count]
-            if _changes(batch):
-                values = self._area(1, logits)[:count].copy_(logits[:count])
-                _edit(values, batch)
-                probs = self._area(0, values)
-                torch.softmax(values, -1, out=probs)
-                best, best_ids = argmax_rows(values)
-                lse = _lse(best, best_ids, probs)
-            drawn = _draw(values, probs[:count], lse, best_ids[:count], batch)
-        targets = torch.from_numpy(batch.targets).to(logits.device)
-        tokens = torch.cat([drawn.tokens, targets])
-        raw = logits.gather(1, tokens[:, None])[:, 0].double() - raw_lse
-        top_ids, top_logprobs = _alternatives(logits, raw_lse, batch.num_top)
-        return Samples(
-            tokens.cpu(),
-            raw.float().cpu(),
-            drawn.processed.float().cpu(),
-            drawn.log_kept_mass.float().cpu(),
-            top_ids.cpu(),
-            top_logprobs.cpu(),
-        )
 
-    def _area(self, index: int, like: Tensor) -> Tensor:
-        """A work area shaped like ``like``: fresh pages would cost more than the arithmetic."""
-        while len(self._areas) <= index:
-            self._areas.append(torch.empty(0, device=like.device))
-        if self._areas[index].numel() < like.numel():
-            self._areas[index] = torch.empty(like.numel(), device=like.device)
-        return self._areas[index][: like.numel()].view(like.shape)
+def _slice_of(device: torch.device) -> int:
+    return CPU_SLICE if device.type == "cpu" else GPU_SLICE
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    tokens: Tensor  # [S] int64
-    processed: Tensor  # [S] float64
-    log_kept_mass: Tensor  # [S] float64
+class _Scan:
+    """What ``scan_logits`` gives of rows."""
+
+    best: Tensor
+    ids: Tensor
+    sums: Tensor
+    mass: Tensor
 
     @classmethod
-    def nothing(cls, device: torch.device) -> _Drawn:
-        empty = torch.empty(0, dtype=torch.float64, device=device)
-        return cls(torch.empty(0, dtype=torch.int64, device=device), empty, empty)
+    def of(cls, logits: Tensor, temperature: Tensor | None = None) -> _Scan:
+        return cls(*scan_logits(logits, temperature))
+
+    def first(self, count: int) -> _Scan:
+        return _Scan(self.best[:count], self.ids[:count], self.sums[:count], self.mass[:count])
+
+    @property
+    def lse(self) -> Tensor:
+        """Log of the sum of exponentials, float64."""
+        return self.best.double() + self.mass.log()
 
 
-def _runs(batch: SamplingBatch, vocab: int) -> list[tuple[int, int, bool]]:
-    """Neighbouring rows that are all plain, or all not: (first, end, plain).
+def _runs(batch: SamplingBatch) -> list[tuple[int, int, bool]]:
+    """Neighbouring rows that all have edits or penalties, or all not: (first, end, edited).
 
-    Plain rows need no edit, penalty or filter; they score, are greedy, or draw at a temperature.
+    Rows that score have none.
     """
-    plain = np.ones(batch.num_rows, dtype=bool)
-    greedy = batch.numbers[:, TEMPERATURE] < GREEDY_BELOW
-    plain[: batch.num_sampled] = greedy | ~_filters(batch, vocab)
-    plain[batch.edit_rows] = False
-    plain[batch.history_rows] = False
-    edges = [0, *(np.flatnonzero(plain[1:] != plain[:-1]) + 1).tolist(), len(plain)]
-    return [(a, b, bool(plain[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, True)]
+    edited = np.zeros(batch.num_rows, dtype=bool)
+    edited[batch.edit_rows] = True
+    edited[batch.history_rows] = True
+    edges = [0, *(np.flatnonzero(edited[1:] != edited[:-1]) + 1).tolist(), len(edited)]
+    return [(a, b, bool(edited[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, False)]
 
 
-def _sample_plain(logits: Tensor, batch: SamplingBatch) -> Samples:
-    """Rows that sample from their logits as they are, or divided by a temperature."""
+def _sample(logits: Tensor, batch: SamplingBatch, values: Tensor | None) -> Samples:
+    """``values``: the logits that tokens are drawn from, where those are not the model's own."""
     count, device = batch.num_sampled, logits.device
-    best, best_ids, sums, mass = scan_logits(logits)
-    raw_lse = best.double() + mass.log()
-    temperature = batch.numbers[:, TEMPERATURE]
-    greedy = temperature < GREEDY_BELOW
-    tokens, lse, scale = best_ids[:count], raw_lse[:count], None
-    if not greedy.all():
-        best, sums, mass = best[:count], sums[:count], mass[:count]
-        if (~greedy & (temperature != 1)).any():
-            scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
-            best, _, sums, mass = scan_logits(logits[:count], scale)
-            lse = best.double() + mass.log()
-        draws = torch.from_numpy(uniforms(batch.seeds, batch.counters)).to(device)
-        drawn = draw_logits(logits[:count], scale, best, sums.double(), draws)
-        tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
+    raw = _Scan.of(logits)
+    if values is None:
+        tokens, processed, log_kept = _draw(logits[:count], raw.first(count), batch)
+    else:
+        tokens, processed, log_kept = _draw(values[:count], _Scan.of(values[:count]), batch)
     chosen = torch.cat([tokens, torch.from_numpy(batch.targets).to(device)])
-    values = logits.gather(1, chosen[:, None])[:, 0].float()
-    processed = values[:count] if scale is None else values[:count] / scale
-    top_ids, top_logprobs = _alternatives(logits, raw_lse, batch.num_top)
+    scores = logits.gather(1, chosen[:, None])[:, 0].double() - raw.lse
+    top_ids, top_logprobs = _alternatives(logits, raw.lse, batch.num_top)
     return Samples(
         chosen.cpu(),
-        (values.double() - raw_lse).float().cpu(),
-        (processed.double() - lse).float().cpu(),
-        torch.zeros(count),
+        scores.float().cpu(),
+        processed.float().cpu(),
+        log_kept.float().cpu(),
         top_ids.cpu(),
         top_logprobs.cpu(),
     )
 
 
-def _draw(
-    values: Tensor, probs: Tensor, lse: Tensor, best_ids: Tensor, batch: SamplingBatch
-) -> _Drawn:
-    """Filter ``probs`` in place and draw; ``values``: the logits they are the softmax of."""
-    greedy = batch.numbers[:, TEMPERATURE] < GREEDY_BELOW
-    log_kept = torch.zeros(len(probs), dtype=torch.float64, device=probs.device)
-    tokens = best_ids
+def _draw(values: Tensor, scan: _Scan, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S]."""
+    device, temperature = values.device, batch.numbers[:, TEMPERATURE]
+    greedy = temperature < GREEDY_BELOW
+    scale, edges = None, None
+    if (~greedy & (temperature != 1)).any():
+        scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
+        scan = _Scan.of(values, scale)
+    tokens, log_kept = scan.ids, torch.zeros_like(scan.mass)
     if not greedy.all():
-        sums = segment_sums(probs)
-        filtered = np.flatnonzero(_filters(batch, probs.shape[1]) & ~greedy)
-        if len(filtered):
-            where = torch.from_numpy(filtered).to(probs.device)
-            before = sums[where].sum(-1)
-            _filter(values, probs, where, filtered, batch)
-            sums[where] = segment_sums(probs[where])
-            log_kept[where] = (sums[where].sum(-1) / before).log().clamp_max(0.0)
-        draws = torch.from_numpy(uniforms(batch.seeds, batch.counters)).to(probs.device)
-        tokens = draw_rows(probs, sums, draws)
-        if greedy.any():
-            tokens = torch.where(torch.from_numpy(greedy).to(probs.device), best_ids, tokens)
-    processed = values.gather(1, tokens[:, None])[:, 0].double() - lse - log_kept
-    return _Drawn(tokens, processed, log_kept)
+        sums = scan.sums
+        if (_filters(batch, values.shape[1]) & ~greedy).any():
+            edges, sums, mass = _filter(values, scale, scan, greedy, batch)
+            log_kept = (mass / scan.mass).log().clamp_max(0.0)
+        draws = torch.from_numpy(uniforms(batch.seeds, batch.counters)).to(device)
+        drawn = draw_logits(values, scale, edges, scan.best, sums.double(), draws)
+        tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
+    scores = values.gather(1, tokens[:, None])[:, 0].float()
+    if scale is not None:
+        scores = scores / scale
+    return tokens, scores.double() - scan.lse - log_kept, log_kept
 
 
-def _changes(batch: SamplingBatch) -> bool:
-    """Whether any row samples from something else than the model's logits as they are."""
-    temperature = batch.numbers[:, TEMPERATURE]
-    scaled = (temperature != 1) & (temperature >= GREEDY_BELOW)
-    return bool(scaled.any() or len(batch.edit_rows) or len(batch.history_rows))
-
-
-def _edit(values: Tensor, batch: SamplingBatch) -> None:
-    """Edits, penalties and temperature, in place on [S, vocabulary] float32."""
-    apply_edits(values, batch)
-    apply_penalties(values, batch)
-    temperature = batch.numbers[:, TEMPERATURE]
-    if (temperature != 1).any():
-        scale = np.where(temperature < GREEDY_BELOW, np.float32(1), temperature)
-        values.div_(torch.from_numpy(scale).to(values.device)[:, None])
+def _filter(
+    values: Tensor,
+    scale: Tensor | None,
+    scan: _Scan,
+    greedy: NDArray[np.bool_],
+    batch: SamplingBatch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``filter_logits`` of rows, of which the greedy ones keep everything."""
+    settings = (
+        torch.from_numpy(np.where(greedy, off, column)).to(values.device)
+        for off, column in (
+            (np.int64(0), batch.top_k),
+            (np.float64(1), batch.numbers[:, TOP_P].astype(np.float64)),
+            (np.float32(0), batch.numbers[:, MIN_P]),
+        )
+    )
+    return filter_logits(values, scale, scan.best, scan.sums, scan.mass, *settings)
 
 
 def _filters(batch: SamplingBatch, vocab: int) -> NDArray[np.bool_]:
     top_k = (batch.top_k > 0) & (batch.top_k < vocab)
     return top_k | (batch.numbers[:, TOP_P] < 1) | (batch.numbers[:, MIN_P] > 0)
-
-
-def _filter(
-    values: Tensor, probs: Tensor, where: Tensor, rows: NDArray[np.int64], batch: SamplingBatch
-) -> None:
-    """Zero the probabilities that min_p, top_k and top_p drop, in place, in ``rows`` only."""
-    device = probs.device
-    part = probs[where]
-    min_p = torch.from_numpy(batch.numbers[rows, MIN_P]).to(device)
-    part.masked_fill_(part < (min_p * part.amax(-1))[:, None], 0.0)
-    limits = batch.top_k[rows]
-    limited = np.flatnonzero((limits > 0) & (limits < probs.shape[1]))
-    if len(limited):
-        which = torch.from_numpy(limited).to(device)
-        scores = values[where[which]]
-        largest = torch.topk(scores, int(limits[limited].max()), dim=-1).values
-        last = torch.from_numpy(limits[limited] - 1).to(device)
-        part[which] = part[which].masked_fill(scores < largest.gather(1, last[:, None]), 0.0)
-    top_p = batch.numbers[rows, TOP_P].astype(np.float64)
-    nuclei = np.flatnonzero(top_p < 1)
-    if device.type == "cpu" and probs.shape[1] > SORT_WHOLE:
-        for row in nuclei:
-            edge = nucleus_edge(part[row].numpy(), float(top_p[row]))
-            part[row].masked_fill_(part[row] < edge, 0.0)
-    elif len(nuclei):
-        chosen = torch.from_numpy(nuclei).to(device)
-        kept = part[chosen]
-        edges = nucleus_edges(kept, torch.from_numpy(top_p[nuclei]).to(device))
-        part[chosen] = kept.masked_fill_(kept < edges, 0.0)
-    probs[where] = part
-
-
-def _lse(best: Tensor, best_ids: Tensor, probs: Tensor) -> Tensor:
-    """Log of the sum of exponentials, float64 [R]: softmax holds it at the most likely token."""
-    return best.double() - probs.gather(1, best_ids[:, None])[:, 0].double().log()
 
 
 def _alternatives(logits: Tensor, lse: Tensor, num_top: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

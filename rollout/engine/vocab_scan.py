@@ -1,4 +1,4 @@
-"""Reductions along the vocabulary in segments of fixed length: fast, and the same for any batch."""
+"""Draws along the vocabulary by way of segments of fixed length: the same in any batch."""
 
 from __future__ import annotations
 
@@ -8,54 +8,27 @@ from torch import Tensor
 from rollout.kernels.scan_logits import SEGMENT
 
 
-def argmax_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest value and its first position: float [R], int64 [R]."""
-    vocab = values.shape[1]
-    whole = vocab // SEGMENT
-    peaks = []
-    if whole:
-        peaks.append(values[:, : whole * SEGMENT].view(-1, whole, SEGMENT).amax(-1))
-    if vocab % SEGMENT:
-        peaks.append(values[:, whole * SEGMENT :].amax(-1, keepdim=True))
-    best, segment = torch.cat(peaks, 1).max(-1)
-    inside, _ = _segments(values, segment)
-    return best, segment * SEGMENT + inside.argmax(-1)
-
-
-def segment_sums(probs: Tensor) -> Tensor:
-    """Sums of consecutive segments: float64 [R, ceil(vocabulary / SEGMENT)]."""
-    whole = probs.shape[1] // SEGMENT
-    sums = []
-    if whole:
-        sums.append(probs[:, : whole * SEGMENT].view(-1, whole, SEGMENT).sum(-1))
-    if probs.shape[1] % SEGMENT:
-        sums.append(probs[:, whole * SEGMENT :].sum(-1, keepdim=True))
-    return torch.cat(sums, 1).double()
-
-
-def draw_rows(probs: Tensor, sums: Tensor, draws: Tensor) -> Tensor:
+def draw_logits(
+    logits: Tensor,
+    temperature: Tensor | None,
+    edges: Tensor | None,
+    best: Tensor,
+    sums: Tensor,
+    draws: Tensor,
+) -> Tensor:
     """Invert each row's cumulative sum, in vocabulary order, at ``draws`` in [0, 1): int64 [R].
 
-    ``probs`` need not sum to 1; ``sums`` are their ``segment_sums``. A token of probability 0 is
-    never drawn.
-    """
-    segment, target = _find_segment(sums, draws)
-    inside, valid = _segments(probs, segment)
-    return _find_inside(inside.double() * valid, segment, target, probs.shape[1])
-
-
-def draw_logits(
-    logits: Tensor, temperature: Tensor | None, best: Tensor, sums: Tensor, draws: Tensor
-) -> Tensor:
-    """The same for ``probs = exp(logits / temperature - best)``, which are made where needed.
-
-    ``best`` and ``sums`` (here float64) as ``scan_logits`` gives them.
+    It is that of ``exp(x - best)``, ``x = logits / temperature``, over the x from ``edges`` [R] up;
+    ``best`` and ``sums`` (here float64) as ``scan_logits`` or ``filter_logits`` gives them. A token
+    of probability 0 is never drawn.
     """
     segment, target = _find_segment(sums, draws)
     inside, valid = _segments(logits, segment)
     inside = inside.float()
     if temperature is not None:
         inside = inside / temperature[:, None]
+    if edges is not None:
+        valid = valid & (inside >= edges[:, None])
     weights = (inside - best[:, None]).exp().double() * valid
     return _find_inside(weights, segment, target, logits.shape[1])
 

@@ -5,6 +5,7 @@ from rollout.kernels.changed import changed
 from rollout.kernels.digest import digest
 from rollout.kernels.draw_tokens import draw_tokens
 from rollout.kernels.exchange import exchange
+from rollout.kernels.filter_logits import filter_logits
 from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
@@ -24,6 +25,7 @@ __all__ = [
     "digest",
     "draw_tokens",
     "exchange",
+    "filter_logits",
     "fused_experts",
     "gated_linear",
     "linear",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.kernels import scan_logits
 from rollout.weights import PLAIN, Box, TileLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,6 +40,7 @@ def all_cases() -> Iterator[Case]:
     yield from _attentions()
     yield from _linears()
     yield from _scans()
+    yield from _filters()
     yield from _experts()
     yield from _exchanges()
     yield from _draws()
@@ -253,6 +255,42 @@ def _scans() -> Iterator[Case]:
                 return (_randn(rows, vocab + 3) * 4).to(t)[:, :vocab], temperature
 
             yield Case("scan_logits", f"{rows, vocab}-{'warm' if warm else 'plain'}", make)
+
+
+def filtered(
+    logits: Tensor, top_k: float, top_p: float, min_p: float, temperature: float | None = None
+) -> tuple[Any, ...]:
+    """Arguments of ``filter_logits`` with the same settings for every row."""
+    rows = len(logits)
+    scale = None if temperature is None else torch.full((rows,), temperature)
+    best, _, sums, mass = scan_logits.reference(logits, scale)
+    settings = (
+        torch.full((rows,), int(top_k)),
+        torch.full((rows,), float(top_p), dtype=torch.float64),
+        torch.full((rows,), float(min_p)),
+    )
+    return logits, scale, best, sums, mass, *settings
+
+
+FILTERS = ((0, 1, 0), (5, 1, 0), (0, 0.7, 0), (0, 1, 0.02), (40, 0.9, 0.001), (1, 0.5, 1))
+
+
+def _filters() -> Iterator[Case]:
+    for rows, vocab in ((1, 1), (3, 511), (2, 512), (4, 1300), (0, 40), (5, 7000)):
+        for settings in FILTERS:
+            for temperature in (None, 0.6):
+
+                def make(
+                    t: torch.dtype,
+                    size: tuple[int, int] = (rows, vocab),
+                    settings: Any = settings,
+                    temperature: Any = temperature,
+                ) -> tuple[Any, ...]:
+                    logits = (_randn(size[0], size[1] + 3) * 4).to(t)[:, : size[1]]
+                    return filtered(logits, *settings, temperature)
+
+                name = f"{rows, vocab}-{settings}-{'warm' if temperature else 'plain'}"
+                yield Case("filter_logits", name, make)
 
 
 def _experts() -> Iterator[Case]:
