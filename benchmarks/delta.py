@@ -83,8 +83,14 @@ def measure(args: argparse.Namespace, address: str, meeting: str) -> dict[str, A
 
 
 def lines(process: subprocess.Popen[str]) -> list[str]:
+    """What rank 0 says of each update, shown as it comes."""
     assert process.stdout is not None
-    return [line for line in process.stdout if line.startswith("{")]
+    found = []
+    for line in process.stdout:
+        if line.startswith("{"):
+            found.append(line)
+            print(line, end="", file=sys.stderr, flush=True)
+    return found
 
 
 def parts(rows: list[dict[str, Any]]) -> dict[str, float]:
