@@ -1,0 +1,85 @@
+"""HTTP over TLS, with the files that the gRPC door has too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from certificates import make_certificates
+from serving import Served, serve
+from tiny_models import write_tiny
+
+from rollout import Rollout
+from rollout.config import EngineConfig
+from rollout.errors import ConfigError
+from rollout.server.service import serving
+from rollout.tls import ClientTls, ServerTls
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    return make_certificates(tmp_path_factory.mktemp("https"))
+
+
+@pytest.fixture(scope="module")
+def secured(
+    tmp_path_factory: pytest.TempPathFactory, made: Callable[[str], str]
+) -> Iterator[Served]:
+    model: Path = tmp_path_factory.mktemp("https") / "tiny"
+    write_tiny(model)
+    files = ("--tls-cert", made("ours.pem"), "--tls-key", made("ours.key"))
+    with serve(model, *files, "--tls-client-ca", made("ours-ca.pem")) as running:
+        yield running
+
+
+def https(
+    served: Served, made: Callable[[str], str], who: str | None, ca: str = "ours"
+) -> httpx.Client:
+    import ssl
+
+    context = ssl.create_default_context(cafile=made(f"{ca}-ca.pem"))
+    if who is not None:
+        context.load_cert_chain(made(f"{who}.pem"), made(f"{who}.key"))
+    return httpx.Client(base_url=f"https://{served.http}", verify=context, timeout=20)
+
+
+def test_the_right_certificate_samples_over_https(secured: Served, made) -> None:
+    with https(secured, made, "ours") as client:
+        assert client.get("/health").json() == {"status": "running"}
+        body = {"prompt": [1, 2, 3], "max_tokens": 4, "return_token_ids": True}
+        answer = client.post("/v1/completions", json=body)
+        assert len(answer.json()["choices"][0]["token_ids"]) == 4
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+    tls = ClientTls(ca=made("ours-ca.pem"), cert=made("ours.pem"), key=made("ours.key"))
+    with Rollout.connect(secured.grpc, timeout=10, tls=tls) as rollout:  # the same files there
+        assert rollout.generate([[1, 2, 3]])[0].finished
+
+
+@pytest.mark.parametrize(("who", "ca"), [(None, "ours"), ("theirs", "ours"), ("ours", "theirs")])
+def test_others_do_not_get_in_by_https(secured: Served, made, who, ca) -> None:
+    with https(secured, made, who, ca) as client, pytest.raises(httpx.TransportError):
+        client.get("/health")
+
+
+def test_plain_http_is_not_answered(secured: Served) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{secured.http}/health", timeout=10)
+
+
+async def _serve(model: Path, tls: ServerTls) -> None:
+    async with serving(EngineConfig(model=str(model)), tls=tls):
+        raise AssertionError("it started")
+
+
+def test_bad_files_are_named_before_anything_is_read(made, tmp_path) -> None:
+    import asyncio
+
+    for tls in (
+        ServerTls(cert="absent", key=made("ours.key")),
+        ServerTls(cert=made("ours.pem"), key=made("theirs.key")),
+    ):
+        with pytest.raises(ConfigError, match="TLS files cannot be used"):
+            asyncio.run(_serve(tmp_path / "no-model", tls))
