@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol, TypeVar
 
@@ -283,23 +283,18 @@ class Coordinator:
     def await_all(
         self, futures: Sequence[Future[Reply]], timeout: float, phase: str
     ) -> list[Reply]:
-        """Every rank's reply; a rank's error wins over another rank's silence."""
-        deadline = time.monotonic() + timeout
-        silent: list[int] = []
-        replies: list[Reply] = []
-        for rank, future in enumerate(futures):
-            try:
-                replies.append(future.result(max(0.0, deadline - time.monotonic())))
-            except (FutureTimeout, TimeoutError) as error:
-                if isinstance(error, RolloutError):
-                    raise
-                silent.append(rank)
+        """Every rank's reply; a rank's error wins over another rank's silence, at once."""
+        done, _ = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future in done and (error := future.exception()) is not None:
+                raise error
+        silent = [rank for rank, future in enumerate(futures) if future not in done]
         if silent:
             raise DeadlineExceeded(
                 f"rank {', '.join(map(str, silent))} did not answer within {timeout:g} s "
                 f"(phase: {phase})"
             )
-        return replies
+        return [future.result() for future in futures]
 
     def switch(self, request: UpdateRequest | None, in_flight: str, timeout: float) -> float:
         """Make what was staged live on all ranks between two steps, or what was live before

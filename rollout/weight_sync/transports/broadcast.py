@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ def _drop(group: Any) -> None:
         return
     holder = [group]
     del group
-    threading.Thread(target=_end, args=(holder,), name="drop-group", daemon=True).start()
+    with suppress(RuntimeError):  # no memory for a thread: then it goes here, at once
+        threading.Thread(target=_end, args=(holder,), name="drop-group", daemon=True).start()
 
 
 def _end(holder: list[Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -239,7 +240,8 @@ def _tag(index: int) -> int:
 
 def _drop(held: list[Any]) -> None:
     """Let go of a group without waiting for its pending work, which only ends at its timeout."""
-    threading.Thread(target=held.clear, name="drop-group", daemon=True).start()
+    with suppress(RuntimeError):  # no memory for a thread: then it goes with its last reference
+        threading.Thread(target=held.clear, name="drop-group", daemon=True).start()
 
 
 def _explained(channel: WeightChannel, index: int, error: TransferFailed) -> RolloutError:
