@@ -115,6 +115,12 @@ def _add_serve(commands: Any) -> None:
         help="let in only clients with a certificate of this authority, at either door",
     )  # fmt: skip
     group.add_argument(
+        "--logprobs-mode", default="raw_logprobs", metavar="MODE",
+        choices=("raw_logprobs", "processed_logprobs"),
+        help="what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's "
+        "own) or processed_logprobs (of the distribution sampled from, as TRL wants them)",
+    )  # fmt: skip
+    group.add_argument(
         "--exit-with-stdin", action="store_true",
         help="end when standard input closes, so when the parent process does",
     )  # fmt: skip
@@ -177,7 +183,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     async def run() -> None:
         async with serving(
             config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
-            tls=_server_tls(args),
+            tls=_server_tls(args), logprobs_mode=args.logprobs_mode,
         ) as at:  # fmt: skip
             print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)

@@ -109,10 +109,7 @@ def join_group(
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = limit
             return dist.ProcessGroupNCCL(store, rank, where.size, nccl)
-        gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(where.host))]
-        gloo._timeout = limit
-        return dist.ProcessGroupGloo(store, rank, where.size, gloo)
+        return gloo_group(store, where.host, rank, where.size, limit)
     except (RuntimeError, dist.DistError) as error:
         place = f"rank {rank} of {where.size} at {where.host}:{where.port}"
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
@@ -120,6 +117,14 @@ def join_group(
                 f"{place}: the group did not form within {timeout:g} s; are all members up?"
             ) from error
         raise TransferFailed(f"{place}: the group did not form: {error}") from error
+
+
+def gloo_group(store: Any, host: str, rank: int, size: int, limit: timedelta) -> Any:
+    """A raw gloo group over ``store``, on the interface that reaches ``host``; collective."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(host))]
+    options._timeout = limit
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _probe(where: Rendezvous, rank: int, timeout: float) -> None:

@@ -19,7 +19,7 @@ from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
-from rollout.errors import EngineRestarted
+from rollout.errors import ConfigError, EngineRestarted
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.grpc_channel import GrpcWeightChannel
 from rollout.grpc_status import CHANNEL_OPTIONS, error_from_rpc
@@ -35,7 +35,7 @@ from rollout.proto_convert import (
     stats_from_json,
 )
 from rollout.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
-from rollout.server_info import ServerInfo
+from rollout.server_info import PROTOCOL, PROTOCOL_KEY, ServerInfo, protocol_problem
 from rollout.tls import ClientTls
 from rollout.updates import UpdateRequest, WeightInfo
 from rollout.weights import UpdateReceipt
@@ -61,7 +61,8 @@ class RolloutClient:
         self.max_model_len = 0  # until ``start``
         self._credentials = None if tls is None else tls.credentials()
         self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        bearer = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = ((PROTOCOL_KEY, str(PROTOCOL)), *bearer)
         self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
         self._sync: grpc.Channel | None = None
         self._lock = threading.Lock()
@@ -118,8 +119,11 @@ class RolloutClient:
     # ---- control (async) ----
 
     async def start(self) -> None:
-        """Check that a service answers."""
-        self.max_model_len = (await self.server_info()).max_model_len
+        """Check that a service answers, in this client's version of the protocol."""
+        info = await self.server_info()
+        if problem := protocol_problem(info.protocol, f"the service at {self.address}"):
+            raise ConfigError(problem)
+        self.max_model_len = info.max_model_len
 
     async def server_info(self) -> ServerInfo:
         return info_from_proto(await self._call(ControlStub, "ServerInfo", pb.ServerInfoRequest()))

@@ -386,7 +386,7 @@ class ServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("model", "epoch", "version", "state", "max_model_len", "has_tokenizer", "package_version")
+    __slots__ = ("model", "epoch", "version", "state", "max_model_len", "has_tokenizer", "package_version", "protocol", "world_size")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +394,8 @@ class ServerInfoResponse(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     PACKAGE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     model: str
     epoch: int
     version: int
@@ -401,7 +403,9 @@ class ServerInfoResponse(_message.Message):
     max_model_len: int
     has_tokenizer: bool
     package_version: str
-    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., max_model_len: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., package_version: _Optional[str] = ...) -> None: ...
+    protocol: int
+    world_size: int
+    def __init__(self, model: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., max_model_len: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., package_version: _Optional[str] = ..., protocol: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("mode", "timeout")

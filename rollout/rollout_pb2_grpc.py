@@ -248,6 +248,31 @@ class WeightSyncStub:
                 request_serializer=rollout_dot_rollout__pb2.ReceiptsRequest.SerializeToString,
                 response_deserializer=rollout_dot_rollout__pb2.ReceiptsResponse.FromString,
                 _registered_method=True)
+        self.InitWeightTransferEngine = channel.unary_unary(
+                '/rollout.v1.WeightSync/InitWeightTransferEngine',
+                request_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                _registered_method=True)
+        self.StartWeightUpdate = channel.unary_unary(
+                '/rollout.v1.WeightSync/StartWeightUpdate',
+                request_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/rollout.v1.WeightSync/UpdateWeights',
+                request_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                _registered_method=True)
+        self.FinishWeightUpdate = channel.unary_unary(
+                '/rollout.v1.WeightSync/FinishWeightUpdate',
+                request_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                _registered_method=True)
+        self.AbortWeightUpdate = channel.unary_unary(
+                '/rollout.v1.WeightSync/AbortWeightUpdate',
+                request_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+                response_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServicer:
@@ -293,6 +318,38 @@ class WeightSyncServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InitWeightTransferEngine(self, request, context):
+        """Low-level verbs for frameworks that bring their own sender: documents are the bodies of the HTTP
+        routes of the same names (rollout/server/verbs.py). The lease is held by a deadline here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartWeightUpdate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishWeightUpdate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortWeightUpdate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -325,6 +382,31 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.Receipts,
                     request_deserializer=rollout_dot_rollout__pb2.ReceiptsRequest.FromString,
                     response_serializer=rollout_dot_rollout__pb2.ReceiptsResponse.SerializeToString,
+            ),
+            'InitWeightTransferEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.InitWeightTransferEngine,
+                    request_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            ),
+            'StartWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartWeightUpdate,
+                    request_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            ),
+            'FinishWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishWeightUpdate,
+                    request_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            ),
+            'AbortWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortWeightUpdate,
+                    request_deserializer=rollout_dot_rollout__pb2.WeightDocument.FromString,
+                    response_serializer=rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,6 +571,141 @@ class WeightSync:
             '/rollout.v1.WeightSync/Receipts',
             rollout_dot_rollout__pb2.ReceiptsRequest.SerializeToString,
             rollout_dot_rollout__pb2.ReceiptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InitWeightTransferEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/InitWeightTransferEngine',
+            rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/StartWeightUpdate',
+            rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/UpdateWeights',
+            rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/FinishWeightUpdate',
+            rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.WeightSync/AbortWeightUpdate',
+            rollout_dot_rollout__pb2.WeightDocument.SerializeToString,
+            rollout_dot_rollout__pb2.WeightDocument.FromString,
             options,
             channel_credentials,
             insecure,

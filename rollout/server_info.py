@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PROTOCOL = 1  # of the gRPC services and the documents in them; peers must have the same
+PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its own
+
+
+def protocol_problem(theirs: object, who: str) -> str | None:
+    """What to say to or of a peer that speaks ``theirs``; None if it is ours."""
+    if str(theirs) == str(PROTOCOL):
+        return None
+    return (
+        f"{who} speaks version {theirs} of the protocol, this side version {PROTOCOL}: install the "
+        "same version of rollout on both"
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
@@ -16,3 +29,5 @@ class ServerInfo:
     max_model_len: int
     has_tokenizer: bool
     package_version: str
+    world_size: int  # ranks
+    protocol: int = PROTOCOL

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollout.distributed import Rendezvous
-from rollout.errors import TransferFailed
+from rollout.errors import ConfigError, TransferFailed
+from rollout.server_info import PROTOCOL, protocol_problem
 from rollout.updates import (
     Begun,
     BucketEntry,
@@ -186,6 +187,7 @@ def shared_from_wire(wire: Any) -> SharedBuckets:
 def request_to_wire(request: UpdateRequest) -> Wire:
     return {
         "update_id": request.update_id,
+        "protocol": PROTOCOL,
         "version": request.version,
         "base": None if request.base is None else list(request.base),
         "encoding": request.encoding,
@@ -207,8 +209,11 @@ def request_to_wire(request: UpdateRequest) -> Wire:
 
 def request_from_wire(wire: Any) -> UpdateRequest:
     get = _Fields(wire, "update request")
+    update_id = get.string("update_id")
+    if problem := protocol_problem(wire.get("protocol", "none"), "the sender of the update"):
+        raise ConfigError(problem)
     return UpdateRequest(
-        update_id=get.string("update_id"),
+        update_id=update_id,
         version=get.optional("version", lambda v: _int(v, "version")),
         base=get.optional("base", _base),
         encoding=get.string("encoding"),

@@ -23,6 +23,7 @@ from rollout.updates import WeightChannel, WeightInfo
 from rollout.weight_sync.coordinator import Coordinator
 from rollout.weight_sync.follower import readable
 from rollout.weight_sync.publisher import UpdateOptions, WeightLink, publish
+from rollout.weight_sync.verb_session import VerbSession
 from rollout.weights import UpdateReceipt
 
 
@@ -36,6 +37,7 @@ class EmbeddedBackend:
         self.config = config
         self.core = EngineCore(config)
         self._coordinator: Coordinator | None = None
+        self._verbs: VerbSession | None = None
         self._running: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
 
@@ -107,6 +109,7 @@ class EmbeddedBackend:
             max_model_len=core.max_model_len,
             has_tokenizer=core.tokenizer is not None,
             package_version=rollout.__version__,
+            world_size=self.config.tensor_parallel_size,
         )
 
     async def pause(self, mode: str, timeout: float) -> None:
@@ -134,6 +137,13 @@ class EmbeddedBackend:
         if self._coordinator is None:
             raise EngineClosed("the engine has not been started: call start() first")
         return self._coordinator
+
+    @property
+    def verbs(self) -> VerbSession:
+        """The low-level verbs, of which all doors of this engine share one session."""
+        if self._verbs is None:
+            raise EngineClosed("the engine has not been started: call start() first")
+        return self._verbs
 
     @property
     def link(self) -> WeightLink:
@@ -165,6 +175,8 @@ class EmbeddedBackend:
         """Nothing of the engine belongs to a loop."""
 
     def close(self) -> None:
+        if self._verbs is not None:
+            self._verbs.close()
         self.core.close()
 
     # ---- helpers ----
@@ -182,6 +194,7 @@ class EmbeddedBackend:
             undo=self.config.undo,
             memory=self.core.memory.to_dict(),
         )
+        self._verbs = VerbSession(self._coordinator)
 
     async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

@@ -65,6 +65,8 @@ class Worker:
             "read_speed": self._plain(lambda _: {"bytes_per_second": read_speed(self.device)}),
             "weight_info": self._plain(self.weight_info),
             "interrupt_update": self._plain(self.interrupt_update),
+            "leave_group": self._plain(lambda args: self.updates.leave(args["id"])),
+            "stage_join": self._plain(lambda args: self.updates.join(args)),
             "stage_begin": self._plain(self.stage_begin),
             "stage_connect": self._plain(lambda args: self.updates.connect(args)),
             "stage_bucket": lambda args, tensors: (self.updates.bucket(args, tensors), {}),
@@ -110,6 +112,8 @@ class Worker:
 
     def close(self) -> None:
         """Let go of the model; calls fail from now on."""
+        if self._updates is not None:
+            self._updates.leave()
         self._runner = self._updates = None
 
     # ---- main thread ----

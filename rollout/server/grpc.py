@@ -21,6 +21,7 @@ from rollout.server.auth import Tokens
 from rollout.server.grpc_services import (
     ControlService,
     GenerationService,
+    ProtocolInterceptor,
     TokenInterceptor,
 )
 from rollout.server.grpc_weights import WeightSyncService
@@ -66,7 +67,9 @@ async def serve(
     """
     tokens = Tokens(generation=token, control=control_token)
     tokens.check_host(host)
-    server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
+    server = grpc.aio.server(
+        interceptors=[TokenInterceptor(tokens), ProtocolInterceptor()], options=SERVER_OPTIONS
+    )
     add_GenerationServicer_to_server(GenerationService(rollout), server)
     add_ControlServicer_to_server(ControlService(rollout), server)
     weights = WeightSyncService(rollout)

@@ -11,7 +11,7 @@ import grpc
 
 from rollout import rollout_pb2 as pb
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import InvalidRequest, RolloutError
+from rollout.errors import ConfigError, InvalidRequest, RolloutError
 from rollout.generation import SamplingParams
 from rollout.grpc_status import status_of
 from rollout.proto_convert import (
@@ -24,6 +24,7 @@ from rollout.proto_convert import (
 )
 from rollout.rollout_pb2_grpc import ControlServicer, GenerationServicer
 from rollout.server.auth import Tokens, authorization_of
+from rollout.server_info import PROTOCOL, PROTOCOL_KEY, protocol_problem
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -166,7 +167,24 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         given = authorization_of(details.invocation_metadata)
         if handler is None or self._tokens.allows(details.method, given):
             return handler
-        return _refusing(handler, details.method)
+        text = f"{details.method} needs a token: pass token=..., as the server was started with one"
+        return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, text)
+
+
+class ProtocolInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Ends a call of a client that says it speaks another protocol, and logs that one came.
+
+    Clients that say nothing are let through: health probes, reflection, other people's stubs.
+    """
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        given = dict(details.invocation_metadata or ()).get(PROTOCOL_KEY, PROTOCOL)
+        problem = protocol_problem(given, "the client")
+        if handler is None or problem is None:
+            return handler
+        log.warning("refused %s: %s", details.method, problem)
+        return _refusing(handler, *status_of(ConfigError(problem)))
 
 
 def seconds(request: Any) -> float:
@@ -183,15 +201,14 @@ def _params(messages: Sequence[Any], count: int) -> list[SamplingParams] | Sampl
     return many[0] if len(many) == 1 else many
 
 
-def _refusing(handler: Any, method: str) -> Any:
-    """A handler of the same kind that refuses."""
-    text = f"{method} needs a token: pass token=..., as the server was started with one"
+def _refusing(handler: Any, *status: Any) -> Any:
+    """A handler of the same kind that refuses: code, details and trailing metadata."""
 
     async def unary(request: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        await context.abort(*status)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        await context.abort(*status)
         yield
 
     makers = {

@@ -17,6 +17,15 @@ from rollout.errors import TransferFailed
 from rollout.rollout_pb2_grpc import WeightSyncServicer
 from rollout.server.grpc_services import abort_with, answers, seconds
 from rollout.server.grpc_updates import HeldUpdates, UpdateStream, parsed
+from rollout.server.verbs import (
+    AbortBody,
+    FinishBody,
+    InitBody,
+    StartBody,
+    UpdateBody,
+    Verbs,
+    parse,
+)
 from rollout.updates import WeightChannel
 from rollout.weight_sync.options import UpdateOptions
 
@@ -26,26 +35,25 @@ if TYPE_CHECKING:
 
 class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
     def __init__(self, rollout: AsyncRollout) -> None:
-        self._rollout, self._held = rollout, HeldUpdates()
+        self._rollout, self._held, self._verbs = rollout, HeldUpdates(), Verbs(rollout)
 
     @answers
     async def Info(self, request: Any) -> Any:  # noqa: N802
         info = await asyncio.to_thread(self._rollout.backend.info)
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
         offered = tuple("grpc_stream" if name == "inline" else name for name in info.transports)
-        info = replace(info, transports=offered)
-        return pb.WeightDocument(json=_json(update_wire.info_to_wire(info)))
+        return _document(update_wire.info_to_wire(replace(info, transports=offered)))
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
         options = UpdateOptions.on_server(parsed(request.options_json))
         receipt = await asyncio.to_thread(self._rollout.backend.update_from, request.path, options)
-        return pb.WeightDocument(json=_json(update_wire.receipt_to_wire(receipt)))
+        return _document(update_wire.receipt_to_wire(receipt))
 
     @answers
     async def Rollback(self, request: Any) -> Any:  # noqa: N802
         receipt = await self._rollout.rollback(seconds(request))
-        return pb.WeightDocument(json=_json(update_wire.receipt_to_wire(receipt)))
+        return _document(update_wire.receipt_to_wire(receipt))
 
     @answers
     async def Digests(self, request: Any) -> Any:  # noqa: N802
@@ -55,11 +63,28 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
     @answers
     async def Receipts(self, request: Any) -> Any:  # noqa: N802
         receipts = await asyncio.to_thread(self._rollout.backend.receipts)
-        documents = [
-            pb.WeightDocument(json=_json(update_wire.receipt_to_wire(receipt)))
-            for receipt in receipts
-        ]
+        documents = [_document(update_wire.receipt_to_wire(receipt)) for receipt in receipts]
         return pb.ReceiptsResponse(receipts=documents)
+
+    @answers
+    async def InitWeightTransferEngine(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.init(parse(InitBody, request.json)))
+
+    @answers
+    async def StartWeightUpdate(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.start(parse(StartBody, request.json)))
+
+    @answers
+    async def UpdateWeights(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.update(parse(UpdateBody, request.json)))
+
+    @answers
+    async def FinishWeightUpdate(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.finish(parse(FinishBody, request.json)))
+
+    @answers
+    async def AbortWeightUpdate(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.abort(parse(AbortBody, request.json)))
 
     async def Update(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         commands = aiter(commands)
@@ -98,6 +123,10 @@ async def _behind(first: Any, commands: AsyncIterator[Any]) -> AsyncIterator[Any
         yield first
     async for command in commands:
         yield command
+
+
+def _document(wire: Any) -> Any:
+    return pb.WeightDocument(json=_json(wire))
 
 
 def _json(wire: Any) -> bytes:

@@ -18,7 +18,7 @@ from rollout.api.backend import Outputs
 from rollout.errors import EngineError, InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.server.auth import Tokens
-from rollout.server.http_answers import AnswerStyle, Stream, TokenText, answer
+from rollout.server.http_answers import AnswerDefaults, AnswerStyle, Stream, TokenText, answer
 from rollout.server.http_control import control_routes
 from rollout.server.http_errors import (
     error_body,
@@ -32,6 +32,7 @@ from rollout.server.http_types import (
     TokenizeBody,
     text_messages,
 )
+from rollout.server.http_verbs import verb_routes
 from rollout.server.metrics import render
 
 T = TypeVar("T")
@@ -39,18 +40,25 @@ HEALTHY = ("running", "paused", "asleep", "broken")  # of EngineStats.state
 
 
 def build_app(
-    rollout: AsyncRollout, *, tokens: Tokens | None = None, token_text: TokenText | None = None
+    rollout: AsyncRollout,
+    *,
+    tokens: Tokens | None = None,
+    token_text: TokenText | None = None,
+    logprobs_mode: str = "raw_logprobs",
 ) -> FastAPI:
     """An ASGI application over a started ``rollout``; it owns nothing and ends nothing.
 
     ``token_text`` names one token id in OpenAI's logprobs; without it they read ``token_id:N``.
+    ``logprobs_mode``: which logprobs requests get there that do not ask for one of the two.
     """
     app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     require_tokens(app, tokens or Tokens())
     app.include_router(_status_routes(rollout))
-    app.include_router(_generation_routes(rollout, token_text or token_id_text))
+    defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
+    app.include_router(_generation_routes(rollout, defaults))
     app.include_router(control_routes(rollout))
+    app.include_router(verb_routes(rollout, logprobs_mode))
     return app
 
 
@@ -97,14 +105,14 @@ def _status_routes(rollout: AsyncRollout) -> APIRouter:
     return router
 
 
-def _generation_routes(rollout: AsyncRollout, token_text: TokenText) -> APIRouter:
+def _generation_routes(rollout: AsyncRollout, defaults: AnswerDefaults) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         prompts, params = body.prompts(), body.sampling()
         model = await _served_model(rollout, body.model)
-        style = _style(body, params, model, token_text, chat=False)
+        style = _style(body, params, model, defaults, chat=False)
         ids = _ids(style, len(prompts))
         outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
         return await _respond(request, body, style, outputs, len(prompts))
@@ -113,7 +121,7 @@ def _generation_routes(rollout: AsyncRollout, token_text: TokenText) -> APIRoute
     async def chat(body: ChatBody, request: Request) -> Response:
         params = body.sampling()
         model = await _served_model(rollout, body.model)
-        style = _style(body, params, model, token_text, chat=True)
+        style = _style(body, params, model, defaults, chat=True)
         ids = _ids(style, 1)
         outputs = rollout.stream_chat(
             body.conversation(), params, request_ids=ids, stream=body.stream
@@ -140,7 +148,12 @@ async def _served_model(rollout: AsyncRollout, asked: str | None) -> str:
 
 
 def _style(
-    body: SamplingBody, params: SamplingParams, model: str, token_text: TokenText, *, chat: bool
+    body: SamplingBody,
+    params: SamplingParams,
+    model: str,
+    defaults: AnswerDefaults,
+    *,
+    chat: bool,
 ) -> AnswerStyle:
     prefix = "chatcmpl" if chat else "cmpl"
     return AnswerStyle(
@@ -149,9 +162,9 @@ def _style(
         samples=params.n,
         logprobs=params.logprobs is not None,
         top=params.logprobs or 0,
-        processed=body.logprobs_mode == "processed_logprobs",
+        processed=(body.logprobs_mode or defaults.logprobs_mode) == "processed_logprobs",
         token_ids=body.return_token_ids,
-        token_text=token_id_text if body.return_tokens_as_token_ids else token_text,
+        token_text=token_id_text if body.return_tokens_as_token_ids else defaults.token_text,
         request_id=body.request_id or f"{prefix}-{uuid.uuid4().hex}",
     )
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.generation import Completion, RequestOutput
 
 TokenText = Callable[[int], str]  # how one token reads in "logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDefaults:
+    """What a server does where a request does not say."""
+
+    token_text: TokenText
+    logprobs_mode: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,10 @@ def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, An
         for index, output in enumerate(outputs)
         for completion in output.outputs
     ]
-    return _envelope(style, style.object_name, choices) | {"usage": usage(outputs)}
+    whole = _envelope(style, style.object_name, choices) | {"usage": usage(outputs)}
+    if style.chat and style.token_ids:
+        whole["prompt_token_ids"] = outputs[0].prompt_token_ids  # vLLM's place for a chat's
+    return whole
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -208,10 +219,16 @@ def _chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> di
     return {"content": content, **_three(completion, start)}
 
 
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, float] | None] | None:
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """vLLM's rows: token id -> logprob and rank.
+
+    Ranks count within the row: a prompt token beyond the alternatives asked for comes last.
+    """
     if output.prompt_logprobs is None:
         return None
-    return [
-        None if row is None else {str(token): value for token, value in row.items()}
-        for row in output.prompt_logprobs
-    ]
+    return [None if row is None else _ranked(row) for row in output.prompt_logprobs]
+
+
+def _ranked(row: Mapping[int, float]) -> dict[str, dict[str, float]]:
+    order = sorted(row.items(), key=lambda item: -item[1])
+    return {str(t): {"logprob": value, "rank": rank} for rank, (t, value) in enumerate(order, 1)}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout.api import AsyncRollout
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import InvalidRequest
+from rollout.server.verbs import weight_info as weight_info_document
 
 Timeout = Annotated[float, Query(gt=0)]
 PAUSE_MODES = ("keep", "wait", "abort")
@@ -88,18 +89,7 @@ def _add_sleeping(router: APIRouter, rollout: AsyncRollout) -> None:
 def _add_looking(router: APIRouter, rollout: AsyncRollout) -> None:
     @router.get("/weight_info")
     async def weight_info() -> dict[str, Any]:
-        info = await rollout.weight_info()
-        return {
-            "epoch": info.epoch,
-            "version": info.version,
-            "weight_version": info.label or str(info.version),
-            "state": info.state,
-            "dtype": str(info.dtype).removeprefix("torch."),
-            "num_tensors": len(info.tensors),
-            "num_bytes": sum(meta.nbytes for meta in info.tensors),
-            "transports": list(info.transports),
-            "last_update_id": info.last_update_id,
-        }
+        return weight_info_document(await rollout.weight_info())
 
     @router.get("/get_world_size")
     async def get_world_size() -> dict[str, Any]:

@@ -14,7 +14,16 @@ from rollout.errors import STATUS, RolloutError
 from rollout.server.auth import Tokens
 
 OPEN_PATHS = ("/health", "/ping")
-GENERATION_PATHS = ("/v1/", "/tokenize", "/metrics", "/version", "/weight_info", "/is_")
+GENERATION_PATHS = (
+    "/v1/",
+    "/tokenize",
+    "/metrics",
+    "/version",
+    "/weight_info",
+    "/is_",
+    "/server_info",
+    "/get_world_size",
+)
 
 
 def error_body(error: RolloutError) -> tuple[dict[str, Any], int]:

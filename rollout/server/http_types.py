@@ -32,9 +32,9 @@ class StreamOptions(BaseModel):
 class SamplingBody(BaseModel):
     """What completions and chat completions share.
 
-    ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own
-    (vLLM's default) or those of the distribution that was sampled; both always come as
-    ``raw_logprobs`` and ``processed_logprobs`` beside it.
+    ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own or
+    those of the distribution that was sampled (None: the server's choice, raw as in vLLM if it
+    was told none); both always come as ``raw_logprobs`` and ``processed_logprobs`` beside it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,7 +60,7 @@ class SamplingBody(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logprobs_mode: LogprobsMode | None = None
     request_id: str | None = None
     user: str | None = None  # accepted and not used, as are the two below
     metadata: dict[str, str] | None = None

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi import FastAPI
 
 from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
@@ -43,6 +44,7 @@ async def serving(
     grpc_port: int = 0,
     tokens: Tokens | None = None,
     tls: ServerTls | None = None,
+    logprobs_mode: str = "raw_logprobs",
 ) -> AsyncIterator[Addresses]:
     """Everything up inside the block, everything gone after it; port 0 picks a free one.
 
@@ -53,23 +55,29 @@ async def serving(
     tokens = tokens or Tokens()
     tokens.check_host(host)
     context = None if tls is None else tls.context()
-    with listen(host, port) as http_socket:
+    with listen(host, port, "HTTP") as http_socket:
         if grpc_port:
-            listen(host, grpc_port).close()  # a busy port is better known before the load
+            listen(host, grpc_port, "gRPC").close()  # a busy port is better known before the load
         rollout = AsyncRollout(**config.to_dict())
         try:
             await rollout.start()
             grpc_address = await rollout.serve(
                 host, grpc_port, token=tokens.generation, control_token=tokens.control, tls=tls
             )
-            async with _http(rollout, http_socket, tokens, context):
+            app = build_app(
+                rollout,
+                tokens=tokens,
+                token_text=_token_text(rollout),
+                logprobs_mode=logprobs_mode,
+            )
+            async with _http(rollout, app, http_socket, context):
                 http_port = http_socket.getsockname()[1]
                 yield Addresses(_join(host, http_port), grpc_address, _memory(rollout))
         finally:
             await rollout.shutdown()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, what: str) -> socket.socket:
     """A listening TCP socket; ``ConfigError`` says which address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -80,17 +88,18 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one"
+            f"cannot listen on {_join(host, port)} for {what}: {error}; choose another port, or 0 "
+            "for a free one"
         ) from error
     return sock
 
 
 @asynccontextmanager
 async def _http(
-    rollout: AsyncRollout, sock: socket.socket, tokens: Tokens, context: ssl.SSLContext | None
+    rollout: AsyncRollout, app: FastAPI, sock: socket.socket, context: ssl.SSLContext | None
 ) -> AsyncIterator[None]:
     settings = uvicorn.Config(
-        build_app(rollout, tokens=tokens, token_text=_token_text(rollout)),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",

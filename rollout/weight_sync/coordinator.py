@@ -266,6 +266,14 @@ class Coordinator:
             raise ConfigError(
                 f"staging must be one of {', '.join(STAGING)}, got {request.staging!r}"
             )
+        if request.rendezvous is not None:
+            places = request.senders + self.num_ranks
+            if request.rendezvous.size != places:
+                raise ConfigError(
+                    f"the sender's group has {request.rendezvous.size} places, but "
+                    f"{request.senders} sending and this engine's {self.num_ranks} ranks need "
+                    f"{places}: ask weight_info for the engine's size"
+                )
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")

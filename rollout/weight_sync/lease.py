@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -104,22 +104,24 @@ class Lease:
 
     def seal(self, seal: Seal) -> None:
         request, of = self._live("seal"), self._of
-        for index in sorted(self._waiting):
-            self.wait(index, request.timeout)
-        started = time.perf_counter()
-        try:
-            args = {"update_id": request.update_id, "num_buckets": seal.num_buckets}
-            votes = of.gather("stage_seal", args, request.timeout, phase="seal")
+
+        def judge(held: Mapping[str, int]) -> Seal:
             missing = set(of.metadata) - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
-            held = combine([vote["digests"] for vote in votes])
             compare(seal.digests, held, of.aliases)
-        except BaseException as error:
-            self.abort(str(error))
-            raise
-        self._sealed = _Sealed(seal, votes, held, time.perf_counter() - started)
-        of.advance(self, "staged")
+            return seal
+
+        self._vote(seal.num_buckets, judge)
+
+    def seal_unattested(self, seal: Seal, label: str | None) -> None:
+        """As ``seal`` for a sender that sent no digests: the receipt has those of what is held.
+
+        Completeness is judged by the ranks and copies of one box must agree; that what arrived is
+        what was sent, nothing proves. ``label``: the version's, known only now.
+        """
+        self._request = replace(self._live("seal"), label=label)
+        self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
 
     def commit(self) -> UpdateReceipt:
         request, of = self._live("commit"), self._of
@@ -151,6 +153,23 @@ class Lease:
         self._end("the channel was closed before the commit", failed=True)
 
     # ---- helpers ----
+
+    def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:
+        """Every rank's vote, and ``judge``'s on the digests they hold; either can refuse."""
+        request, of = self._live("seal"), self._of
+        for index in sorted(self._waiting):
+            self.wait(index, request.timeout)
+        started = time.perf_counter()
+        try:
+            args = {"update_id": request.update_id, "num_buckets": num_buckets}
+            votes = of.gather("stage_seal", args, request.timeout, phase="seal")
+            held = combine([vote["digests"] for vote in votes])
+            seal = judge(held)
+        except BaseException as error:
+            self.abort(str(error))
+            raise
+        self._sealed = _Sealed(seal, votes, held, time.perf_counter() - started)
+        of.advance(self, "staged")
 
     def _live(self, phase: str) -> UpdateRequest:
         if self._request is None:

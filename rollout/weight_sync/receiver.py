@@ -21,6 +21,8 @@ from rollout.weight_sync.bucket import unpack
 from rollout.weight_sync.digests import slot_rows
 from rollout.weight_sync.plan import disjoint
 from rollout.weight_sync.transports import Receiver, make_receiver
+from rollout.weight_sync.transports.foreign import NAME as FOREIGN
+from rollout.weight_sync.transports.foreign import ForeignReceiver, Member, make_member
 from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
 
 
@@ -70,6 +72,34 @@ class RankUpdates:
         self._host, self._rank, self._device = host, rank, device
         self._update: _Staging | None = None
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
+        self._member: Member | None = None  # of a framework's group, across its updates
+        self._member_id = ""
+
+    def join(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Take this rank's place in a framework's group; blocks until it has formed.
+
+        ``args["id"]`` is what a ``leave`` will name it by; an earlier group's place is given up.
+        """
+        self.leave()
+        member = make_member(args["group"], self._rank, self._device)
+        self._member, self._member_id = member, args["id"]
+        try:
+            member.join(args["timeout"])
+        except BaseException:
+            self.leave()
+            raise
+        return {}
+
+    def leave(self, member_id: str | None = None) -> dict[str, Any]:
+        """Leave the framework's group, from any thread; a blocked ``join`` or ``bucket`` raises.
+
+        One that has been left already, or replaced, is left alone.
+        """
+        if member_id is None or member_id == self._member_id:
+            member, self._member = self._member, None
+            if member is not None:
+                member.close()
+        return {}
 
     def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Open the shadow for the update described by ``args["request"]``."""
@@ -82,7 +112,11 @@ class RankUpdates:
                 session = self._host.open_live()
             else:
                 session = self._host.open_shadow(builds_on_live, request.staging)
-            receiver = make_receiver(request, self._rank, self._device)
+            receiver: Receiver = (
+                ForeignReceiver(self._member, self._rank)
+                if request.transport == FOREIGN
+                else make_receiver(request, self._rank, self._device)
+            )
         self._update = _Staging(request, session, receiver, live)
         if request.transport == "p2p":
             return {"wants": boxes_to_wire(self._wants(session))}

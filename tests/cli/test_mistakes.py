@@ -77,7 +77,8 @@ def test_a_busy_port_is_refused_before_the_model_is_read(run: Run, tiny: Path) -
         for flag in ("--port", "--grpc-port"):
             other = "--grpc-port" if flag == "--port" else "--port"
             result = run("serve", tiny, *CPU, flag, port, other, 0)
-            refused(result, f"cannot listen on 127.0.0.1:{port}")
+            door = "HTTP" if flag == "--port" else "gRPC"
+            refused(result, f"cannot listen on 127.0.0.1:{port} for {door}", "in use")
 
 
 def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:

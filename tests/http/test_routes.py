@@ -190,3 +190,37 @@ def _until(condition: Any, limit: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"
         time.sleep(0.05)
+
+
+def test_prompt_logprobs_and_chat_prompts_come_where_vllm_has_them(http: httpx.Client) -> None:
+    body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 1, "prompt_logprobs": 2}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    for choice, prompt in zip(choices, body["prompt"], strict=True):
+        rows = choice["prompt_logprobs"]
+        assert rows[0] is None
+        for row, token in zip(rows[1:], prompt[1:], strict=True):
+            assert str(token) in row
+            ranked = sorted(row.values(), key=lambda entry: entry["rank"])
+            assert [entry["rank"] for entry in ranked] == list(range(1, len(row) + 1))
+            values = [entry["logprob"] for entry in ranked]
+            assert values == sorted(values, reverse=True)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    reply = http.post("/v1/chat/completions", json={**chat, "return_token_ids": True}).json()
+    ids = http.post("/tokenize", json={"messages": chat["messages"]}).json()["tokens"]
+    assert reply["prompt_token_ids"] == ids
+
+
+def test_what_trl_sends_is_answered_in_the_shape_it_parses(http: httpx.Client) -> None:
+    body = {
+        "model": "tiny", "prompt": [[5, 6], [7]], "n": 2, "temperature": 0.7, "top_p": 1.0,
+        "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 3, "logprobs": 0,
+        "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [c["prompt_token_ids"] for c in choices] == [[5, 6], [5, 6], [7], [7]]
+    for choice in choices:
+        logprobs = choice["logprobs"]
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert logprobs["tokens"] == names
+        assert [list(top) for top in logprobs["top_logprobs"]] == [[name] for name in names]
+        assert logprobs["token_logprobs"] == logprobs["raw_logprobs"]

@@ -1,0 +1,218 @@
+"""The low-level weight verbs as documents: vLLM's bodies in, plain answers out, for every door."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollout.api import AsyncRollout
+from rollout.api.embedded import EmbeddedBackend
+from rollout.errors import ConfigError, InvalidRequest
+from rollout.update_wire import receipt_to_wire
+from rollout.updates import WeightInfo
+from rollout.weight_sync.transports.foreign import ForeignGroup
+from rollout.weight_sync.verb_session import DEADLINE, PACK_BYTES, TIMEOUT, Packing, VerbSession
+from rollout.weights import TensorMeta
+from rollout.wire import DTYPES
+
+T = TypeVar("T", bound=BaseModel)
+Seconds = Annotated[float, Field(gt=0, le=86400, strict=False)]
+Bytes = Annotated[int, Field(gt=0, le=1 << 40)]
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Document = dict[str, Any]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Packed(_Body):
+    """vLLM has these in the update's info up to 0.27 and in the init's from 0.28 on."""
+
+    packed: bool | None = None
+    packed_buffer_size_bytes: Bytes | None = None
+    packed_num_buffers: int | None = None  # of no concern to a receiver: the order is the same
+
+    def packing(self, otherwise: Packing) -> Packing:
+        packed, nbytes = self.packed, self.packed_buffer_size_bytes
+        return Packing(
+            packed=otherwise.packed if packed is None else packed,
+            nbytes=otherwise.nbytes if nbytes is None else nbytes,
+        )
+
+
+class InitInfo(_Packed):
+    """``master_address`` is connected to as given, by every rank; ``world_size`` counts the
+    trainer too.
+    """
+
+    master_address: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[\w.:-]+$")]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1, le=1 << 20)]
+    world_size: Annotated[int, Field(ge=2, le=1 << 20)]
+
+
+class InitBody(_Body):
+    init_info: InitInfo
+    timeout: Seconds = TIMEOUT
+
+
+class StartBody(_Body):
+    """``timeout`` bounds each wait of the update, ``deadline`` the time between two verbs."""
+
+    is_checkpoint_format: bool = True
+    timeout: Seconds = TIMEOUT
+    deadline: Seconds = DEADLINE
+    in_flight: Literal["keep", "recompute", "abort", "wait"] = "keep"
+
+
+class UpdateInfo(_Packed):
+    names: list[Annotated[str, Field(min_length=1, max_length=1024)]]
+    dtype_names: list[str]
+    shapes: list[Annotated[list[Size], Field(max_length=16)]]
+
+    def tensors(self) -> list[TensorMeta]:
+        """Raises ``InvalidRequest`` for lists of different lengths and for unknown dtypes."""
+        counts = [len(self.names), len(self.dtype_names), len(self.shapes)]
+        if len(set(counts)) > 1 or not counts[0]:
+            raise InvalidRequest(
+                f"names, dtype_names and shapes must be of one length, at least 1: {counts}"
+            )
+        dtypes = [name.removeprefix("torch.") for name in self.dtype_names]
+        if unknown := sorted(set(dtypes) - set(DTYPES)):
+            raise InvalidRequest(f"unknown dtype_names {unknown[:4]}; known: {', '.join(DTYPES)}")
+        rows = zip(self.names, dtypes, self.shapes, strict=True)
+        return [TensorMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in rows]
+
+
+class UpdateBody(_Body):
+    update_info: UpdateInfo
+
+
+class FinishBody(_Body):
+    """``weight_version``: a label that ``weight_info`` and the receipt show beside the version."""
+
+    weight_version: Annotated[str, Field(max_length=1024)] | int | None = None
+
+
+class AbortBody(_Body):
+    reason: Annotated[str, Field(max_length=1024)] = ""
+
+
+class Verbs:
+    """Each verb takes a parsed body and runs in a thread of its own accord, to its end."""
+
+    def __init__(self, rollout: AsyncRollout) -> None:
+        self._rollout = rollout
+
+    async def init(self, body: InitBody) -> Document:
+        info = body.init_info
+        group = ForeignGroup(
+            host=info.master_address,
+            port=info.master_port,
+            rank_offset=info.rank_offset,
+            size=info.world_size,
+        )
+        packing = info.packing(Packing(nbytes=PACK_BYTES))
+        await self._run(lambda verbs: verbs.init(group, packing, body.timeout))
+        return {"message": "Weight transfer initialized", "world_size": info.world_size}
+
+    async def start(self, body: StartBody) -> Document:
+        if not body.is_checkpoint_format:
+            raise InvalidRequest(
+                "is_checkpoint_format=false is not supported: send file-form names"
+            )
+        version = await self._run(
+            lambda verbs: verbs.start(
+                timeout=body.timeout, deadline=body.deadline, in_flight=body.in_flight
+            )
+        )
+        return {"message": "Weight update started", "version": version}
+
+    async def update(self, body: UpdateBody) -> Document:
+        try:
+            tensors = body.update_info.tensors()
+        except InvalidRequest as error:
+            why = str(error)
+            await self._run(lambda verbs: verbs.refuse(why))
+            raise
+        nbytes = await self._run(
+            lambda verbs: verbs.update(tensors, body.update_info.packing(verbs.packing))
+        )
+        return {"message": "Weights updated", "num_tensors": len(tensors), "num_bytes": nbytes}
+
+    async def finish(self, body: FinishBody) -> Document:
+        label = None if body.weight_version is None else str(body.weight_version)
+        receipt = await self._run(lambda verbs: verbs.finish(label))
+        return {
+            "message": "Weight update finished",
+            "version": receipt.version,
+            "weight_version": receipt.label or str(receipt.version),
+            "receipt": receipt_to_wire(receipt),
+        }
+
+    async def abort(self, body: AbortBody) -> Document:
+        found = await self._run(lambda verbs: verbs.abort(body.reason))
+        return {"message": "Weight update aborted" if found else "No weight update was open"}
+
+    async def _run(self, verb: Callable[[VerbSession], Any]) -> Any:
+        backend = self._rollout.backend
+        if not isinstance(backend, EmbeddedBackend):
+            raise ConfigError("the weight verbs are those of the engine's own server: ask it")
+        return await asyncio.to_thread(verb, backend.verbs)
+
+
+def parse(kind: type[T], data: bytes) -> T:
+    """A body from its JSON; raises ``InvalidRequest`` naming the fields."""
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        rows = [(".".join(map(str, row["loc"])), row["msg"]) for row in error.errors()[:4]]
+        text = "; ".join(f"{where}: {what}" if where else what for where, what in rows)
+        raise InvalidRequest(text) from error
+
+
+def weight_info(info: WeightInfo) -> Document:
+    """What is live; ``weight_version`` is the last label, or the number where there is none."""
+    return {
+        "epoch": info.epoch,
+        "version": info.version,
+        "weight_version": info.label or str(info.version),
+        "state": info.state,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "num_tensors": len(info.tensors),
+        "num_bytes": sum(meta.nbytes for meta in info.tensors),
+        "transports": list(info.transports),
+        "last_update_id": info.last_update_id,
+        "world_size": info.tensor_parallel_size,
+    }
+
+
+async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
+    """The part of vLLM's resolved configuration that trainers read, and our own facts."""
+    info, weights = await rollout.server_info(), await rollout.weight_info()
+    cuda = weights.device.split(":")[0] == "cuda"
+    return {
+        "vllm_config": {
+            "weight_transfer_config": {"backend": "nccl" if cuda else "gloo"},
+            "model_config": {
+                "model": info.model,
+                "dtype": str(weights.dtype),
+                "max_model_len": info.max_model_len,
+                "logprobs_mode": logprobs_mode,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": weights.tensor_parallel_size,
+                "world_size": weights.tensor_parallel_size,
+            },
+        },
+        "rollout": {
+            "version": info.package_version,
+            "epoch": info.epoch,
+            "weight_version": info.version,
+            "state": info.state,
+        },
+    }

@@ -1,0 +1,122 @@
+"""Peers of another protocol, another model or another size: a named error, soon, on both sides."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from tiny_models import write_tiny
+
+from rollout import Rollout, rollout_pb2, update_wire
+from rollout.distributed import Rendezvous
+from rollout.errors import ConfigError, WeightMismatch
+from rollout.grpc_status import error_from_rpc
+from rollout.rollout_pb2_grpc import (
+    ControlServicer,
+    ControlStub,
+    GenerationStub,
+    WeightSyncStub,
+    add_ControlServicer_to_server,
+)
+from rollout.server_info import PROTOCOL, PROTOCOL_KEY
+from rollout.updates import UpdateRequest
+
+OTHER = PROTOCOL + 1
+
+
+@contextmanager
+def server_that_speaks(protocol: int):
+    class Control(ControlServicer):
+        def ServerInfo(self, request, context):
+            return rollout_pb2.ServerInfoResponse(model="m", protocol=protocol)
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    add_ControlServicer_to_server(Control(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@contextmanager
+def soon(limit: float = 5.0):
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < limit
+
+
+@pytest.mark.parametrize("theirs", [OTHER, 0], ids=["newer", "from before it had numbers"])
+def test_a_client_names_a_service_of_another_protocol(theirs):
+    with (
+        server_that_speaks(theirs) as address,
+        soon(),
+        pytest.raises(ConfigError, match=f"version {theirs} .* version {PROTOCOL}"),
+    ):
+        Rollout.connect(address, timeout=5)
+
+
+@pytest.mark.parametrize("verb", ["ServerInfo", "Generate", "Info", "Update"])
+def test_a_service_names_a_client_of_another_protocol(engine, caplog, verb):
+    calls = {
+        "ServerInfo": (ControlStub, rollout_pb2.ServerInfoRequest()),
+        "Info": (WeightSyncStub, rollout_pb2.WeightInfoRequest()),
+        "Generate": (GenerationStub, rollout_pb2.GenerateRequest()),
+        "Update": (WeightSyncStub, iter(())),
+    }
+    stub, message = calls[verb]
+    with grpc.insecure_channel(engine.address) as channel:
+        call = getattr(stub(channel), verb)
+        metadata = ((PROTOCOL_KEY, str(OTHER)),)
+        with soon(), pytest.raises(grpc.RpcError) as caught:
+            list(call(message, timeout=5, metadata=metadata))
+    error = error_from_rpc(caught.value, engine.address)
+    assert isinstance(error, ConfigError)
+    assert f"version {OTHER}" in str(error)
+    assert any(verb in record.getMessage() for record in caplog.records)
+
+
+def request(**fields) -> UpdateRequest:
+    return UpdateRequest(**{"update_id": "u", "bucket_bytes": 1 << 20, "timeout": 2.0, **fields})
+
+
+def test_an_update_of_another_protocol_is_refused_before_the_lease(engine):
+    for theirs in ({"protocol": OTHER}, {}):
+        wire = update_wire.request_to_wire(request())
+        del wire["protocol"]
+        begin = rollout_pb2.WeightDocument(json=json.dumps({**wire, **theirs}).encode())
+        commands = [rollout_pb2.UpdateCommand(begin=begin)]
+        with (
+            grpc.insecure_channel(engine.address) as channel,
+            soon(),
+            pytest.raises(grpc.RpcError) as caught,
+        ):
+            list(WeightSyncStub(channel).Update(iter(commands), timeout=5))
+        error = error_from_rpc(caught.value, engine.address)
+        assert isinstance(error, ConfigError)
+        assert f"this side version {PROTOCOL}" in str(error)
+        assert engine.weight_info().state == "idle"
+
+
+def test_a_trainer_of_another_model_is_told_which_tensors_differ(engine, client, tmp_path):
+    other = write_tiny(tmp_path, num_layers=3, intermediate_size=96)
+    before = engine.weight_info()
+    with soon(), pytest.raises(WeightMismatch) as caught:
+        client.update_weights(other, timeout=5)
+    assert "mlp.gate_proj.weight has shape" in str(caught.value)
+    assert engine.weight_info() == before
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_group_of_another_size_is_refused_before_anyone_waits_in_it(engine, client, size):
+    where = Rendezvous("127.0.0.1", 1, "secret", size, "gloo")
+    channel = client._async.backend.open()
+    with soon(), pytest.raises(ConfigError, match=f"has {size} places"):
+        channel.begin(request(transport="broadcast", rendezvous=where))
+    channel.close()
+    assert engine.weight_info().state == "idle"

@@ -1,0 +1,3 @@
+class StructuredOutputsParams:
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError("this stand-in has no engine")

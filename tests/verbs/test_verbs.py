@@ -1,0 +1,292 @@
+"""vLLM's verbs over HTTP and gRPC, with a plain torch sender, at one and two ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import grpc
+import pytest
+import torch
+from sender import Sender, described
+from serving import descendants
+
+from rollout.errors import ConfigError, UpdateInProgress
+from rollout.grpc_status import error_from_rpc
+from rollout.rollout_pb2 import WeightDocument
+from rollout.rollout_pb2_grpc import WeightSyncStub
+
+
+def error_of(reply) -> tuple[int, str, str]:
+    error = reply.json()["error"]
+    return reply.status_code, error["type"], error["message"]
+
+
+def same(engine, weights) -> bool:
+    return engine.rollout.check_weights(dict(weights)).equal
+
+
+def test_an_update_is_one_version_and_is_what_was_sent(engine, sender, weights) -> None:
+    assert sender.init().json()["message"] == "Weight transfer initialized"
+    before = engine.info()["version"]
+    for seed, label, said in ((1, "step-1", "step-1"), (2, 7, "7"), (1, None, None)):
+        started = sender.post("start_weight_update", {})
+        assert started.json()["version"] == before + 1
+        assert sender.update(weights[seed].items()).status_code == 200
+        assert sender.sent is None
+        assert engine.info()["version"] == before  # nothing is live before the finish
+        done = sender.post("finish_weight_update", label and {"weight_version": label}).json()
+        before += 1
+        assert done["version"] == engine.info()["version"] == before
+        assert done["weight_version"] == engine.info()["weight_version"] == (said or str(before))
+        assert done["receipt"]["transport"] == "foreign"
+        assert "sender sent none" in done["receipt"]["details"]["digests"]
+        assert done["receipt"]["num_tensors"] == len(weights[seed])
+        assert same(engine, weights[seed])
+        assert engine.rollout.receipts()[-1].digest == done["receipt"]["digest"]
+
+
+@pytest.mark.parametrize("where", ["update", "init"])
+def test_packed_tensors_arrive_whatever_the_size_of_a_pack(engine, weights, where) -> None:
+    """vLLM up to 0.27 says so in the update, from 0.28 on in the init."""
+    sender, extra = Sender(engine.http, engine.ranks, packed=True), {}
+    size = {"packed": True, "packed_buffer_size_bytes": 20_000, "packed_num_buffers": 2}
+    sender.init(**(size if where == "init" else {}))
+    sender.post("start_weight_update", {"is_checkpoint_format": True})
+    if where == "update":
+        extra = size
+    info = {"packed_buffer_size_bytes": 20_000}
+    tensors = list(weights[2].items())
+    body = {"update_info": {**described(tensors), **extra}}
+    future = sender.later(sender.post, "update_weights", body)
+    assert sender.broadcast([t for _, t in tensors], info) is None
+    assert future.result(60).status_code == 200
+    assert sender.post("finish_weight_update").status_code == 200
+    assert same(engine, weights[2])
+
+
+def test_an_update_may_come_in_parts_and_in_another_dtype(engine, sender, weights) -> None:
+    tensors = [(name, t.bfloat16()) for name, t in weights[1].items()]
+    sender.init()
+    sender.post("start_weight_update")
+    for part in (tensors[:3], tensors[3:4], tensors[4:]):
+        assert sender.update(part).status_code == 200
+    assert sender.post("finish_weight_update").status_code == 200
+    assert same(engine, {name: t.float() for name, t in tensors})
+
+
+def test_without_a_start_the_call_that_completes_the_model_commits(engine, sender, weights) -> None:
+    sender.init()
+    before = engine.info()["version"]
+    tensors = list(weights[2].items())
+    assert sender.update(tensors[:4]).status_code == 200
+    assert engine.info()["version"] == before
+    assert sender.update(tensors[4:]).status_code == 200
+    assert engine.info()["version"] == before + 1
+    assert same(engine, weights[2])
+    assert sender.post("finish_weight_update").json()["version"] == before + 1  # says it again
+
+
+WRONG = {
+    "a name": (lambda t: [("model.nonsense.weight", torch.ones(3))], "model.nonsense.weight"),
+    "a shape": (lambda t: [("model.norm.weight", torch.ones(3))], "model.norm.weight has shape"),
+    "twice": (lambda t: t[:1], "is sent 2 times"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_named_and_the_sender_is_freed(engine, sender, weights, what) -> None:
+    make, words = WRONG[what]
+    sender.init()
+    before, tokens = engine.info(), engine.tokens()
+    sender.post("start_weight_update")
+    begun = time.monotonic()
+    reply = sender.update([*make(list(weights[1].items())), *weights[1].items()])
+    status, kind, message = error_of(reply)
+    assert (status, kind) == (422, "WeightMismatch")
+    assert words in message
+    assert sender.sent is not None  # its broadcast failed instead of waiting for ever
+    assert time.monotonic() - begun < 10
+    assert (engine.info(), engine.tokens()) == (before, tokens)
+    for verb in ("update_weights", "finish_weight_update"):
+        body = {"update_info": described(weights[1].items())} if verb[:6] == "update" else None
+        assert words in sender.post(verb, body).json()["error"]["message"]
+
+
+def test_a_finish_that_lacks_tensors_is_refused_and_names_them(engine, sender, weights) -> None:
+    sender.init()
+    before, tokens = engine.info(), engine.tokens()
+    sender.post("start_weight_update")
+    sender.update(list(weights[1].items())[:-1])
+    status, kind, message = error_of(sender.post("finish_weight_update"))
+    assert (status, kind) in ((422, "WeightMismatch"), (422, "IncompleteUpdate"))
+    assert list(weights[1])[-1] in message
+    assert (engine.info(), engine.tokens()) == (before, tokens)
+    sender.post("start_weight_update")  # the group is as it was: nothing was under way in it
+    assert sender.update(weights[1].items()).status_code == 200
+    assert sender.post("finish_weight_update").status_code == 200
+
+
+def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
+    sender.init()
+    assert sender.post("start_weight_update").status_code == 200
+    assert error_of(sender.post("start_weight_update"))[:2] == (409, "UpdateInProgress")
+    with pytest.raises(UpdateInProgress):
+        engine.rollout.update_weights(dict(weights[1]), timeout=0.5)
+    assert sender.post("abort_weight_update", {"reason": "enough"}).status_code == 200
+    assert "enough" in error_of(sender.post("finish_weight_update"))[2]
+    assert error_of(sender.post("finish_weight_update"))[:2] == (409, "VersionConflict")
+    assert sender.post("abort_weight_update").json()["message"] == "No weight update was open"
+    engine.rollout.update_weights(dict(weights[1]))
+    assert same(engine, weights[1])
+
+
+def test_an_update_that_nobody_goes_on_with_ends_at_its_deadline(engine, sender, weights) -> None:
+    sender.init()
+    before = engine.info()
+    sender.post("start_weight_update", {"deadline": 0.5})
+    sender.update(list(weights[1].items())[:2])  # moves the deadline
+    assert engine.info()["state"] == "staging"
+    time.sleep(0.8)
+    assert engine.info() == before
+    status, kind, message = error_of(sender.post("finish_weight_update"))
+    assert (status, kind) == (409, "VersionConflict")
+    assert "deadline of 0.5 s" in message
+    assert sender.post("start_weight_update").status_code == 200
+
+
+def test_a_broadcast_that_does_not_come_ends_the_update(engine, sender, weights) -> None:
+    sender.init()
+    before = engine.info()
+    sender.post("start_weight_update", {"timeout": 1})
+    body = {"update_info": described(weights[1].items())}
+    begun = time.monotonic()
+    assert error_of(sender.post("update_weights", body))[:2] == (504, "DeadlineExceeded")
+    assert time.monotonic() - begun < 6
+    assert engine.info() == before
+    assert error_of(sender.post("start_weight_update"))[0] == 400  # init first
+
+
+def test_abort_ends_an_update_that_is_receiving(engine, sender, weights) -> None:
+    sender.init()
+    before = engine.info()
+    sender.post("start_weight_update")
+    body = {"update_info": described(weights[1].items())}
+    waiting = sender.later(sender.post, "update_weights", body)
+    time.sleep(0.3)
+    assert error_of(sender.post("update_weights", body))[:2] == (409, "UpdateInProgress")
+    assert sender.post("abort_weight_update").status_code == 200
+    assert error_of(waiting.result(10))[1] == "TransferFailed"
+    assert engine.info() == before
+
+
+@pytest.mark.parametrize("how", ["longer", "gone"])
+def test_a_sender_that_breaks_its_word_costs_the_update_alone(engine, sender, weights, how) -> None:
+    """gloo ends the process that gets a longer message than it waits for."""
+    sender.init()
+    before, tokens = engine.info(), engine.tokens()
+    children = len(descendants(engine.served.process.pid))
+    sender.post("start_weight_update", {"timeout": 20})
+    body = {"update_info": described(weights[1].items())}
+    waiting = sender.later(sender.post, "update_weights", body)
+    if how == "longer":
+        sender.broadcast([t.double() for t in weights[1].values()], {})
+    else:
+        time.sleep(0.3)
+        sender.close()
+    begun = time.monotonic()
+    status, kind, message = error_of(waiting.result(15))
+    assert (status, kind) == (502, "TransferFailed"), message
+    assert time.monotonic() - begun < 10
+    assert (engine.info(), engine.tokens()) == (before, tokens)
+    assert len(descendants(engine.served.process.pid)) == children - engine.ranks
+    again = Sender(engine.http, engine.ranks)
+    assert again.init().status_code == 200
+    again.post("start_weight_update")
+    assert again.update(weights[2].items()).status_code == 200
+    assert again.post("finish_weight_update").status_code == 200
+    assert same(engine, weights[2])
+
+
+def test_a_group_that_cannot_form_is_refused_in_bounded_time(engine, sender) -> None:
+    info = sender.init_info
+    small = {"init_info": {**info, "rank_offset": 2}}
+    status, kind, message = error_of(sender.post("init_weight_transfer_engine", small))
+    assert (status, kind) == (400, "ConfigError")
+    assert f"this engine's {engine.ranks} ranks" in message
+    begun = time.monotonic()
+    body = {"init_info": info, "timeout": 1}
+    status, _, message = error_of(sender.post("init_weight_transfer_engine", body))
+    assert status in (502, 504)
+    assert f"127.0.0.1:{info['master_port']}" in message
+    assert time.monotonic() - begun < 15
+    assert engine.info()["state"] == "idle"
+
+
+BAD = [
+    ("init_weight_transfer_engine", {}, "init_info"),
+    ("init_weight_transfer_engine", {"init_info": {"master_address": "a b"}}, "master_address"),
+    ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+    ("start_weight_update", {"dead_line": 1}, "dead_line"),
+    ("update_weights", {"update_info": {"names": ["a"]}}, "shapes"),
+    ("finish_weight_update", {"weight_version": [1]}, "weight_version"),
+]
+
+
+@pytest.mark.parametrize(("verb", "body", "words"), BAD)
+def test_a_malformed_body_is_named_through_either_door(engine, verb, body, words) -> None:
+    assert words in error_of(engine.http.post(f"/{verb}", json=body))[2]
+    rpc = "".join(word.capitalize() for word in verb.split("_"))
+    with grpc.insecure_channel(engine.served.grpc) as channel:
+        call = getattr(WeightSyncStub(channel), rpc)
+        with pytest.raises(grpc.RpcError) as caught:
+            call(WeightDocument(json=json.dumps(body).encode()), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in str(error_from_rpc(caught.value, "here"))
+
+
+def test_the_verbs_over_grpc_are_the_same_session(engine, sender, weights) -> None:
+    with grpc.insecure_channel(engine.served.grpc) as channel:
+        stub = WeightSyncStub(channel)
+
+        def call(rpc: str, body: dict) -> dict:
+            data = WeightDocument(json=json.dumps(body).encode())
+            return json.loads(getattr(stub, rpc)(data, timeout=60).json)
+
+        joining = sender.later(call, "InitWeightTransferEngine", {"init_info": sender.init_info})
+        sender.join()
+        assert joining.result(60)["world_size"] == engine.ranks + 1
+        before = call("StartWeightUpdate", {})["version"] - 1
+        assert error_of(sender.post("start_weight_update"))[0] == 409
+        body = {"update_info": described(weights[1].items())}
+        receiving = sender.later(call, "UpdateWeights", body)
+        assert sender.broadcast(list(weights[1].values()), {}) is None
+        assert receiving.result(60)["num_tensors"] == len(weights[1])
+        assert call("FinishWeightUpdate", {"weight_version": "x"})["version"] == before + 1
+        assert call("AbortWeightUpdate", {}) == {"message": "No weight update was open"}
+    assert engine.info()["weight_version"] == "x"
+    assert same(engine, weights[1])
+
+
+def test_a_trainer_learns_what_it_asks_for(engine) -> None:
+    config = engine.http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "gloo"}
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert engine.http.get("/get_world_size").json() == {"world_size": engine.ranks}
+    assert engine.rollout.server_info().world_size == engine.ranks
+
+
+def test_the_session_error_of_an_engine_elsewhere_is_named(engine) -> None:
+    """A gateway over a connected ``AsyncRollout`` has no ranks of its own."""
+    from rollout import AsyncRollout
+    from rollout.server.verbs import StartBody, Verbs
+
+    async def ask() -> None:
+        gateway = AsyncRollout.connect(engine.served.grpc)
+        with pytest.raises(ConfigError, match="own server"):
+            await Verbs(gateway).start(StartBody())
+
+    import asyncio
+
+    asyncio.run(ask())
