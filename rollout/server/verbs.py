@@ -156,7 +156,7 @@ class Verbs:
 
     async def abort(self, body: AbortBody) -> Document:
         found = await self._run(lambda verbs: verbs.abort(body.reason))
-        return {"message": "Weight update aborted" if found else "No weight update was open"}
+        return {"message": "Weight update aborted" if found else "Nothing to abort"}
 
     async def _run(self, verb: Callable[[VerbSession], Any]) -> Any:
         backend = self._rollout.backend

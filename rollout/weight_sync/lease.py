@@ -152,6 +152,11 @@ class Lease:
     def close(self) -> None:
         self._end("the channel was closed before the commit", failed=True)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the update has ended otherwise than by its commit, or is sure to."""
+        return self._ended not in (None, "committed")
+
     # ---- helpers ----
 
     def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:

@@ -161,7 +161,9 @@ class VerbSession:
             raise Conflict(f"no weight update is open: {self._ended}")
 
     def abort(self, reason: str = "") -> bool:
-        """Give the open update up, also while it receives; False when there is none."""
+        """Give the open update up, also while it receives; False when there is none, or its commit
+        has begun.
+        """
         return self._end("aborted by abort_weight_update" + (f": {reason}" if reason else ""))
 
     def close(self) -> None:
@@ -247,7 +249,7 @@ class VerbSession:
             update.timer.cancel()
             self._ended = f"the last one ended: {reason}"
         update.lease.abort(reason)
-        return True
+        return update.lease.is_lost
 
     def _leave(self) -> None:
         if self._group is not None:

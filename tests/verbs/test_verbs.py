@@ -136,7 +136,7 @@ def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
     assert sender.post("abort_weight_update", {"reason": "enough"}).status_code == 200
     assert "enough" in error_of(sender.post("finish_weight_update"))[2]
     assert error_of(sender.post("finish_weight_update"))[:2] == (409, "VersionConflict")
-    assert sender.post("abort_weight_update").json()["message"] == "No weight update was open"
+    assert sender.post("abort_weight_update").json()["message"] == "Nothing to abort"
     engine.rollout.update_weights(dict(weights[1]))
     assert same(engine, weights[1])
 
@@ -263,7 +263,7 @@ def test_the_verbs_over_grpc_are_the_same_session(engine, sender, weights) -> No
         assert sender.broadcast(list(weights[1].values()), {}) is None
         assert receiving.result(60)["num_tensors"] == len(weights[1])
         assert call("FinishWeightUpdate", {"weight_version": "x"})["version"] == before + 1
-        assert call("AbortWeightUpdate", {}) == {"message": "No weight update was open"}
+        assert call("AbortWeightUpdate", {}) == {"message": "Nothing to abort"}
     assert engine.info()["weight_version"] == "x"
     assert same(engine, weights[1])
 
