@@ -45,7 +45,6 @@ trainer = GRPOTrainer(
         num_generations=2,
         max_completion_length=8,
         temperature=0.7,
-        top_k=50,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
