@@ -13,8 +13,8 @@ def protocol_problem(theirs: object, who: str) -> str | None:
     if str(theirs) == str(PROTOCOL):
         return None
     return (
-        f"{who} speaks version {str(theirs)[:40]} of the protocol, this side version {PROTOCOL}: install the "
-        "same version of rollout on both"
+        f"{who} speaks version {str(theirs)[:40]} of the protocol, this side version {PROTOCOL}: "
+        "install the same version of rollout on both"
     )
 
 
