@@ -69,6 +69,7 @@ class Held(InlineSender):
     """Sends its first bucket only once a tensor of a later one has been asked for."""
 
     def __init__(self, asked: threading.Event) -> None:
+        super().__init__()
         self.asked = asked
 
     def send(self, channel, header, payload) -> None:
