@@ -20,13 +20,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from stepping import BLOCK, Decoding, running
 
 from rollout.distributed import RendezvousServer, join_group
-from rollout.engine.shared_memory_group import create_shared, share_memory
+from rollout.engine.shared_memory_group import SharedMemoryGroup, create_shared, share_memory
 from rollout.update_wire import rendezvous_from_wire, rendezvous_to_wire
 
 SIZES = [1 << k for k in range(10, 24)]
@@ -100,6 +100,33 @@ def measure_reductions(size: int, rounds: int, fd: str, rank: str, where: str) -
         pairs = [(turn(memory), turn(sockets)) for _ in range(rounds)]
         if rank == "0":
             print(f"{nbytes / 1024:8g} KiB  {_line(pairs)}", flush=True)
+    measure_gathers(memory, rounds, rank == "0")
+
+
+def measure_gathers(memory: SharedMemoryGroup, rounds: int, shown: bool) -> None:
+    """Logits of a 151936-word vocabulary: rows joined as they arrive, beside parts joined after."""
+    for rows in (1, 8, 32):
+        part = torch.ones(rows, 75968, dtype=torch.bfloat16)
+
+        def joined(part=part) -> torch.Tensor:
+            return memory.gather_last(part)
+
+        def apart(part=part, rows=rows) -> torch.Tensor:
+            return torch.cat(memory.gather_last(part.view(-1)).view(-1, rows, 75968).unbind(), -1)
+
+        assert torch.equal(joined(), apart())
+        pairs = [
+            tuple(_mean(run, 64 // rows + 4) for run in (joined, apart)) for _ in range(rounds)
+        ]
+        if shown:
+            print(f"gather {rows:2} rows  {_line(pairs, 'then joined')}", flush=True)
+
+
+def _mean(run: Callable[[], object], repeats: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - started) / repeats
 
 
 def measure_steps(args: argparse.Namespace) -> None:

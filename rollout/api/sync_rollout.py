@@ -7,7 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
@@ -18,6 +18,7 @@ from rollout.errors import EngineClosed
 from rollout.generation import PromptInput, RequestOutput
 from rollout.tls import ClientTls
 
+_LOOK = 1.0  # seconds between looks at whether the loop still runs
 BLOCKING_CALLS = 16  # verbs that may wait in threads at once (pause, sleep, abort, start ...)
 
 P = ParamSpec("P")
@@ -157,6 +158,11 @@ class _LoopThread:
             raise EngineClosed("this Rollout was shut down; make a new one")
         future = asyncio.run_coroutine_threadsafe(_await(coroutine), self._loop)
         try:
+            # Looks up now and then: what came in as the loop ended is never run.
+            while not wait([future], _LOOK).done and self._thread.is_alive():
+                pass
+            if not future.done():
+                raise EngineClosed("this Rollout was shut down while the call ran")
             return cast(R, future.result())
         except CancelledError:  # by the end of the loop, in another thread
             raise EngineClosed("this Rollout was shut down while the call ran") from None
@@ -173,10 +179,11 @@ class _LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.sleep(0))  # calls that came with the end
+            while left := asyncio.all_tasks(self._loop):
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()

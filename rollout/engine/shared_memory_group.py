@@ -9,7 +9,6 @@ in it is told in ``kernels/native/collective.c``.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
@@ -80,7 +79,7 @@ class SharedMemoryGroup:
         spin = _SPIN if len(os.sched_getaffinity(0)) >= size else 0
         self._place = (memory.data_ptr(), rank, size, SLOT, spin, int(timeout * 1e9))
         self._sum = native.entry("group_sum", _PLACE + "pli", "i")
-        self._gather = native.entry("group_gather", _PLACE + "plp", "i")
+        self._gather = native.entry("group_gather", _PLACE + "pllp", "i")
 
     def allreduce(self, tensors: list[Tensor]) -> SharedMemoryGroup:
         """Sum each of ``tensors`` over the ranks, in place."""
@@ -95,13 +94,15 @@ class SharedMemoryGroup:
                 tensor.copy_(dense)
         return self
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> SharedMemoryGroup:
-        """``outputs[i][r]`` becomes rank r's ``inputs[i]``; all dense and of one size."""
-        for parts, tensor in zip(outputs, inputs, strict=True):
-            assert all(t.is_contiguous() and t.nbytes == tensor.nbytes for t in (tensor, *parts))
-            outs = (ctypes.c_void_p * self._size)(*(part.data_ptr() for part in parts))
-            self._check(self._gather(*self._usable(), tensor.data_ptr(), tensor.nbytes, outs))
-        return self
+    def gather_last(self, tensor: Tensor) -> Tensor:
+        """Every rank's equal-shaped ``tensor``, side by side along the last dimension."""
+        dense, columns = tensor.contiguous(), tensor.shape[-1]
+        out = dense.new_empty(*tensor.shape[:-1], columns * self._size)
+        rows = dense.numel() // columns if columns else 0
+        row_bytes = columns * dense.element_size()
+        place = self._usable()
+        self._check(self._gather(*place, dense.data_ptr(), rows, row_bytes, out.data_ptr()))
+        return out
 
     def wait(self) -> None:
         """Nothing is under way."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from rollout.api.arrivals import Arrivals
+from rollout.api.sync_rollout import _LoopThread
 from rollout.errors import EngineClosed
 
 
@@ -46,3 +48,19 @@ def test_an_error_is_raised_at_once():
             await arrived.take()
 
     asyncio.run(asyncio.wait_for(read(), 10))
+
+
+def test_a_call_that_comes_with_the_end_of_its_loop_is_told_so() -> None:
+    thread = _LoopThread()
+
+    def end() -> None:
+        thread._loop.stop()
+        time.sleep(0.3)  # the call below comes in meanwhile
+
+    thread._loop.call_soon_threadsafe(end)
+    time.sleep(0.1)
+    started = time.monotonic()
+    with pytest.raises(EngineClosed, match="shut down"):
+        thread.run(asyncio.sleep(60))
+    assert time.monotonic() - started < 10
+    thread.close()

@@ -200,11 +200,23 @@ EXPORT int32_t rollout_group_sum(void *base, int32_t rank, int32_t size, int64_t
     return ALL_CAME;
 }
 
-/* Copies every rank's `bytes` of data to outs[rank]. Returns what rollout_group_sum does. */
+/* `n` bytes of rank's rows, from byte `at` on, to their places in the wide rows of `out`. */
+static void place(const char *from, int64_t at, int64_t n, int64_t row_bytes, int rank, int size,
+                  char *out) {
+    for (int64_t end = at + n, length; at < end; at += length, from += length) {
+        int64_t row = at / row_bytes, column = at % row_bytes;
+        length = row_bytes - column < end - at ? row_bytes - column : end - at;
+        memcpy(out + (row * size + rank) * row_bytes + column, from, (size_t)length);
+    }
+}
+
+/* Every rank's `rows` of `row_bytes`, side by side in each row of `out`. Returns what
+ * rollout_group_sum does. */
 EXPORT int32_t rollout_group_gather(void *base, int32_t rank, int32_t size, int64_t slot,
-                                    int64_t spin, int64_t timeout, const char *data, int64_t bytes,
-                                    char **outs) {
+                                    int64_t spin, int64_t timeout, const char *data, int64_t rows,
+                                    int64_t row_bytes, char *out) {
     group g = open_group(base, rank, size, slot, spin, timeout);
+    int64_t bytes = rows * row_bytes;
     for (int64_t done = 0, n; done < bytes; done += n) {
         n = bytes - done < slot ? bytes - done : slot;
         uint32_t exchange = line_of(&g, rank)->entered;
@@ -212,7 +224,7 @@ EXPORT int32_t rollout_group_gather(void *base, int32_t rank, int32_t size, int6
         int late = meet(&g, exchange);
         if (late != ALL_CAME) return late;
         for (int r = 0; r < size; r++)
-            memcpy(outs[r] + done, slot_of(&g, r, exchange), (size_t)n);
+            place(slot_of(&g, r, exchange), done, n, row_bytes, r, size, out);
     }
     return ALL_CAME;
 }

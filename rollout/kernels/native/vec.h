@@ -52,6 +52,8 @@ INLINE vf vmin(vf a, vf b) { return blend(a < b, a, b); }
 INLINE vf fused(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
+#elif defined(__x86_64__) && !defined(__FMA__)
+INLINE vf fused(vf a, vf b, vf c) { return a * b + c; } /* nothing here could fuse them */
 #else
 INLINE vf fused(vf a, vf b, vf c) {
     vf out;
