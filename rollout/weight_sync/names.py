@@ -1,12 +1,13 @@
 """Names: from how a trainer holds its parameters to how a checkpoint file spells them.
 
 Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fsdp_wrapped_module``,
-``_checkpoint_wrapped_module``, a leading ``module`` of DDP); only whole components are removed.
+``_checkpoint_wrapped_module``, a leading ``module`` of DDP), and so does PEFT (a leading
+``base_model.model``, ``base_layer``); only whole components are removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,33 @@ from torch import Tensor, nn
 from rollout.errors import WeightMismatch
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# What PEFT puts beside the weights it adapts: meaningless to an engine, but merged into them.
+ADAPTER = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"})
 # Derived from the configuration, never trained; some old checkpoints and models still carry it.
 DERIVED = frozenset({"inv_freq"})
 
 
+# From a trainer's name to the one a tensor is sent under; None where it is not sent.
+NameOf = Callable[[str], str | None]
+
+
 def file_form(name: str) -> str:
+    """``name`` without the components that wrappers and PEFT added.
+
+    Raises ``WeightMismatch`` for a tensor of an adapter: names alone do not say how to merge it.
+    """
+    parts = unwrapped(name).split(".")
+    if len(parts) > 2 and parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    if not ADAPTER.isdisjoint(parts):
+        raise WeightMismatch(
+            f"{name!r} belongs to an adapter; pass the PEFT model itself, which is sent merged, "
+            "or merge it and leave the adapter's own tensors out"
+        )
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def unwrapped(name: str) -> str:
     """``name`` without the components that wrappers added."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
@@ -31,7 +54,11 @@ def is_weight(name: str) -> bool:
     return name.rsplit(".", 1)[-1] not in DERIVED
 
 
-def bind(items: Iterable[tuple[str, Tensor]], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+def bind(
+    items: Iterable[tuple[str, Tensor]],
+    aliases: Mapping[str, str],
+    name_of: NameOf = file_form,
+) -> dict[str, Tensor]:
     """File name -> tensor, each weight once, in the order of ``items``.
 
     An alias whose owner is absent goes under the owner's name; one that shares its owner's storage
@@ -40,8 +67,8 @@ def bind(items: Iterable[tuple[str, Tensor]], aliases: Mapping[str, str]) -> dic
     """
     named: dict[str, Tensor] = {}
     for raw, tensor in items:
-        name = file_form(raw)
-        if not is_weight(name):
+        name = name_of(raw)
+        if name is None or not is_weight(name):
             continue
         if name in named and not same_storage(named[name], tensor):
             raise WeightMismatch(
@@ -63,7 +90,9 @@ def bind(items: Iterable[tuple[str, Tensor]], aliases: Mapping[str, str]) -> dic
 
 
 def bind_stream(
-    items: Iterable[tuple[str, Tensor]], aliases: Mapping[str, str]
+    items: Iterable[tuple[str, Tensor]],
+    aliases: Mapping[str, str],
+    name_of: NameOf = file_form,
 ) -> Iterator[tuple[str, Tensor]]:
     """``bind`` for a stream whose end is not known: yields as items come.
 
@@ -73,8 +102,8 @@ def bind_stream(
     seen: set[str] = set()
     held: dict[str, Tensor] = {}
     for raw, tensor in items:
-        name = file_form(raw)
-        if not is_weight(name):
+        name = name_of(raw)
+        if name is None or not is_weight(name):
             continue
         owner = aliases.get(name)
         if owner is not None and owner not in seen:
@@ -125,6 +154,6 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-def wire_dtype(dtype: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """What a tensor of ``dtype`` travels as: ``target`` for plain floats, else itself."""
-    return target if dtype in _CAST else dtype
+def wire_dtype(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """What a tensor of ``dtype`` travels as: ``target`` (if any) for plain floats, else itself."""
+    return target if target is not None and dtype in _CAST else dtype

@@ -56,7 +56,7 @@ def publish(
     with closing(agreement), closing(Publication(options, base, plans)) as sending:
         told = _on_sender(agreement, timeout, "info", lambda: sending.meet(connect))
         info = info_from_wire(told["info"])
-        source, failure = _source(obj, info, agreement, timeout)
+        source, failure = _source(obj, info, agreement, options)
         agreement.vote(failure, timeout, "source")
         assert source is not None
         look = told["look"] == "asked" or (told["look"] == "auto" and agreement.size > 1)
@@ -80,7 +80,7 @@ def publish(
 
 
 def _source(
-    obj: Any, info: WeightInfo, agreement: Agreement, timeout: float
+    obj: Any, info: WeightInfo, agreement: Agreement, options: UpdateOptions
 ) -> tuple[WeightSource | None, Exception | None]:
     try:
         return (
@@ -89,8 +89,9 @@ def _source(
                 aliases=info.aliases,
                 dtype=info.dtype,
                 agreement=agreement,
-                timeout=timeout,
+                timeout=options.timeout,
                 tensors=info.tensors,
+                partial=options.partial,
             ),
             None,
         )

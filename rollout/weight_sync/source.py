@@ -13,11 +13,13 @@ from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.spellings import Spellings
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.names import NameOf, file_form
 from rollout.weights import Box, Shape, TensorMeta
 
 ACCEPTED = (
-    "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, a dict "
-    "or an iterable of (name, tensor), a checkpoint directory, or a WeightSource"
+    "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
+    "them around a PEFT model, a dict or an iterable of (name, tensor), a checkpoint directory, or "
+    "a WeightSource"
 )
 
 
@@ -86,6 +88,7 @@ def source_for(
     agreement: Agreement | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     tensors: Sequence[TensorMeta] = (),
+    partial: bool = False,
 ) -> WeightSource:
     """``obj`` as a ``WeightSource`` whose float tensors travel as ``dtype``.
 
@@ -93,10 +96,16 @@ def source_for(
     ``agreement``: what ``agreement_for(obj)`` returned; formed here (collectively, within
     ``timeout`` seconds) when absent. ``tensors``: what the engine wants, in file form: names that
     spell them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
-    returned as it is where there is nothing to split. Raises ``ConfigError`` naming the accepted
-    kinds, ``SourceFailed`` when there is no tensor at all.
+    returned as it is where there is nothing to split. A PEFT model's adapters are merged weight by
+    weight; ``partial`` leaves out what they do not change. Raises ``ConfigError`` naming the
+    accepted kinds, or the layer that cannot be merged; ``SourceFailed`` when there is no tensor.
     """
-    source = _gatherer(obj, aliases, dtype, agreement, timeout)
+    if kind_of(obj) == "source":
+        source: WeightSource = obj
+    else:
+        if agreement is None:
+            agreement = agreement_for(obj, timeout=timeout)
+        source = _merged(obj, aliases, dtype, agreement, partial)
     spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
     if not spellings:
         return source
@@ -106,31 +115,46 @@ def source_for(
     return kind(source, spellings)
 
 
-def _gatherer(
+def _merged(
     obj: Any,
     aliases: Mapping[str, str],
     dtype: torch.dtype,
-    agreement: Agreement | None,
-    timeout: float,
+    agreement: Agreement,
+    partial: bool,
 ) -> WeightSource:
-    """What streams ``obj`` under the names it has itself."""
+    """What streams ``obj``, with its adapters merged where it has any."""
+    if isinstance(obj, nn.Module):
+        from rollout.weight_sync.merge_plan import MergePlan
+
+        if (plan := MergePlan.of(_unwrapped(obj), partial)) is not None:
+            from rollout.weight_sync.merged import MergedSource
+
+            inner = _gatherer(obj, aliases, None, agreement, plan.name_of)
+            return MergedSource(inner, plan, dtype)
+    return _gatherer(obj, aliases, dtype, agreement)
+
+
+def _gatherer(
+    obj: Any,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype | None,
+    agreement: Agreement,
+    name_of: NameOf = file_form,
+) -> WeightSource:
+    """What streams ``obj``; ``dtype`` None: module's tensors go as they are held."""
     kind = kind_of(obj)
-    if kind == "source":
-        return obj  # type: ignore[no-any-return]
-    if agreement is None:
-        agreement = agreement_for(obj, timeout=timeout)
     if kind == "fsdp2":
         from rollout.weight_sync.gatherers.fsdp2 import FSDP2Source
 
-        return FSDP2Source(obj, aliases, dtype, agreement)
+        return FSDP2Source(obj, aliases, dtype, agreement, name_of)
     if kind == "fsdp1":
         from rollout.weight_sync.gatherers.fsdp1 import FSDP1Source
 
-        return FSDP1Source(obj, aliases, dtype, agreement)
+        return FSDP1Source(obj, aliases, dtype, agreement, name_of)
     if kind == "zero3":
         from rollout.weight_sync.gatherers.zero import ZeroSource
 
-        return ZeroSource(_unwrapped(obj), aliases, dtype, agreement)
+        return ZeroSource(_unwrapped(obj), aliases, dtype, agreement, name_of)
     if kind == "directory":
         from rollout.weight_sync.gatherers.directory import DirectorySource
 
@@ -141,9 +165,8 @@ def _gatherer(
         return IterableSource(obj, aliases, dtype, agreement)
     from rollout.weight_sync.gatherers.plain import PlainSource
 
-    return PlainSource(
-        obj if isinstance(obj, Mapping) else _unwrapped(obj), aliases, dtype, agreement
-    )
+    weights = obj if isinstance(obj, Mapping) else _unwrapped(obj)
+    return PlainSource(weights, aliases, dtype, agreement, name_of)
 
 
 def agreement_for(obj: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Agreement:

@@ -30,7 +30,11 @@ class DirectorySource:
     """
 
     def __init__(
-        self, path: Path, aliases: Mapping[str, str], dtype: torch.dtype, agreement: Agreement
+        self,
+        path: Path,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        agreement: Agreement,
     ) -> None:
         self.agreement = agreement
         self._aliases, self._dtype = aliases, dtype

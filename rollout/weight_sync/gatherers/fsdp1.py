@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.gatherers.flat import interval_values
-from rollout.weight_sync.names import bind, wire_dtype
+from rollout.weight_sync.names import NameOf, bind, file_form, wire_dtype
 from rollout.weight_sync.plan import interval_boxes
 from rollout.weights import Box, TensorMeta
 
@@ -35,13 +35,15 @@ class FSDP1Source:
         self,
         module: nn.Module,
         aliases: Mapping[str, str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         agreement: Agreement,
+        name_of: NameOf = file_form,
     ) -> None:
         self.agreement = agreement
         self._dtype = dtype
         self._places = _places(module)
-        self._bound = bind([(p.name, stand_in) for stand_in, p in self._places.items()], aliases)
+        items = [(place.name, stand_in) for stand_in, place in self._places.items()]
+        self._bound = bind(items, aliases, name_of)
         if not self._bound:
             raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
 

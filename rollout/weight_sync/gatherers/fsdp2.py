@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.names import bind, named_weights, wire_dtype
+from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
 from rollout.weight_sync.source import Room
 from rollout.weights import Box, Shape, TensorMeta
 
@@ -36,13 +36,14 @@ class FSDP2Source:
         self,
         module: nn.Module,
         aliases: Mapping[str, str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         agreement: Agreement,
+        name_of: NameOf = file_form,
     ) -> None:
         self.agreement = agreement
         self._dtype = dtype
         reshard(module)
-        self._bound = bind(named_weights(module), aliases)
+        self._bound = bind(named_weights(module), aliases, name_of)
         self._buffer: Tensor | None = None
         self._place: Room = lambda dtype, shape: None
         if not self._bound:

@@ -24,7 +24,7 @@ class IterableSource:
         self,
         items: Iterable[Any],
         aliases: Mapping[str, str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         agreement: Agreement,
     ) -> None:
         self.agreement = agreement

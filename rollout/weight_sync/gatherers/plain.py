@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.names import bind, named_weights, wire_dtype
+from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
 from rollout.weight_sync.source import Room
 from rollout.weights import Box, TensorMeta
 
@@ -25,8 +25,9 @@ class PlainSource:
         self,
         weights: nn.Module | Mapping[str, Tensor],
         aliases: Mapping[str, str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         agreement: Agreement,
+        name_of: NameOf = file_form,
     ) -> None:
         self.agreement = agreement
         self._dtype = dtype
@@ -37,7 +38,7 @@ class PlainSource:
                 raise SourceFailed(
                     f"{name!r} is a {type(tensor).__name__}; a source maps names to tensors"
                 )
-        self._bound = bind(items, aliases)
+        self._bound = bind(items, aliases, name_of)
         if not self._bound:
             raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
 

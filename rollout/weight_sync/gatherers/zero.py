@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.gatherers.flat import interval_values
-from rollout.weight_sync.names import bind, named_weights, wire_dtype
+from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
 from rollout.weight_sync.plan import interval_boxes
 from rollout.weights import Box, Shape, TensorMeta
 
@@ -33,12 +33,13 @@ class ZeroSource:
         self,
         module: nn.Module,
         aliases: Mapping[str, str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         agreement: Agreement,
+        name_of: NameOf = file_form,
     ) -> None:
         self.agreement = agreement
         self._dtype = dtype
-        self._bound = bind(named_weights(module), aliases)
+        self._bound = bind(named_weights(module), aliases, name_of)
         if not self._bound:
             raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
 

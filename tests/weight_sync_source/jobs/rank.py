@@ -33,9 +33,9 @@ class Rank:
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
 
-    def gather(self, name: str, obj: Any, dtype: torch.dtype) -> None:
+    def gather(self, name: str, obj: Any, dtype: torch.dtype, partial: bool = False) -> None:
         """Stream ``obj`` as the publisher does: a vote after each bucket; the sender saves all."""
-        source = source_for(obj, aliases=ALIASES, dtype=dtype, timeout=TIMEOUT)
+        source = source_for(obj, aliases=ALIASES, dtype=dtype, timeout=TIMEOUT, partial=partial)
         metadata = source.metadata()
         found: dict[str, Tensor] = {}
         headers = []

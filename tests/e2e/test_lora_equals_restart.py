@@ -1,0 +1,60 @@
+"""THE property for adapters: a live update from a PEFT model equals a start from the merged one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from rig import fill_prefix_cache, outcome, start
+from transformers import AutoModelForCausalLM
+
+from rollout.errors import ConfigError
+
+# PEFT asks transformers for it.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+
+
+def adapted(path: Path, **settings: Any) -> PeftModel:
+    """The checkpoint's model with adapters that do something; the same bits at every call."""
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(**settings))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def lora_fresh(engine, checkpoints, tmp_path_factory) -> Any:
+    path = tmp_path_factory.mktemp("merged") / "checkpoint"
+    adapted(checkpoints["a"]).merge_and_unload().save_pretrained(path)
+    with start(path, engine.weight_info().tensor_parallel_size) as rollout:
+        return path, outcome(rollout)
+
+
+def test_a_live_update_equals_a_start_from_the_merged_checkpoint(
+    engine, checkpoints, fresh, lora_fresh
+) -> None:
+    path, said = lora_fresh
+    assert said != fresh["a"]
+    for partial in (False, True):
+        engine.update_weights(checkpoints["a"])
+        fill_prefix_cache(engine)
+        model = adapted(checkpoints["a"])
+        receipt = engine.update_weights(model, partial=partial)
+        assert outcome(engine) == said
+        assert receipt.num_tensors == (6 if partial else engine.preflight(model).num_tensors)
+        assert engine.check_weights(model).equal
+        assert engine.check_weights(path).equal
+
+
+def test_an_adapter_that_cannot_be_merged_changes_nothing(engine, checkpoints) -> None:
+    before = engine.weight_version
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj: Dora"):
+        engine.update_weights(adapted(checkpoints["a"], use_dora=True))
+    assert engine.weight_version == before

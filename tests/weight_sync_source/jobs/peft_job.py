@@ -1,0 +1,91 @@
+"""A LoRA model on two ranks under every kind of sharding."""
+
+from __future__ import annotations
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from weight_sync_source.jobs.lora import adapted
+from weight_sync_source.jobs.rank import TIMEOUT, Rank
+from weight_sync_source.jobs.tiny import ALIASES
+
+from rollout.weight_sync.source import source_for
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
+BF16, FP32 = torch.bfloat16, torch.float32
+FLAT = {"device_id": torch.device("cpu")}
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    """Units that mix frozen and trained parameters."""
+    layers = model.base_model.model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = FullyShardedDataParallel(layer, **FLAT, use_orig_params=True)
+    return FullyShardedDataParallel(model, **FLAT, use_orig_params=True)
+
+
+def fsdp1_flat(model: nn.Module) -> nn.Module:
+    """PEFT's own policy: adapters are units within the units of their layers."""
+    for layer in model.base_model.model.model.layers:
+        for linear in (layer.up_proj, layer.down_proj):
+            for factors in (linear.lora_A, linear.lora_B):
+                factors["default"] = FullyShardedDataParallel(factors["default"], **FLAT)
+    layers = model.base_model.model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = FullyShardedDataParallel(layer, **FLAT)
+    return FullyShardedDataParallel(model, **FLAT)
+
+
+def zero(model: nn.Module, stage: int, bf16: bool = False) -> nn.Module:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=settings)[
+        0
+    ]
+
+
+def ended_early(model: nn.Module) -> None:
+    """An update that ends between a weight and its factors, on all ranks alike."""
+    source = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    items = iter(source)
+    next(items), next(items), next(items)
+    items.close()
+    source.agreement.close()
+
+
+if __name__ == "__main__":
+    job = Rank()
+    deepspeed.init_distributed("gloo")
+    job.gather("ddp", DistributedDataParallel(adapted()), BF16)
+    job.gather("compiled", torch.compile(DistributedDataParallel(adapted())), BF16)
+    sharded = fsdp2(adapted())
+    job.gather("fsdp2", sharded, BF16)
+    ended_early(sharded)
+    job.gather("fsdp2_again", sharded, FP32)
+    job.gather("fsdp2_partial", sharded, FP32, partial=True)
+    job.gather("fsdp2_bf16", fsdp2(adapted(dtype=BF16)), BF16)
+    job.gather("fsdp1", fsdp1(adapted()), BF16)
+    job.gather("fsdp1_flat", fsdp1_flat(adapted()), BF16)
+    job.gather("fsdp1_partial", fsdp1_flat(adapted()), FP32, partial=True)
+    three = zero(adapted(), 3)
+    job.gather("zero3", three, BF16)
+    ended_early(three)
+    job.gather("zero3_partial", three, FP32, partial=True)
+    job.gather("zero3_bf16", zero(adapted(dtype=BF16), 3, bf16=True), BF16)
+    job.gather("zero2", zero(adapted(), 2), BF16)
+    job.finish()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""LoRA models under every kind of trainer of two ranks: merged on the sender, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weight_sync_source.jobs.launch import run_job
+from weight_sync_source.jobs.lora import adapted, merged
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Job = tuple[Path, list[Any]]
+SCENARIOS = [
+    ("ddp", FP32, BF16),
+    ("compiled", FP32, BF16),
+    ("fsdp2", FP32, BF16),
+    ("fsdp2_again", FP32, FP32),
+    ("fsdp2_partial", FP32, FP32),
+    ("fsdp2_bf16", BF16, BF16),
+    ("fsdp1", FP32, BF16),
+    ("fsdp1_flat", FP32, BF16),
+    ("fsdp1_partial", FP32, FP32),
+    ("zero3", FP32, BF16),
+    ("zero3_partial", FP32, FP32),
+    ("zero3_bf16", BF16, BF16),
+    ("zero2", FP32, BF16),
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    out = tmp_path_factory.mktemp("peft_job")
+    left = set(Path("/dev/shm").glob("deepspeed_*"))
+    yield out, run_job("peft_job.py", out, timeout=100)
+    for path in set(Path("/dev/shm").glob("deepspeed_*")) - left:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("name", "base", "wire"), SCENARIOS)
+def test_what_is_sent_is_the_merged_model_bit_for_bit(
+    job: Job, name: str, base: torch.dtype, wire: torch.dtype
+) -> None:
+    out, (first, second) = job
+    model = adapted(dtype=base)
+    if name == "zero3_bf16":
+        model.to(BF16)  # DeepSpeed casts the adapters, too
+    wanted = merged(model, wire)
+    if name.endswith("_partial"):
+        wanted = {key: t for key, t in wanted.items() if "up_proj" in key or "down_proj" in key}
+    found = load_file(out / f"{name}.safetensors")
+    assert set(found) == set(wanted)
+    for key, tensor in wanted.items():
+        assert found[key].dtype == wire
+        assert torch.equal(found[key], tensor), key
+    assert first[name]["kind"] == second[name]["kind"] == "MergedSource"
+    assert (first[name]["sender"], second[name]["sender"]) == (True, False)
+    assert first[name]["buckets"] == second[name]["buckets"] > 3
+    assert first[name]["metadata"] == second[name]["metadata"]
+    if first[name]["metadata"] is not None:
+        sent = [[n, str(wire), list(found[n].shape)] for n in first[name]["names"]]
+        assert first[name]["metadata"] == sent
+
+
+def test_what_is_merged_is_held_by_no_rank_before(job: Job) -> None:
+    boxes = [dict(rank["fsdp2"]["boxes"]) for rank in job[1]]
+    for rank in boxes:
+        assert rank["model.layers.0.up_proj.weight"] == []
+        assert rank["model.embed_tokens.weight"] != []
+        assert not [name for name in rank if "lora" in name]
