@@ -56,7 +56,7 @@ def mean_reward(row: Row) -> float:
     return float(row["correct"] / row["samples"])
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[Row], path: Path, name: str) -> None:
     """Reward over steps, and each update's stall under it, as a PNG."""
     import matplotlib
 
@@ -68,7 +68,7 @@ def draw(rows: list[Row], path: Path) -> None:
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
     top.plot(steps, [mean_reward(row) for row in rows])
-    top.set(ylabel="fraction of correct sums", ylim=(0, 1), title="GRPO on two-digit addition")
+    top.set(ylabel="fraction of correct sums", ylim=(0, 1), title=f"{name}: two-digit addition")
     top.grid(alpha=0.3)
     bottom.bar(steps, [row["stall_seconds"] * 1e3 for row in rows])
     bottom.set(xlabel="step", ylabel="stall of the update, ms")

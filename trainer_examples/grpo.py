@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sampled answer; ``logprobs`` are the rollout's processed ones, one per answer token."""
+    """One sampled answer; ``logprobs`` are the rollout's processed ones, one per answer token.
+
+    ``versions``: of the weights that gave each token's logits, where that matters.
+    """
 
     prompt: list[int]
     answer: list[int]
     logprobs: list[float]
     reward: float
+    versions: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,12 @@ def make_batch(samples: Sequence[Sample], group: int, pad: int) -> Batch:
 
 def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
     """Log-probability of each token given those before it, [samples, tokens]; 0 for the first."""
-    logits = model(ids).logits.float()
-    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return logprobs_of(model(ids).logits, ids)
+
+
+def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The same, from the logits [samples, tokens, vocabulary] at each position."""
+    logprobs = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
     return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
 
 

@@ -1,6 +1,7 @@
-"""One of the FSDP2 trainer's ranks: sample, score, learn, push the weights back; step by step.
+"""One of a trainer's ranks: sample, score, learn, push the weights back; step by step.
 
-Started by ``grpo_fsdp2.py``, one process per rank. Rank 0 prints one JSON line per event.
+Started by ``driver.py``, one process per rank. Rank 0 prints one JSON line per event. Other
+kinds of trainers override how the model is sharded, pushed, or taught.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from addition_task import MAX_NEW_TOKENS, PAD, Problem, problems, reward, save_checkpoint
+from addition_task import PAD, problems, save_checkpoint
 from grpo import (
     Batch,
     Sample,
@@ -28,16 +28,14 @@ from grpo import (
     token_logprobs,
 )
 from processes import end_with_parent
+from sampling import answers, evaluate
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3ForCausalLM
 
-from rollout import Rollout, SamplingParams
-
-EVALUATION_PROBLEMS = 256
-EVALUATION_SAMPLES = 4
+from rollout import Rollout, UpdateReceipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +62,27 @@ class Trainer:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.model: nn.Module = Qwen3ForCausalLM.from_pretrained(
-            settings.checkpoint, dtype=torch.float32
-        )
-        mesh = init_device_mesh("cpu", (settings.ranks,))
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        torch.manual_seed(settings.seed)  # whatever is initialised is the same on every rank
+        self.model = self.shard(self.start())
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0
+            trained, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0
         )
         self.rollout = Rollout.connect(settings.address)
+
+    def start(self) -> Qwen3ForCausalLM:
+        """The model that the service was started from, whole."""
+        return Qwen3ForCausalLM.from_pretrained(self.settings.checkpoint, dtype=torch.float32)
+
+    def shard(self, model: Qwen3ForCausalLM) -> nn.Module:
+        mesh = init_device_mesh("cpu", (self.settings.ranks,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def push(self) -> UpdateReceipt:
+        """The weights as they are become the service's next version; collective."""
+        return self.rollout.update_weights(self.model)
 
     def step(self, number: int) -> dict[str, Any]:
         """One step on fresh samples; returns this rank's figures, the same keys on every rank."""
@@ -83,7 +91,7 @@ class Trainer:
         sampled = time.perf_counter()
         largest = self.learn(samples, number)
         learnt = time.perf_counter()
-        receipt = self.rollout.update_weights(self.model)  # collective: every rank calls it
+        receipt = self.push()
         return {
             "step": number,
             "sampled_version": version,
@@ -104,23 +112,8 @@ class Trainer:
         drawn = problems(s.prompts, random.Random(f"{s.seed}-{number}"))
         share = list(enumerate(drawn))[s.rank :: s.ranks]
         seeds = [(s.seed * 100_000 + number) * 1000 + index for index, _ in share]
-        return self.answers([problem for _, problem in share], s.samples, seeds)
-
-    def answers(
-        self, asked: list[Problem], samples: int, seeds: list[int]
-    ) -> tuple[list[Sample], int]:
-        """``samples`` scored answers per problem, sampled at temperature 1, one seed each."""
-        params = [
-            SamplingParams(n=samples, temperature=1.0, max_tokens=MAX_NEW_TOKENS, seed=seed)
-            for seed in seeds
-        ]
-        outputs = self.rollout.generate([p.prompt for p in asked], params)
-        found, versions = [], set()
-        for problem, output in zip(asked, outputs, strict=True):
-            for c in output.outputs:
-                scored = reward(problem, c.token_ids)
-                found.append(Sample(problem.prompt, c.token_ids, c.logprobs.processed, scored))
-                versions.update(span.version for span in c.weight_versions)
+        found = answers(self.rollout, [problem for _, problem in share], s.samples, seeds)
+        versions = {version for sample in found for version in sample.versions}
         if len(versions) != 1:
             raise RuntimeError(f"one call's tokens come from several versions: {versions}")
         return found, versions.pop()
@@ -145,23 +138,30 @@ class Trainer:
         loss = clipped_loss(batch, token_logprobs(self.model, batch.ids), self.settings.clip)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip_gradients()
         self.optimizer.step()
 
+    def clip_gradients(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
     def evaluate(self) -> float:
-        """Fraction correct on problems held out by seed, the same at every call."""
-        asked = problems(EVALUATION_PROBLEMS, random.Random(f"evaluation-{self.settings.seed}"))
-        found, _ = self.answers(asked, EVALUATION_SAMPLES, list(range(len(asked))))
-        return sum(s.reward for s in found) / len(found)
+        return evaluate(self.rollout, self.settings.seed)
+
+    def whole(self) -> Qwen3ForCausalLM | None:
+        """The whole model on rank 0; collective."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
+        if self.settings.rank != 0:
+            return None
+        model = self.start()
+        model.load_state_dict(state)
+        return model
 
     def save(self) -> None:
         """Rank 0 writes the whole model as a checkpoint; collective."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
-        if self.settings.rank == 0:
-            whole = Qwen3ForCausalLM.from_pretrained(self.settings.checkpoint, dtype=torch.float32)
-            whole.load_state_dict(state)
-            save_checkpoint(whole, Path(self.settings.output))
+        model = self.whole()
+        if model is not None:
+            save_checkpoint(model, Path(self.settings.output))
 
 
 def total(figures: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +177,8 @@ def total(figures: dict[str, Any]) -> dict[str, Any]:
     return {key: int(v) if key in ("step", "version") else v for key, v in merged.items()}
 
 
-def run(settings: Settings) -> None:
-    trainer = Trainer(settings)
+def run(settings: Settings, kind: type[Trainer]) -> None:
+    trainer = kind(settings)
     first = trainer.rollout.weight_version
     report(settings, {"event": "start", "reward": trainer.evaluate(), "version": first})
     for number in range(1, settings.steps + 1):
@@ -195,7 +195,7 @@ def report(settings: Settings, event: dict[str, Any]) -> None:
         print(json.dumps(event), flush=True)
 
 
-def main() -> None:
+def main(kind: type[Trainer] = Trainer) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", type=json.loads, help="Settings as a JSON object")
     settings = Settings(**parser.parse_args().settings)
@@ -209,10 +209,6 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     try:
-        run(settings)
+        run(settings, kind)
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

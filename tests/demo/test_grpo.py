@@ -19,6 +19,7 @@ from addition_task import (
     save_checkpoint,
     warm_up,
 )
+from driver import missed_goals
 from grpo import (
     Sample,
     advantages,
@@ -28,7 +29,6 @@ from grpo import (
     scheduled_lr,
     token_logprobs,
 )
-from grpo_fsdp2 import missed_goals
 from transformers import AutoTokenizer
 
 

@@ -1,0 +1,124 @@
+"""Every example beside the demo, in its smallest form: all its processes, a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from addition_task import make_model, save_checkpoint
+from async_grpo import versions_of
+from grpo import Sample, make_batch
+from ppo_zero3 import LAMBDA, advantages
+from safetensors.torch import load_file
+from sampling import by_token
+
+from rollout.generation import VersionSpan
+
+EXAMPLES = Path(__file__).parents[2] / "trainer_examples"
+SMALL = ("--prompts", "8", "--samples", "2", "--minibatches", "1", "--steps", "2", "--no-goals")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("start") / "checkpoint"
+    save_checkpoint(make_model(layers=1), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_in_shared_memory() -> Iterator[None]:
+    left = set(Path("/dev/shm").glob("deepspeed_*"))
+    yield
+    for path in set(Path("/dev/shm").glob("deepspeed_*")) - left:
+        path.unlink(missing_ok=True)
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    """The summary that an example prints last."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(summary, dict)
+    return summary
+
+
+@pytest.mark.parametrize("name", ["grpo_fsdp1.py", "grpo_lora.py", "ppo_zero3.py"])
+def test_two_steps_move_the_version_twice_and_change_the_checkpoint(
+    name: str, start: Path, tmp_path: Path
+) -> None:
+    if name == "ppo_zero3.py":
+        pytest.importorskip("deepspeed")
+    summary = run(name, *SMALL, "--start", str(start), "--output", str(tmp_path))
+    assert (summary["version_first"], summary["version_last"]) == (0, 2)
+    # That of the second step is with pushed weights: they are the trainer's, to the last sum.
+    assert 0 < summary["max_logprob_diff"] <= 1e-4
+    before = load_file(start / "model.safetensors")
+    after = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert set(before) == set(after)
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_asynchronous_steps_know_which_tokens_are_older(start: Path, tmp_path: Path) -> None:
+    steps = ("--steps", "4")
+    summary = run("async_grpo.py", *SMALL, *steps, "--start", str(start), "--output", str(tmp_path))
+    assert summary["steps"] == 4
+    assert summary["calls"] >= 4
+    assert 0 <= summary["max_logprob_diff"] <= 1e-4  # of the tokens that are not older
+    assert 0 < summary["older_tokens"] < 1
+    assert summary["largest_lag"] >= 1
+
+
+def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
+    small = ("--checkpoints", "2", "--every", "1", "--layers", "1", "--no-goals")
+    summary = run("follow_checkpoints.py", *small, "--output", str(tmp_path / "run"))
+    assert summary["equal"]
+    assert summary["versions"][0] == 0
+    assert summary["version_last"] == 2
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_the_help_of_every_example_says_what_it_shows() -> None:
+    for path in sorted(EXAMPLES.glob("*.py")):
+        text = path.read_text()
+        if '__name__ == "__main__"' in text:
+            assert f"python trainer_examples/{path.name}" in text, path.name
+            assert len(text.splitlines()) < 200, path.name
+
+
+def test_versions_by_token_come_from_the_spans() -> None:
+    spans = [VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)]
+    assert by_token(spans) == [3, 3, 4]
+    samples = [
+        Sample([1, 2], [5, 6, 7], [0.0] * 3, 1.0, [3, 3, 4]),
+        Sample([1, 2], [5], [0.0], 0.0, [4]),
+    ]
+    versions = versions_of(samples, make_batch(samples, 2, pad=0))
+    assert versions.tolist() == [[-1, -1, 3, 3, 4], [-1, -1, 4, -1, -1]]
+
+
+def test_generalised_advantages_are_those_of_the_definition() -> None:
+    samples = [
+        Sample([1], [5, 6, 7], [0.0] * 3, 1.0),
+        Sample([1, 2], [5], [0.0], 0.5),
+    ]
+    batch = make_batch(samples, 1, pad=0)
+    values = torch.tensor([[9.0, 0.1, 0.2, 0.4], [9.0, 9.0, 0.3, 9.0]])
+    third = 1.0 - 0.4
+    second = (0.4 - 0.2) + LAMBDA * third
+    first = (0.2 - 0.1) + LAMBDA * second
+    wanted = [[0.0, first, second, third], [0.0, 0.0, 0.5 - 0.3, 0.0]]
+    torch.testing.assert_close(advantages(batch, values, [1.0, 0.5]), torch.tensor(wanted))

@@ -1,0 +1,191 @@
+"""Asynchronous GRPO: generation never waits for the trainer, and every token knows its version.
+
+    python trainer_examples/async_grpo.py [--steps N] [--output DIR]
+
+A thread keeps the service busy, call after call, through every update; the trainer takes the newest
+calls that have ended. So while version v + 1 is learnt, samples of v (and, where an update fell
+into a call, of both) are on their way. The spans of a completion say which of its tokens are older
+than the trainer's weights. Those weigh exp(trainer - sampler), at most 2, as in decoupled PPO
+(https://arxiv.org/abs/2505.24298); the others must agree with the trainer to 1e-4, and weigh 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from addition_task import PAD, problems, save_checkpoint
+from display import Display
+from driver import LARGEST_DIFFERENCE, parse_arguments, prepare
+from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
+from processes import rollout_service
+from sampling import answers, evaluate
+from torch import Tensor, float32, full, no_grad, ones, set_num_threads, tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from transformers import Qwen3ForCausalLM
+
+from rollout import Rollout
+
+LARGEST_WEIGHT = 2.0
+
+
+class Sampler(threading.Thread):
+    """Calls the service without a pause; keeps the samples of the last two calls that ended."""
+
+    def __init__(self, address: str, args: argparse.Namespace) -> None:
+        super().__init__(daemon=True)
+        self.calls, self.tokens = 0, 0
+        self._address, self._settings = address, args
+        self._ended: deque[list[Sample]] = deque(maxlen=2)
+        self._news, self._done = threading.Condition(), False
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        a = self._settings
+        try:
+            with Rollout.connect(self._address) as rollout:
+                while not self._done:
+                    asked = problems(a.prompts, random.Random(f"{a.seed}-{self.calls}"))
+                    first = (a.seed * 100_000 + self.calls) * 1000
+                    seeds = range(first, first + len(asked))
+                    self._put(answers(rollout, asked, a.samples, seeds))
+        except Exception as error:  # noqa: BLE001 - raised where the samples are waited for
+            self._failure = error
+            with self._news:
+                self._news.notify()
+
+    def _put(self, samples: list[Sample]) -> None:
+        with self._news:
+            self._ended.append(samples)
+            self.calls += 1
+            self.tokens += sum(len(s.answer) for s in samples)
+            self._news.notify()
+
+    def take(self) -> list[Sample]:
+        """The older of the calls that are kept; waits for one, a minute at most."""
+        with self._news:
+            self._news.wait_for(lambda: self._ended or self._failure, 60)
+            if not self._ended:
+                raise RuntimeError("no samples came") from self._failure
+            return self._ended.popleft()
+
+    def stop(self) -> None:
+        self._done = True
+        self.join(60)
+
+
+class AsyncTrainer:
+    """One process with the whole policy; ``version`` is the one that it has made."""
+
+    def __init__(self, checkpoint: Path, address: str, args: argparse.Namespace) -> None:
+        self._args = args
+        self.model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=float32)
+        parameters = self.model.parameters()
+        self._optimizer = AdamW(parameters, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        self.rollout = Rollout.connect(address)
+        self.version = self.rollout.weight_version
+
+    def step(self, number: int, samples: list[Sample]) -> dict[str, Any]:
+        whole = make_batch(samples, self._args.samples, PAD)
+        versions = versions_of(samples, whole)
+        with no_grad():
+            now = token_logprobs(self.model, whole.ids)
+        old = whole.mask & (versions < self.version)
+        agreeing = (now - whole.logprobs).abs()[whole.mask & ~old]
+        weights = (now - whole.logprobs).exp().clamp(max=LARGEST_WEIGHT).where(old, ones(()))
+        # The clip is around the trainer's weights at the start of the step, whoever sampled.
+        batch = replace(whole, logprobs=now, advantages=whole.advantages * weights)
+        for group in self._optimizer.param_groups:
+            group["lr"] = scheduled_lr(self._args.lr, number, self._args.steps)
+        size = len(samples) // self._args.minibatches
+        for first in range(0, len(samples), size):
+            self._descend(batch, slice(first, first + size))
+        receipt = self.rollout.update_weights(self.model)
+        self.version = receipt.version
+        return {
+            "step": number,
+            "correct": sum(s.reward for s in samples),
+            "samples": len(samples),
+            "tokens": int(whole.mask.sum()),
+            "older": float(old.sum() / whole.mask.sum()),
+            "mixed": sum(len(set(s.versions)) > 1 for s in samples),
+            "lag": int(receipt.version - 1 - versions[whole.mask].min()),
+            "difference": float(agreeing.max()) if len(agreeing) else 0.0,
+            "version": receipt.version,
+            "sync_seconds": receipt.timings["total"],
+            "stall_seconds": receipt.timings["stall"],
+        }
+
+    def _descend(self, b: Batch, part: slice) -> None:
+        batch = Batch(b.ids[part], b.mask[part], b.logprobs[part], b.advantages[part])
+        loss = clipped_loss(batch, token_logprobs(self.model, batch.ids), self._args.clip)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+
+
+def versions_of(samples: list[Sample], batch: Batch) -> Tensor:
+    """The version of each sampled token, [samples, tokens]; -1 elsewhere."""
+    versions = full(batch.ids.shape, -1)
+    versions[batch.mask] = tensor([v for s in samples for v in s.versions])
+    return versions
+
+
+def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, Any]:
+    prepare(args, display, scratch / "warm")
+    set_num_threads(1)
+    flags = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "512")
+    with rollout_service(scratch / "warm", scratch / "service.log", *flags) as address:
+        trainer = AsyncTrainer(scratch / "warm", address, args)
+        first = evaluate(trainer.rollout, args.seed)
+        sampler = Sampler(address, args)
+        started = time.perf_counter()
+        sampler.start()
+        rows = []
+        for number in range(1, args.steps + 1):
+            begun = time.perf_counter()
+            row = trainer.step(number, sampler.take())
+            rows.append(row | {"sample_seconds": time.perf_counter() - begun})
+            display.add(rows[-1])
+        sampler.stop()
+        seconds = time.perf_counter() - started
+        save_checkpoint(trainer.model, args.output / "checkpoint")
+        return {
+            "reward_first": first,
+            "reward_last": evaluate(trainer.rollout, args.seed),
+            "steps": args.steps,
+            "calls": sampler.calls,
+            "tokens_per_second": round(sampler.tokens / seconds, 1),
+            "older_tokens": round(sum(row["older"] for row in rows) / len(rows), 3),
+            "mixed_samples": sum(row["mixed"] for row in rows),
+            "largest_lag": max(row["lag"] for row in rows),
+            "max_logprob_diff": max(row["difference"] for row in rows),
+        }
+
+
+def main() -> int:
+    defaults = {"output": Path("demo_output/async_grpo"), "lr": 2e-4}
+    args = parse_arguments(__doc__ or "", defaults)
+    start = time.perf_counter()
+    args.output.mkdir(parents=True, exist_ok=True)
+    with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
+        summary = run(args, display, Path(scratch))
+    summary["seconds"] = round(time.perf_counter() - start, 1)
+    print(json.dumps(summary), flush=True)
+    good = summary["reward_last"] > max(0.7, 1.5 * summary["reward_first"])
+    return 0 if args.no_goals or (good and summary["max_logprob_diff"] <= LARGEST_DIFFERENCE) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

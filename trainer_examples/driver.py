@@ -1,0 +1,186 @@
+"""What the GRPO and PPO examples share: warm up, serve, start the trainer's ranks, sum up.
+
+An example's file is run twice: by hand it drives, and with settings as its argument it is a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# Read when torch is loaded: threads that wait must not spin, for other processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from addition_task import make_model, save_checkpoint, warm_up
+from display import Display, draw
+from processes import DemoError, last_words, python_child, rollout_service
+from transformers.utils.logging import disable_progress_bar
+
+RANKS = 2
+LARGEST_DIFFERENCE = 1e-4
+
+
+def example(file: str, about: str, kind: type, **settings: Any) -> int:
+    """What an example's file does; ``kind``: its ``Trainer``; ``settings``: those of ``drive``."""
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        from trainer_rank import main as rank_main
+
+        rank_main(kind)
+        return 0
+    try:
+        return drive(Path(file), about, **settings)
+    except KeyboardInterrupt:
+        return 130
+
+
+def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defaults: Any) -> int:
+    """Warm up, serve, start ``script`` as every rank, and show how it went; the exit status.
+
+    ``goal`` and ``gain``: what the last reward has to exceed, and how many times the first.
+    """
+    args = parse_arguments(about, defaults)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended, too
+    start = time.perf_counter()
+    args.output.mkdir(parents=True, exist_ok=True)
+    with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
+        try:
+            summary = run(args, display, Path(scratch), script)
+        except DemoError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 1
+    summary["seconds"] = round(time.perf_counter() - start, 1)
+    picture = args.output / "reward.png"
+    draw(display.rows, picture, script.stem)
+    print(f"saved the picture {picture} and the checkpoint {args.output / 'checkpoint'}")
+    missed = [] if args.no_goals else missed_goals(summary, goal, gain)
+    for one in missed:
+        print(f"goal missed: {one}", file=sys.stderr)
+    print(json.dumps(summary), flush=True)
+    return 1 if missed else 0
+
+
+def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--prompts", type=int, default=48, help="of a step, over all ranks")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps of a step")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--clip", type=float, default=0.2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--warmup-target", type=float, default=0.40, help="mean reward")
+    parser.add_argument("--warmup-steps", type=int, default=600, help="at most")
+    parser.add_argument("--start", type=Path, help="a checkpoint of this task; no warm-up then")
+    parser.add_argument("--output", type=Path, default=Path("demo_output"))
+    parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    for name in ("steps", "prompts", "samples", "minibatches", "warmup_steps", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.prompts % (RANKS * args.minibatches):
+        parser.error(f"--prompts must be a multiple of {RANKS} ranks x --minibatches")
+    return args
+
+
+def run(args: argparse.Namespace, display: Display, scratch: Path, script: Path) -> dict[str, Any]:
+    checkpoint = scratch / "warm"
+    prepare(args, display, checkpoint)
+    flags = ("--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32")
+    flags += ("--num-threads", "1", "--max-num-seqs", "512")
+    with rollout_service(checkpoint, scratch / "service.log", *flags) as address:
+        display.say(f"rollout service at {address}; {args.steps} steps on {RANKS} trainer ranks")
+        return train(args, display, scratch, address, script)
+
+
+def prepare(args: argparse.Namespace, display: Display, checkpoint: Path) -> None:
+    """The supervised phase, and the checkpoint the service starts from."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, where installed, warns of it
+    disable_progress_bar()
+    if args.start is not None:
+        checkpoint.symlink_to(args.start.resolve())
+        return
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = make_model(args.seed, args.layers)
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    display.say(f"a Qwen3 of {count:.1f} M parameters, warming up on two-digit sums")
+    steps, reached = warm_up(
+        model, target=args.warmup_target, seed=args.seed, max_steps=args.warmup_steps
+    )
+    display.say(f"after {steps} supervised steps: mean reward {reached:.2f}")
+    save_checkpoint(model, checkpoint)
+
+
+def train(
+    args: argparse.Namespace, display: Display, scratch: Path, address: str, script: Path
+) -> dict[str, Any]:
+    """Start the ranks, show what rank 0 reports, and sum it up."""
+    names = ("steps", "prompts", "samples", "minibatches", "lr", "clip", "seed")
+    settings = {name: getattr(args, name) for name in names} | {
+        "address": address,
+        "checkpoint": str(scratch / "warm"),
+        "output": str(args.output / "checkpoint"),
+        "meeting": str(scratch / "meeting"),
+        "ranks": RANKS,
+    }
+    events: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                python_child(
+                    script, scratch / f"rank{rank}.log", json.dumps({**settings, "rank": rank})
+                )
+            )
+            for rank in range(RANKS)
+        ]
+        for line in ranks[0].stdout or ():
+            if not line.startswith("{"):  # a library that logs to stdout
+                continue
+            events.append(json.loads(line))
+            if events[-1]["event"] == "step":
+                display.add(events[-1])
+        codes = [process.wait() for process in ranks]
+    if any(codes):
+        words = [f"rank {r}: {last_words(scratch / f'rank{r}.log')}" for r in range(RANKS)]
+        raise DemoError("a trainer rank failed\n" + "\n".join(words))
+    return summarise(events)
+
+
+def summarise(events: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [event for event in events if event["event"] == "step"]
+    return {
+        "reward_first": events[0]["reward"],
+        "reward_last": events[-1]["reward"],
+        "steps": len(steps),
+        "version_first": events[0]["version"],
+        "version_last": steps[-1]["version"],
+        "max_logprob_diff": max(step["difference"] for step in steps),
+    }
+
+
+def missed_goals(summary: dict[str, Any], goal: float = 0.8, gain: float = 2.0) -> list[str]:
+    first, last = summary["reward_first"], summary["reward_last"]
+    moved = summary["version_last"] - summary["version_first"]
+    goals = {
+        f"the last reward {last:.3f} is above {goal}": last > goal,
+        f"the last reward {last:.3f} is at least {gain} x the first, {first:.3f}": (
+            last >= gain * first
+        ),
+        f"the version moved once a step: {moved} in {summary['steps']}": moved == summary["steps"],
+        f"logprobs differ by {summary['max_logprob_diff']:.1e}, at most {LARGEST_DIFFERENCE}": (
+            summary["max_logprob_diff"] <= LARGEST_DIFFERENCE
+        ),
+    }
+    return [goal for goal, met in goals.items() if not met]
