@@ -2,8 +2,8 @@
 
     python trainer_examples/async_grpo.py [--steps N] [--output DIR]
 
-A thread keeps the service busy, call after call, through every update; the trainer takes the newest
-calls that have ended. So while version v + 1 is learnt, samples of v (and, where an update fell
+A thread keeps the service busy, call after call, through every update; the trainer takes what
+the last calls brought. So while version v + 1 is learnt, samples of v (and, where an update fell
 into a call, of both) are on their way. The spans of a completion say which of its tokens are older
 than the trainer's weights. Those weigh exp(trainer - sampler), at most 2, as in decoupled PPO
 (https://arxiv.org/abs/2505.24298); the others must agree with the trainer to 1e-4, and weigh 1.

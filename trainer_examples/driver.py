@@ -68,22 +68,26 @@ def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defa
     return 1 if missed else 0
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is, and every default."""
+
+
 def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=100)
+    parser = argparse.ArgumentParser(description=about, formatter_class=Help)
+    parser.add_argument("--steps", type=int, default=100, help="of sampling, learning, pushing")
     parser.add_argument("--prompts", type=int, default=48, help="of a step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps of a step")
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--clip", type=float, default=0.2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--warmup-target", type=float, default=0.40, help="mean reward")
-    parser.add_argument("--warmup-steps", type=int, default=600, help="at most")
+    parser.add_argument("--lr", type=float, default=2e-4, help="at its peak")
+    parser.add_argument("--clip", type=float, default=0.2, help="of the probability ratio")
+    parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
+    parser.add_argument("--layers", type=int, default=5, help="of the model")
+    parser.add_argument(
+        "--warmup-target", type=float, default=0.40, help="mean reward to start from"
+    )
+    parser.add_argument("--warmup-steps", type=int, default=600, help="supervised, at most")
     parser.add_argument("--start", type=Path, help="a checkpoint of this task; no warm-up then")
-    parser.add_argument("--output", type=Path, default=Path("demo_output"))
+    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="a folder")
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
     parser.set_defaults(**defaults)
     args = parser.parse_args()

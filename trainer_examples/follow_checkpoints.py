@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from addition_task import answer_batch, make_model, problems, save_checkpoint
+from driver import Help
 from processes import DemoError, end_with_parent, last_words, python_child, rollout_service
 from sampling import evaluate
 from torch import set_num_threads
@@ -55,15 +56,13 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--checkpoints", type=int, default=8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--checkpoints", type=int, default=8, help="to write, and to follow")
     parser.add_argument("--every", type=int, default=50, help="steps from one to the next")
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("demo_output/checkpoints"))
+    parser.add_argument("--lr", type=float, default=5e-4, help="of the trainer")
+    parser.add_argument("--layers", type=int, default=5, help="of the model")
+    parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
+    parser.add_argument("--output", type=Path, default=Path("demo_output/checkpoints"), help="new")
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
     args = parser.parse_args()
     if args.output.exists():

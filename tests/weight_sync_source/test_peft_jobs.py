@@ -72,3 +72,18 @@ def test_what_is_merged_is_held_by_no_rank_before(job: Job) -> None:
         assert rank["model.layers.0.up_proj.weight"] == []
         assert rank["model.embed_tokens.weight"] != []
         assert not [name for name in rank if "lora" in name]
+
+
+def test_the_documented_source_gathers_and_addresses_its_rows(job: Job) -> None:
+    out, (first, second) = job
+    wanted = {
+        "matrix": torch.arange(12.0).view(4, 3).bfloat16(),
+        "vector": torch.arange(4.0).bfloat16(),
+    }
+    found = load_file(out / "documented.safetensors")
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert first["documented"]["metadata"] == second["documented"]["metadata"]
+    assert dict(first["documented"]["boxes"])["matrix"] == [[[0, 0], [2, 3]]]
+    assert dict(second["documented"]["boxes"])["matrix"] == [[[2, 0], [4, 3]]]
+    assert dict(second["documented"]["boxes"])["vector"] == [[[2], [4]]]

@@ -1,6 +1,9 @@
-"""A LoRA model on two ranks under every kind of sharding."""
+"""A LoRA model on two ranks under every kind of sharding, and the source that the docs explain."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -57,6 +60,17 @@ def zero(model: nn.Module, stage: int, bf16: bool = False) -> nn.Module:
     ]
 
 
+def documented(job: Rank) -> Any:
+    """The source of docs/weight_sync.md, over a matrix and a vector of two rows for each rank."""
+    text = (Path(__file__).parents[3] / "docs" / "weight_sync.md").read_text()
+    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    names: dict[str, Any] = {"__name__": "documented"}
+    exec(compile(code, "weight_sync.md", "exec"), names)
+    here = slice(2 * job.rank, 2 * job.rank + 2)
+    whole = {"matrix": torch.arange(12.0).view(4, 3), "vector": torch.arange(4.0)}
+    return names["RowParallelSource"]({name: t[here] for name, t in whole.items()}, BF16)
+
+
 def ended_early(model: nn.Module) -> None:
     """An update that ends between a weight and its factors, on all ranks alike."""
     source = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
@@ -86,6 +100,7 @@ if __name__ == "__main__":
     job.gather("zero3_partial", three, FP32, partial=True)
     job.gather("zero3_bf16", zero(adapted(dtype=BF16), 3, bf16=True), BF16)
     job.gather("zero2", zero(adapted(), 2), BF16)
+    job.gather("documented", documented(job), BF16)
     job.finish()
     dist.barrier()
     dist.destroy_process_group()
