@@ -210,7 +210,7 @@ def request_to_wire(request: UpdateRequest) -> Wire:
 def request_from_wire(wire: Any) -> UpdateRequest:
     get = _Fields(wire, "update request")
     update_id = get.string("update_id")
-    if problem := protocol_problem(wire.get("protocol", "none"), "the sender of the update"):
+    if problem := protocol_problem(get.int("protocol"), "the sender of the update"):
         raise ConfigError(problem)
     return UpdateRequest(
         update_id=update_id,

@@ -158,7 +158,7 @@ def train(
         codes = [process.wait() for process in ranks]
     if any(codes):
         words = [f"rank {r}: {last_words(scratch / f'rank{r}.log')}" for r in range(RANKS)]
-        raise DemoError("a trainer rank failed\n" + "\n".join(words))
+        raise DemoError(f"a trainer rank failed: {codes}\n" + "\n".join(words))
     return summarise(events)
 
 

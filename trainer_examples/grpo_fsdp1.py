@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from driver import example
-from torch import device, nn
+from torch import device, nn, no_grad
 from torch.distributed.fsdp import FullyShardedDataParallel
 from trainer_rank import Trainer
 from transformers import Qwen3ForCausalLM
@@ -24,6 +24,17 @@ class FSDP1Trainer(Trainer):
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = FullyShardedDataParallel(layer, **settings)
         return FullyShardedDataParallel(model, **settings)
+
+    def whole(self) -> Qwen3ForCausalLM | None:
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            state = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        if self.settings.rank != 0:
+            return None
+        model = self.start()
+        with no_grad():
+            for name, value in state.items():
+                model.get_parameter(name).copy_(value)
+        return model
 
     def clip_gradients(self) -> None:
         assert isinstance(self.model, FullyShardedDataParallel)

@@ -113,7 +113,7 @@ class PPOTrainer(Trainer):
         self.engine.step()
 
     def whole(self) -> Qwen3ForCausalLM | None:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         policy = self.engine.module.policy
         model = self.start() if self.settings.rank == 0 else None
