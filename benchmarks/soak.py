@@ -151,7 +151,8 @@ def run(path: str, seconds: float, seed: int, clients: int, every: float) -> int
                 "completions": soak.counts["completions"], "tokens": soak.counts["tokens"],
                 "tokens_checked": sum(s.checked for s in scores),
                 "tokens_checked_of_mixed_kv": sum(s.mixed for s in scores),
-                "tokens_not_checkable": sum(s.unknown for s in scores),
+                "tokens_not_checkable": soak.counts["slept_through"]
+                + sum(s.unknown for s in scores),
                 "worst_logprob_difference": max(s.worst for s in scores),
                 "warm": warm, "end": end, "violations": len(soak.violations),
             }

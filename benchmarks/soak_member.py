@@ -54,6 +54,7 @@ class Life:
         self.names = [meta.name for meta in self.engine.weight_info().tensors]
         self.content = {0: dict.fromkeys(self.names, 0)}  # by version: which set each tensor is of
         self.version = 0
+        self.sleeps = 0  # begun; each has all KV computed again, by what is live then
         self.rescorer = Rescorer(soak.path, self.weights_of)
 
     def weights_of(self, version: int) -> Weights:
@@ -158,6 +159,7 @@ class Member:
     def _sleep(self) -> None:
         """Either level; weights come back first, and an update may while the KV cache sleeps."""
         life, level = self.life, self.random.choice((1, 1, 2))
+        life.sleeps += 1
         with self._outage():
             life.engine.sleep(level, timeout=TIMEOUT)
             self._must_refuse()
@@ -347,7 +349,7 @@ class Member:
             )
             life, outages, began_down = self.life, self.outages, self.down.is_set()
             engine = (life.engine, life.remote)[number % 2]
-            last, arrived = None, time.monotonic()
+            last, arrived, sleeps = None, time.monotonic(), life.sleeps
             try:
                 for output in engine.stream(prompt, params):
                     now = time.monotonic()
@@ -363,7 +365,9 @@ class Member:
                 self.soak.violated(f"{self.name}: client: {type(error).__name__}: {error}")
                 return
             self.soak.count(tokens=len(last.outputs[0].token_ids), completions=1)
-            if not self.done.full():
+            if life.sleeps != sleeps:  # spans tell the KV of the end, not what older tokens saw
+                self.soak.count(slept_through=len(last.outputs[0].token_ids))
+            elif not self.done.full():
                 self.done.put((life, prompt, last.outputs[0]))
 
     def _scoring(self) -> None:

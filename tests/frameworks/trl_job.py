@@ -26,14 +26,14 @@ with socket.create_server(("127.0.0.1", 0)) as sock:
     group_port = sock.getsockname()[1]
 
 
-def longer_is_better(completion_ids, **kwargs):
-    return [float(len(set(ids))) for ids in completion_ids]
+def higher_is_better(completion_ids, **kwargs):  # no two samples alike: each step has advantages
+    return [sum(ids) / 1000 for ids in completion_ids]
 
 
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
     processing_class=AutoTokenizer.from_pretrained(model_path),
-    reward_funcs=longer_is_better,
+    reward_funcs=higher_is_better,
     train_dataset=Dataset.from_list([{"prompt": "Hello, world! How"}, {"prompt": "One two"}] * 2),
     args=GRPOConfig(
         output_dir=scratch,
