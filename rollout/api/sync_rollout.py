@@ -153,10 +153,15 @@ class _LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, R] | Any) -> R:
         """Its result; interrupting the wait (Ctrl-C) cancels it."""
-        if self._loop.is_closed() or not self._thread.is_alive():
+        waiting = _await(coroutine)
+        try:
+            if not self._thread.is_alive():
+                raise RuntimeError("the loop has ended")
+            future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+        except RuntimeError:  # the loop may be closed between any check and this call
+            waiting.close()
             coroutine.close()
-            raise EngineClosed("this Rollout was shut down; make a new one")
-        future = asyncio.run_coroutine_threadsafe(_await(coroutine), self._loop)
+            raise EngineClosed("this Rollout was shut down; make a new one") from None
         try:
             # Looks up now and then: what came in as the loop ended is never run.
             while not wait([future], _LOOK).done and self._thread.is_alive():

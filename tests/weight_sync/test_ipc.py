@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import secrets
 import signal
@@ -231,7 +232,8 @@ def test_auto_goes_another_way_when_the_ranks_cannot_open_the_file(engine, check
         iter(nudged(checkpoints[2], 0.1).items()), encoding="delta", link=Elsewhere(engine)
     )
     assert receipt.transport == "broadcast"
-    assert "ipc failed: rank 0: the shared memory" in receipt.details["transport_reason"]
+    reason = receipt.details["transport_reason"]  # of whichever rank was the first to say so
+    assert re.search("ipc failed: rank [01]: the shared memory", reason)
     assert (receipt.details["encoding"], receipt.version) == ("delta", 2)
     assert left() == before
     with pytest.raises(TransferFailed, match="is refused"):
