@@ -28,7 +28,8 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
     *outer, rows, columns = _collapse(
         list(zip(values.shape, values.stride(), strides, strict=True))
     )
-    chunks = triton.cdiv(columns[0], _BLOCK * _ROUNDS)
+    rounds = 1 if columns[0] <= _BLOCK else _ROUNDS
+    chunks = triton.cdiv(columns[0], _BLOCK * rounds)
     total = 0
     for memory, ahead in _offsets(outer):
         sums = torch.empty(rows[0] * chunks, dtype=torch.int64, device=values.device)
@@ -38,7 +39,7 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
             *(bits, sums, memory, position + ahead, chunks),
             *(columns[0], rows[1], columns[1], rows[2]),
             BLOCK=_BLOCK,
-            ROUNDS=_ROUNDS,
+            ROUNDS=rounds,
         )
         total += int(sums.sum())
     return total % 2**64
