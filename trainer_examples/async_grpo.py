@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from addition_task import PAD, problems, save_checkpoint
+from answering import answers, evaluate
 from display import Display
 from driver import LARGEST_DIFFERENCE, parse_arguments, prepare
 from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
 from processes import rollout_service
-from sampling import answers, evaluate
 from torch import Tensor, float32, full, no_grad, ones, set_num_threads, tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 
 from addition_task import answer_batch, make_model, problems, save_checkpoint
+from answering import evaluate
 from driver import Help
 from processes import DemoError, end_with_parent, last_words, python_child, rollout_service
-from sampling import evaluate
 from torch import set_num_threads
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from addition_task import PAD, problems, save_checkpoint
+from answering import answers, evaluate
 from grpo import (
     Batch,
     Sample,
@@ -28,7 +29,6 @@ from grpo import (
     token_logprobs,
 )
 from processes import end_with_parent
-from sampling import answers, evaluate
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

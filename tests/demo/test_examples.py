@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from addition_task import make_model, save_checkpoint
+from answering import by_token
 from async_grpo import versions_of
 from grpo import Sample, make_batch
 from ppo_zero3 import LAMBDA, advantages
 from safetensors.torch import load_file
-from sampling import by_token
 
 from rollout.generation import VersionSpan
 
