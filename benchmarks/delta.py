@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sync import PARTS, TRAINERS, child, service
+from sync import PARTS, child, service
+from trainer_group import TRAINERS, sharded_checkpoint, trainer_group
 
 KINDS = ("full", "anchor", "delta")
 
@@ -102,38 +102,16 @@ def parts(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def trainer(args: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{args.meeting}",
-        rank=args.rank,
-        world_size=TRAINERS,
-        timeout=timedelta(seconds=120),
-    )
-    try:
+    with trainer_group(args.meeting, args.rank):
         update_in_turns(args)
-    finally:
-        dist.destroy_process_group()
 
 
 def update_in_turns(args: argparse.Namespace) -> None:
-    import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
 
     from rollout import Rollout
 
-    dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype)
-    mesh = init_device_mesh("cpu", (TRAINERS,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded_checkpoint(args.checkpoint, args.dtype)
     connect = {"timeout": 120.0}
     with (
         Rollout.connect(args.address, **connect) as plain,

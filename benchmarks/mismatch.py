@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,12 @@ import torch.nn.functional as F
 from make_checkpoint import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainer_group import TRAINERS, trainer_group
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout import Rollout, SamplingParams
 
-TRAINERS, PROMPT, NEW, SEQUENCES_AT_ONCE = 2, 16, 128, 8
+PROMPT, NEW, SEQUENCES_AT_ONCE = 16, 128, 8
 WAIT = 600.0  # seconds for the ranks to meet, to update and to score
 
 
@@ -183,15 +183,7 @@ def run_trainer(args: argparse.Namespace) -> None:
     """Send the weights, wait for "score", score this rank's sequences and compare the weights."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{args.folder / 'meeting'}",
-        rank=args.rank,
-        world_size=TRAINERS,
-        timeout=timedelta(seconds=WAIT),
-    )
-    try:
+    with trainer_group(args.folder / "meeting", args.rank, WAIT):
         model = sharded(getattr(torch, args.dtypes), args.init, args.head_dtype)
         with Rollout.connect(args.address, timeout=WAIT) as engine:
             receipt = engine.update_weights(model, timeout=WAIT)
@@ -215,8 +207,6 @@ def run_trainer(args: argparse.Namespace) -> None:
                 tensors=report.num_tensors,
                 version=report.version,
             )
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded(dtype: torch.dtype, init: str, head_dtype: str) -> PreTrainedModel:

@@ -84,15 +84,18 @@ COUNTED = (
 )  # fmt: skip
 
 
-def resources() -> dict[str, int]:
-    """Of this process, and the memory of its children; shared-memory files of the host."""
+def resources(members: list[Member]) -> dict[str, int]:
+    """Of this process and of the engines' ranks; shared-memory files of the host.
+
+    Other children are trainers that are about to die. That they are gone is checked at the end.
+    """
     me = psutil.Process()
-    children = me.children(recursive=True)
+    ranks = [psutil.Process(pid) for member in members for pid in member.life.ranks]
     return {
         "threads": me.num_threads(),
-        "files": me.num_fds() + sum(child.num_fds() for child in children),
+        "files": me.num_fds() + sum(rank.num_fds() for rank in ranks),
         "memory": me.memory_info().rss,
-        "children_memory": sum(child.memory_info().rss for child in children),
+        "ranks_memory": sum(rank.memory_info().rss for rank in ranks),
         "shared": len(list(Path("/dev/shm").glob(f"rollout-ipc-{me.pid}-*"))),
     }
 
@@ -103,7 +106,10 @@ def floor(members: list[Member], seconds: float) -> dict[str, int]:
     end, least = time.monotonic() + seconds, {}
     while time.monotonic() < end or not least:
         time.sleep(0.2)
-        now = resources()
+        try:
+            now = resources(members)
+        except psutil.NoSuchProcess:  # a rank has just been killed
+            continue
         if any(member.down.is_set() for member in members):
             continue
         least = {what: min(count, least.get(what, count)) for what, count in now.items()}
@@ -112,7 +118,7 @@ def floor(members: list[Member], seconds: float) -> dict[str, int]:
 
 def compare(soak: Soak, warm: dict[str, int], end: dict[str, int]) -> None:
     for what, most in (("threads", 6), ("files", 12), ("memory", GROWTH), ("shared", 0),
-                       ("children_memory", GROWTH)):  # fmt: skip
+                       ("ranks_memory", GROWTH)):  # fmt: skip
         if end[what] > warm[what] + most:
             soak.violated(f"{what} grew from {warm[what]} to {end[what]}")
 

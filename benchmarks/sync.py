@@ -1,15 +1,21 @@
 """The parts of a live weight update: FSDP2 over 2 trainer ranks -> a TP=2 service.
 
     python benchmarks/sync.py CHECKPOINT [--updates 5] [--bucket-mib 64] [--dtype bfloat16]
-                                         [--transport broadcast,p2p,...] [--bare]
+        [--transport broadcast,ipc,grpc_stream,disk,p2p] [--source fsdp2|plain] [--bare]
+        [--json FILE] [--picture FILE]
 
-Starts `rollout serve` and the trainer ranks as processes of their own and prints one JSON line:
-medians over the updates (the first, which builds the engine's shadow, is reported apart) of gather,
-transfer, stage, verify, commit, stall and total in seconds, and of digesting on the sender and on
-the slowest rank, with the share of both in the total; bytes; and the peak memory of each process
-above what it held before the first update, in bytes. Several transports take turns,
-and each has its own line. `--bare` alternates with the least that could work: `full_tensor()` one
-by one, and the same bytes over a raw gloo broadcast.
+Starts `rollout serve` and the trainer ranks as processes of their own and prints a JSON line for
+each transport: medians over the updates (the first, which builds the engine's shadow, is reported
+apart) of gather, transfer, stage, verify, commit, stall and total in seconds, and of digesting on
+the sender and on the slowest rank, with the share of both in the total; bytes; and the peak memory
+of each process above what it held before the first update, in bytes. Transports take turns. For
+"disk" the trainer writes a version, which the service then reads; writing counts as transfer.
+
+`--bare` follows each update with the least that could work (bare.py): `full_tensor()` one by one,
+and the same bytes over a bare road; `of_bare` is the median, least and most of update / bare of
+the same round, and `of_broadcast` that of total / `broadcast`'s of the same round. `--source plain`
+is one trainer process that holds the whole model, so that nothing is gathered. `--picture` draws
+where the time goes, from this run or, without a checkpoint, from the lines of `--json`.
 """
 
 from __future__ import annotations
@@ -18,18 +24,20 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-TRAINERS = 2
+from bare import RECEIVERS
+from trainer_group import TRAINERS, sharded_checkpoint, trainer_group
+
 PARTS = ("gather", "transfer", "stage", "verify", "commit", "stall", "total")
 SIDES = ("sender", "rank")
 
@@ -39,74 +47,91 @@ def main() -> None:
     if args.rank is not None:
         trainer(args)
         return
-    with tempfile.TemporaryDirectory() as scratch, service(args) as (process, address):
-        meeting = str(Path(scratch) / "meeting")
-        for line in measure(args, process, address, meeting):
-            print(json.dumps(line), flush=True)
+    if args.checkpoint is None:
+        lines = [json.loads(line) for line in args.json.read_text().splitlines()]
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            args.scratch = scratch
+            with service(args, scratch) as (process, address):
+                args.address = address
+                lines = measure(args, process)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        print(text, end="", flush=True)
+        if args.json is not None:
+            args.json.write_text(text)
+    if args.picture is not None:
+        draw(lines, args.picture)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint")
+    parser.add_argument("checkpoint", nargs="?")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", help="of trainer and engine")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--source", choices=("fsdp2", "plain"), default="fsdp2")
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--scratch", help=argparse.SUPPRESS)
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.checkpoint is None and (args.json is None or args.picture is None):
+        parser.error("give a checkpoint, or --json and --picture")
+    return args
 
 
 # ---- the parent: starts, watches, reports ----
 
 
-def measure(
-    args: argparse.Namespace, engine: subprocess.Popen[str], address: str, meeting: str
-) -> list[dict[str, Any]]:
-    names = args.transport.split(",")
+def measure(args: argparse.Namespace, engine: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    roads = args.transport.split(",")
+    rounds: list[dict[str, dict[str, Any]]] = []
     with contextlib.ExitStack() as stack:
         command = [sys.executable, __file__, args.checkpoint, "--updates", str(args.updates)]
         command += ["--bucket-mib", str(args.bucket_mib), "--dtype", args.dtype]
-        command += ["--transport", args.transport, "--address", address, "--meeting", meeting]
+        command += ["--transport", args.transport, "--source", args.source]
+        command += ["--address", args.address, "--scratch", args.scratch]
         command += ["--bare"] if args.bare else []
-        ranks = [stack.enter_context(child([*command, "--rank", str(r)])) for r in range(TRAINERS)]
-        assert ranks[0].stdin is not None
-        _expect(ranks, "loaded")
+        count = 1 if args.source == "plain" else TRAINERS
+        ranks = [stack.enter_context(child([*command, "--rank", str(r)])) for r in range(count)]
+        expect(ranks, "loaded")
         watch = Watch([p.pid for p in ranks], children(engine.pid))
         with watch:
             for process in ranks:
                 assert process.stdin is not None
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            receipts, bare = [], []
             for turn in range(args.updates + 1):
-                receipts += [_expect(ranks, "receipt") for _ in names]
-                if args.bare and turn:
-                    start = _expect(ranks, "bare")
-                    bare.append(_bare(ranks, start, args.bucket_mib << 20))
-    least = {f"bare_{part}_s": median(b[part] for b in bare) for part in (bare or [{}])[0]}
-    extra = {
+                rounds.append({})
+                for road in roads:
+                    rounds[turn][road] = expect(ranks, "receipt")
+                    if args.bare and turn and road in RECEIVERS:
+                        rounds[turn][road]["bare"] = _bare(ranks, args.bucket_mib << 20)
+    peaks = {
         "trainer_peak_extra_bytes": watch.extra(0),
         "engine_peak_extra_bytes": watch.extra(1),
-        **least,
     }
-    lines = [_line(args, receipts[i :: len(names)]) for i in range(len(names))]
-    return [{**line, **extra} for line in lines]
+    return [_line(args, road, rounds) | peaks for road in roads]
 
 
-def _line(args: argparse.Namespace, receipts: list[dict[str, Any]]) -> dict[str, Any]:
-    first, rest = receipts[0], receipts[1:]
-    return {
-        "checkpoint": args.checkpoint,
+def _line(
+    args: argparse.Namespace, road: str, rounds: list[dict[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    first, *rest = (found[road] for found in rounds)
+    totals = [r["timings"]["total"] for r in rest]
+    line = {
+        "checkpoint": Path(args.checkpoint).name,
         "dtype": args.dtype,
-        "trainers": TRAINERS,
+        "trainers": TRAINERS if args.source == "fsdp2" else 1,
         "tensor_parallel_size": 2,
         "updates": args.updates,
-        "transport": first["transport"],
+        "transport": road if road == "disk" else first["transport"],
         "bytes": first["bytes"],
         "wire_bytes": first["wire_bytes"],
         "bucket_bytes": args.bucket_mib << 20,
@@ -114,25 +139,39 @@ def _line(args: argparse.Namespace, receipts: list[dict[str, Any]]) -> dict[str,
         **{f"{part}_s": median(r["timings"][part] for r in rest) for part in PARTS},
         **{f"{side}_digest_s": median(r["digests"][side] for r in rest) for side in SIDES},
         "digest_share": median(sum(r["digests"].values()) / r["timings"]["total"] for r in rest),
-        "totals_s": [round(r["timings"]["total"], 4) for r in rest],
+        "totals_s": [round(total, 4) for total in totals],
         "first_total_s": first["timings"]["total"],
     }
+    if "broadcast" in rounds[0]:
+        others = [found["broadcast"]["timings"]["total"] for found in rounds[1:]]
+        line["of_broadcast"] = spread([a / b for a, b in zip(totals, others, strict=True)])
+    if "bare" in rest[0]:
+        sums = [sum(r["bare"].values()) for r in rest]
+        line["of_bare"] = spread([a / b for a, b in zip(totals, sums, strict=True)])
+        line |= {
+            f"bare_{part}_s": median(r["bare"][part] for r in rest) for part in rest[0]["bare"]
+        }
+    return line
 
 
-def _bare(
-    ranks: list[subprocess.Popen[str]], start: dict[str, Any], bucket_bytes: int
-) -> dict[str, float]:
-    """Start the receivers of a bare broadcast; what the first trainer rank measured."""
+def spread(ratios: Sequence[float]) -> list[float]:
+    """Median, least and most."""
+    return [round(ratio, 3) for ratio in (median(ratios), min(ratios), max(ratios))]
+
+
+def _bare(ranks: list[subprocess.Popen[str]], bucket_bytes: int) -> dict[str, float]:
+    """Start the receivers of a bare road; what the first trainer rank measured."""
+    start = expect(ranks, "bare")
     script = str(Path(__file__).with_name("bare.py"))
     with contextlib.ExitStack() as stack:
-        for rank in (1, 2):
-            where = [start["meeting"], str(rank), str(start["bytes"]), str(bucket_bytes)]
-            stack.enter_context(child([sys.executable, script, *where]))
-        found = _expect(ranks, "bared")
-    return {"gather": found["gather"], "broadcast": found["broadcast"]}
+        for rank in range(1, RECEIVERS[start["road"]] + 1):
+            where = [start["road"], start["meeting"], str(rank), str(start["bytes"])]
+            stack.enter_context(child([sys.executable, script, *where, str(bucket_bytes)]))
+        found = expect(ranks, "bared")
+    return {"gather": found["gather"], "road": found["seconds"]}
 
 
-def _expect(ranks: list[subprocess.Popen[str]], event: str) -> dict[str, Any]:
+def expect(ranks: list[subprocess.Popen[str]], event: str) -> dict[str, Any]:
     """The next event of that kind from rank 0 ("loaded": from every rank)."""
     found: dict[str, Any] = {}
     for process in ranks if event == "loaded" else ranks[:1]:
@@ -192,11 +231,15 @@ def children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def service(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def service(
+    args: argparse.Namespace, weight_dir: str | None = None, *, tensor_parallel_size: int = 2
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "rollout", "serve", args.checkpoint, "--port", "0"]
-    command += ["--grpc-port", "0", "--tensor-parallel-size", "2", "--dtype", args.dtype]
+    command += ["--grpc-port", "0", "--dtype", args.dtype]
+    command += ["--tensor-parallel-size", str(tensor_parallel_size)]
     command += ["--exit-with-stdin", "--skip-tokenizer-init", "--num-threads", "1"]
     command += ["--kv-cache-bytes", str(256 << 20), "--max-model-len", "512"]
+    command += ["--weight-dir", weight_dir] if weight_dir is not None else []
     with child(command) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -226,62 +269,74 @@ def child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
                 process.kill()
 
 
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Stacked bars of the parts, and a mark at the whole: parts that run beside others pass it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    names, left = [line["transport"] for line in lines], [0.0] * len(lines)
+    for part in ("gather", "transfer", "stage", "verify", "commit"):
+        seconds = [line[f"{part}_s"] for line in lines]
+        axes.barh(names, seconds, left=left, label=part)
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    totals = [line["total_s"] for line in lines]
+    axes.scatter(totals, names, marker="|", s=300, color="black", label="the whole update")
+    axes.set_xlabel(f"seconds, {lines[0]['bytes'] / 1e9:.2f} GB, medians of {lines[0]['updates']}")
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 # ---- a trainer rank ----
 
 
 def trainer(args: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{args.meeting}",
-        rank=args.rank,
-        world_size=TRAINERS,
-        timeout=timedelta(seconds=120),
-    )
-    try:
+    if args.source == "plain":
         update_repeatedly(args)
-    finally:
-        dist.destroy_process_group()
+        return
+    with trainer_group(f"{args.scratch}/meeting", args.rank):
+        update_repeatedly(args)
 
 
 def update_repeatedly(args: argparse.Namespace) -> None:
     """Load, shard, wait for "go", and update; every update sends other values."""
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
     from rollout import Rollout
 
-    dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype)
-    mesh = init_device_mesh("cpu", (TRAINERS,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if args.source == "plain":
+        torch.set_num_threads(1)
+        model = AutoModelForCausalLM.from_pretrained(
+            args.checkpoint, dtype=getattr(torch, args.dtype)
+        )
+    else:
+        model = sharded_checkpoint(args.checkpoint, args.dtype)
     with Rollout.connect(args.address, timeout=120.0) as engine:
         largest = max(meta.nbytes for meta in engine.weight_info().tensors)
         negate(model)  # shards that still are pages of the file become memory before it is measured
-        dist.barrier()
+        barrier()
         _tell(event="loaded")
         sys.stdin.readline()
         for turn in range(args.updates + 1):
-            for transport in args.transport.split(","):
+            for road in args.transport.split(","):
                 negate(model)
-                receipt = engine.update_weights(
-                    model,
-                    transport=transport,
-                    bucket_bytes=args.bucket_mib << 20,
-                    timeout=300.0,
-                )
+                if args.wait and turn:
+                    sys.stdin.readline()
+                started = time.perf_counter()
+                receipt, writing = update(args, engine, model, road, turn)
                 if args.rank == 0:
+                    timings = dict(receipt.timings)
+                    timings["transfer"] += writing
+                    timings["total"] += writing
                     _tell(
                         event="receipt",
-                        timings=dict(receipt.timings),
+                        seconds=time.perf_counter() - started,
+                        timings=timings,
                         digests={
                             "sender": float(receipt.details["digest_seconds"]),
                             "rank": float(receipt.details["rank_digest_seconds"]),
@@ -292,19 +347,54 @@ def update_repeatedly(args: argparse.Namespace) -> None:
                         largest=largest,
                     )
                 time.sleep(0.2)
-            if args.bare and turn:
-                least(args, model, f"{args.meeting}.{turn}", receipt.num_bytes)
+                if args.bare and turn and road in RECEIVERS:
+                    least(args, model, road, turn, engine.weight_info().tensors)
 
 
-def least(args: argparse.Namespace, model: Any, meeting: str, nbytes: int) -> None:
-    """Gather and broadcast with nothing else."""
+def update(
+    args: argparse.Namespace, engine: Any, model: Any, road: str, turn: int
+) -> tuple[Any, float]:
+    """The receipt (on the disk road: the first rank's), and the seconds in which it was written."""
+    import torch
+
+    from rollout.weight_sync.transports.disk import folder
+    from rollout.weight_sync.transports.disk_writer import VersionWriter
+    from rollout.weight_sync.transports.store import LocalStore
+
+    size = args.bucket_mib << 20
+    if road != "disk":
+        options = {"transport": road, "bucket_bytes": size, "timeout": 300.0}
+        return engine.update_weights(model, **options), 0.0
+    where = Path(args.scratch) / "versions"
+    started, receipt = time.perf_counter(), None
+    writer = VersionWriter(LocalStore(where), dtype=getattr(torch, args.dtype), bucket_bytes=size)
+    writer.write(model, turn, timeout=300.0)
+    writing = time.perf_counter() - started
+    if args.rank == 0:
+        written = where / folder(turn)
+        receipt = engine.update_weights(server_path=written, timeout=300.0)
+        shutil.rmtree(written)
+    barrier()
+    return receipt, writing
+
+
+def least(args: argparse.Namespace, model: Any, road: str, turn: int, tensors: Any) -> None:
+    """Gather and move as many bytes with nothing else."""
     import bare
 
-    gathered = bare.gather(model)
+    gathered = bare.gather(model) if args.source == "fsdp2" else 0.0
     if args.rank == 0:
-        _tell(event="bare", meeting=meeting, bytes=nbytes)
-        sent = bare.broadcast(meeting, 0, nbytes, args.bucket_mib << 20)
-        _tell(event="bared", gather=gathered, broadcast=sent)
+        meeting, nbytes = f"{args.scratch}/{road}.{turn}", sum(meta.nbytes for meta in tensors)
+        _tell(event="bare", road=road, meeting=meeting, bytes=nbytes)
+        seconds = bare.move(road, meeting, 0, nbytes, args.bucket_mib << 20)
+        _tell(event="bared", gather=gathered, seconds=seconds)
+
+
+def barrier() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def negate(model: Any) -> None:
@@ -313,7 +403,7 @@ def negate(model: Any) -> None:
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.to_local().mul_(-1)
+            getattr(parameter, "to_local", lambda p=parameter: p)().mul_(-1)
 
 
 def _tell(**event: Any) -> None:

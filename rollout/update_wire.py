@@ -23,18 +23,23 @@ from rollout.updates import (
     Wants,
     WeightInfo,
 )
-from rollout.weights import Box, RankReceipt, Shape, TensorMeta, UpdateReceipt
+from rollout.weights import Box, RankReceipt, TensorMeta, UpdateReceipt
 from rollout.wire import dtype_from_name, dtype_name
+from rollout.wire_fields import (
+    MAX_LIST,
+    Fields,
+    int_of,
+    ints_of,
+    list_of,
+    row_of,
+    seconds_of,
+    string_of,
+)
 
-Counts = dict[str, int]
 Wire = dict[str, Any]
 T = TypeVar("T")
 
-MAX_INT = (1 << 63) - 1
 MAX_DIGEST = (1 << 64) - 1
-MAX_LIST = 1 << 20
-MAX_STRING = 1 << 16
-MAX_DIMS = 16
 
 
 def meta_to_wire(meta: TensorMeta) -> list[Any]:
@@ -42,8 +47,12 @@ def meta_to_wire(meta: TensorMeta) -> list[Any]:
 
 
 def meta_from_wire(wire: Any) -> TensorMeta:
-    name, dtype, shape = _row(wire, 3, "tensor")
-    return TensorMeta(_string(name, "name"), dtype_from_name(_string(dtype, "dtype")), _ints(shape))
+    name, dtype, shape = row_of(wire, 3, "tensor")
+    return TensorMeta(
+        string_of(name, "name"),
+        dtype_from_name(string_of(dtype, "dtype")),
+        ints_of(shape),
+    )
 
 
 def rendezvous_to_wire(where: Rendezvous) -> Wire:
@@ -57,7 +66,7 @@ def rendezvous_to_wire(where: Rendezvous) -> Wire:
 
 
 def rendezvous_from_wire(wire: Any) -> Rendezvous:
-    get = _Fields(wire, "rendezvous")
+    get = Fields(wire, "rendezvous")
     return Rendezvous(
         host=get.string("host"),
         port=get.int("port", 1, 65535),
@@ -83,20 +92,20 @@ def header_to_wire(header: BucketHeader) -> Wire:
 
 def header_from_wire(wire: Any) -> BucketHeader:
     """Types and signs are checked here; ``bucket.unpack`` checks that entries fit the payload."""
-    get = _Fields(wire, "bucket header")
+    get = Fields(wire, "bucket header")
     entries = get.list("entries", _entry)
     messages = get.list("messages", _message) if "messages" in wire else ()
     return BucketHeader(get.int("index"), entries, get.int("nbytes"), messages)
 
 
 def _message(row: Any) -> Message:
-    src, dst, start, stop, entries = _row(row, 5, "message")
+    src, dst, start, stop, entries = row_of(row, 5, "message")
     return Message(
-        _int(src, "sending rank"),
-        _int(dst, "receiving rank"),
-        _int(start, "start"),
-        _int(stop, "stop"),
-        _list(entries, _entry, "entries of a message"),
+        int_of(src, "sending rank"),
+        int_of(dst, "receiving rank"),
+        int_of(start, "start"),
+        int_of(stop, "stop"),
+        list_of(entries, _entry, "entries of a message"),
     )
 
 
@@ -116,25 +125,25 @@ def _entry_to_wire(e: BucketEntry) -> list[Any]:
 
 def _entry(row: Any) -> BucketEntry:
     length = len(row) if isinstance(row, list | tuple) and len(row) in (9, 10) else 7
-    fields = _row(row, length, "bucket entry")
+    fields = row_of(row, length, "bucket entry")
     name, dtype, shape, starts, stops, offset, nbytes, *coding = fields
-    name = _string(name, "name")
+    name = string_of(name, "name")
     return BucketEntry(
         name,
-        dtype_from_name(_string(dtype, "dtype")),
-        _ints(shape),
+        dtype_from_name(string_of(dtype, "dtype")),
+        ints_of(shape),
         _box(starts, stops, f"bucket entry {name!r:.200}"),
-        _int(offset, "offset"),
-        _int(nbytes, "nbytes"),
-        _int(coding[0], "bytes of a gap", 1, 8) if coding else 0,
-        _int(coding[1], "count") if coding else 0,
-        _int(coding[2], "length before compression") if coding[2:] else 0,
+        int_of(offset, "offset"),
+        int_of(nbytes, "nbytes"),
+        int_of(coding[0], "bytes of a gap", 1, 8) if coding else 0,
+        int_of(coding[1], "count") if coding else 0,
+        int_of(coding[2], "length before compression") if coding[2:] else 0,
     )
 
 
 def _box(starts: Any, stops: Any, what: str) -> Box:
     try:
-        return Box(_ints(starts), _ints(stops))
+        return Box(ints_of(starts), ints_of(stops))
     except ValueError as error:
         raise TransferFailed(f"{what}: {error}") from error
 
@@ -150,10 +159,10 @@ def boxes_from_wire(wire: Any) -> dict[str, tuple[Box, ...]]:
         raise TransferFailed("boxes: expected an object of bounded size")
 
     def box(row: Any) -> Box:
-        starts, stops = _row(row, 2, "box")
+        starts, stops = row_of(row, 2, "box")
         return _box(starts, stops, "box")
 
-    return {_string(name, "name"): _list(rows, box, "boxes") for name, rows in wire.items()}
+    return {string_of(name, "name"): list_of(rows, box, "boxes") for name, rows in wire.items()}
 
 
 def wants_to_wire(wants: Wants) -> list[Any]:
@@ -161,7 +170,7 @@ def wants_to_wire(wants: Wants) -> list[Any]:
 
 
 def wants_from_wire(wire: Any) -> Wants:
-    return _list(wire, boxes_from_wire, "wants")
+    return list_of(wire, boxes_from_wire, "wants")
 
 
 def shared_to_wire(shared: SharedBuckets) -> Wire:
@@ -175,7 +184,7 @@ def shared_to_wire(shared: SharedBuckets) -> Wire:
 
 def shared_from_wire(wire: Any) -> SharedBuckets:
     """Types alone are checked here; the rank that opens the file trusts none of it."""
-    get = _Fields(wire, "shared buckets")
+    get = Fields(wire, "shared buckets")
     return SharedBuckets(
         name=get.string("name"),
         secret=get.string("secret"),
@@ -208,23 +217,23 @@ def request_to_wire(request: UpdateRequest) -> Wire:
 
 
 def request_from_wire(wire: Any) -> UpdateRequest:
-    get = _Fields(wire, "update request")
+    get = Fields(wire, "update request")
     update_id = get.string("update_id")
     if problem := protocol_problem(get.int("protocol"), "the sender of the update"):
         raise ConfigError(problem)
     return UpdateRequest(
         update_id=update_id,
-        version=get.optional("version", lambda v: _int(v, "version")),
+        version=get.optional("version", lambda v: int_of(v, "version")),
         base=get.optional("base", _base),
         encoding=get.string("encoding"),
-        metadata=get.optional("metadata", lambda v: _list(v, meta_from_wire, "metadata")),
+        metadata=get.optional("metadata", lambda v: list_of(v, meta_from_wire, "metadata")),
         partial=get.flag("partial"),
         transport=get.string("transport"),
         rendezvous=get.optional("rendezvous", rendezvous_from_wire),
         bucket_bytes=get.int("bucket_bytes", 1),
         staging=get.string("staging"),
         in_flight=get.string("in_flight"),
-        label=get.optional("label", lambda v: _string(v, "label")),
+        label=get.optional("label", lambda v: string_of(v, "label")),
         timeout=get.seconds("timeout"),
         shared=get.optional("shared", shared_from_wire),
         senders=get.int("senders", 1, 1 << 20),
@@ -234,8 +243,8 @@ def request_from_wire(wire: Any) -> UpdateRequest:
 
 
 def _base(value: Any) -> tuple[int, int]:
-    epoch, version = _row(value, 2, "base")
-    return _int(epoch, "base epoch", 0, MAX_DIGEST), _int(version, "base version")
+    epoch, version = row_of(value, 2, "base")
+    return int_of(epoch, "base epoch", 0, MAX_DIGEST), int_of(version, "base version")
 
 
 def begun_to_wire(begun: Begun) -> Wire:
@@ -250,7 +259,7 @@ def begun_to_wire(begun: Begun) -> Wire:
 
 
 def begun_from_wire(wire: Any) -> Begun:
-    get = _Fields(wire, "begun")
+    get = Fields(wire, "begun")
     return Begun(
         update_id=get.string("update_id"),
         epoch=get.int("epoch", 0, MAX_DIGEST),
@@ -283,24 +292,24 @@ def info_to_wire(info: WeightInfo) -> Wire:
 
 
 def info_from_wire(wire: Any) -> WeightInfo:
-    get = _Fields(wire, "weight info")
+    get = Fields(wire, "weight info")
     return WeightInfo(
         epoch=get.int("epoch", 0, MAX_DIGEST),
         version=get.int("version"),
-        label=get.optional("label", lambda v: _string(v, "label")),
+        label=get.optional("label", lambda v: string_of(v, "label")),
         state=get.string("state"),
         dtype=dtype_from_name(get.string("dtype")),
         tensors=get.list("tensors", meta_from_wire),
         aliases=get.strings("aliases"),
         tensor_parallel_size=get.int("tensor_parallel_size", 1),
         device=get.string("device"),
-        transports=get.list("transports", lambda v: _string(v, "transport")),
+        transports=get.list("transports", lambda v: string_of(v, "transport")),
         last_update_id=get.string("last_update_id"),
         host=get.string("host"),
         undo=get.string("undo"),
         memory=get.counts("memory"),
         zstd=get.flag("zstd"),
-        devices=get.list("devices", lambda v: _string(v, "device")),
+        devices=get.list("devices", lambda v: string_of(v, "device")),
     )
 
 
@@ -316,12 +325,12 @@ def seal_to_wire(seal: Seal) -> Wire:
 
 
 def seal_from_wire(wire: Any) -> Seal:
-    get = _Fields(wire, "seal")
+    get = Fields(wire, "seal")
     digests = get.mapping("digests")
     return Seal(
         num_buckets=get.int("num_buckets"),
         digests={
-            _string(name, "name"): _int(value, f"digest of {name!r:.80}", 0, MAX_DIGEST)
+            string_of(name, "name"): int_of(value, f"digest of {name!r:.80}", 0, MAX_DIGEST)
             for name, value in digests.items()
         },
         gather_seconds=get.seconds("gather_seconds"),
@@ -349,7 +358,7 @@ def receipt_to_wire(receipt: UpdateReceipt) -> Wire:
 
 
 def receipt_from_wire(wire: Any) -> UpdateReceipt:
-    get = _Fields(wire, "update receipt")
+    get = Fields(wire, "update receipt")
     timings = get.mapping("timings")
     return UpdateReceipt(
         version=get.int("version"),
@@ -359,112 +368,25 @@ def receipt_from_wire(wire: Any) -> UpdateReceipt:
         num_bytes=get.int("num_bytes"),
         wire_bytes=get.int("wire_bytes"),
         timings={
-            _string(k, "timing"): _seconds(v, f"timing {k!r:.80}") for k, v in timings.items()
+            string_of(k, "timing"): seconds_of(v, f"timing {k!r:.80}") for k, v in timings.items()
         },
         ranks=get.list("ranks", _rank_receipt),
         update_id=get.string("update_id"),
         transport=get.string("transport"),
-        label=get.optional("label", lambda v: _string(v, "label")),
+        label=get.optional("label", lambda v: string_of(v, "label")),
         details=get.mapping("details"),
     )
 
 
 def _rank_receipt(row: Any) -> RankReceipt:
-    rank, version, digest, num_bytes = _row(row, 4, "rank receipt")
+    rank, version, digest, num_bytes = row_of(row, 4, "rank receipt")
     return RankReceipt(
-        _int(rank, "rank"),
-        _int(version, "version"),
-        _int(digest, "digest", 0, MAX_DIGEST),
-        _int(num_bytes, "num_bytes"),
+        int_of(rank, "rank"),
+        int_of(version, "version"),
+        int_of(digest, "digest", 0, MAX_DIGEST),
+        int_of(num_bytes, "num_bytes"),
     )
-
-
-class _Fields:
-    """Typed, bounded access to one plain mapping; every failure names the field."""
-
-    def __init__(self, wire: Any, what: str) -> None:
-        if not isinstance(wire, Mapping):
-            raise TransferFailed(f"{what}: expected an object, got {type(wire).__name__}")
-        self._wire, self._what = wire, what
-
-    def raw(self, key: str) -> Any:
-        try:
-            return self._wire[key]
-        except KeyError:
-            raise TransferFailed(f"{self._what}: {key!r} is missing") from None
-
-    def int(self, key: str, low: int = 0, high: int = MAX_INT) -> int:
-        return _int(self.raw(key), f"{self._what}: {key}", low, high)
-
-    def string(self, key: str) -> str:
-        return _string(self.raw(key), f"{self._what}: {key}")
-
-    def seconds(self, key: str) -> float:
-        return _seconds(self.raw(key), f"{self._what}: {key}")
-
-    def flag(self, key: str) -> bool:
-        value = self.raw(key)
-        if not isinstance(value, bool):
-            raise TransferFailed(f"{self._what}: {key!r} must be true or false")
-        return value
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.raw(key)
-        if not isinstance(value, Mapping) or len(value) > MAX_LIST:
-            raise TransferFailed(f"{self._what}: {key!r} must be an object of bounded size")
-        return dict(value)
-
-    def strings(self, key: str) -> dict[str, str]:
-        pairs = self.mapping(key).items()
-        return {_string(k, key): _string(v, f"{key} {k!r:.80}") for k, v in pairs}
-
-    def counts(self, key: str) -> Counts:
-        pairs = self.mapping(key).items()
-        return {_string(k, key): _int(v, f"{key} {k!r:.80}") for k, v in pairs}
-
-    def list(self, key: str, item: Callable[[Any], T]) -> tuple[T, ...]:
-        return _list(self.raw(key), item, f"{self._what}: {key}")
-
-    def optional(self, key: str, item: Callable[[Any], T]) -> T | None:
-        value = self.raw(key)
-        return None if value is None else item(value)
 
 
 def _optional(value: T | None, form: Callable[[T], Any]) -> Any:
     return None if value is None else form(value)
-
-
-def _int(value: Any, what: str, low: int = 0, high: int = MAX_INT) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise TransferFailed(f"{what}: {value!r:.40} is not an integer in {low}..{high}")
-    return value
-
-
-def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str) or len(value) > MAX_STRING:
-        raise TransferFailed(f"{what}: expected a string of bounded length, got {value!r:.40}")
-    return value
-
-
-def _seconds(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-        raise TransferFailed(f"{what}: {value!r:.40} is not a number of seconds")
-    return float(value)
-
-
-def _list(value: Any, item: Callable[[Any], T], what: str) -> tuple[T, ...]:
-    if not isinstance(value, list | tuple) or len(value) > MAX_LIST:
-        raise TransferFailed(f"{what}: expected a list of bounded length")
-    return tuple(item(x) for x in value)
-
-
-def _ints(value: Any) -> Shape:
-    if not isinstance(value, list | tuple) or len(value) > MAX_DIMS:
-        raise TransferFailed(f"expected at most {MAX_DIMS} integers, got {value!r:.80}")
-    return tuple(_int(n, "coordinate") for n in value)
-
-
-def _row(value: Any, length: int, what: str) -> list[Any]:
-    if not isinstance(value, list | tuple) or len(value) != length:
-        raise TransferFailed(f"{what}: expected {length} fields, got {value!r:.80}")
-    return list(value)

@@ -263,14 +263,13 @@ class EngineCore:
         """Free device memory: 1 keeps the weights in host memory, 2 drops them.
 
         What runs is frozen and computed again after ``wake_up``; new calls get ``EngineClosed``.
+        Asleep already, or woken in part, it gives up what is not given up yet.
         """
         if level not in (1, 2):
             raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r}")
         wait = self._limit(timeout)
 
         def fall_asleep() -> None:
-            if self._asleep:
-                return
             self.loop.gates.freeze("sleep")
             self.scheduler.recompute()
             self.blocks.reset_prefix_cache()

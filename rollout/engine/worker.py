@@ -170,8 +170,8 @@ class Worker:
         """Level 1 frees the KV pages and the shadow, and moves the weights to host memory (on a
         CPU they are there already); level 2 frees the weights too. Steps fail until ``wake_up``.
         """
-        self._asleep, self._before = int(args["level"]), None
-        self.runner.sleep(self._asleep)
+        self._asleep, self._before = max(self._asleep, int(args["level"])), None
+        self.runner.sleep(int(args["level"]))
         return self.info(args)
 
     def wake_up(self, args: Args) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class OwnPart:
         connect: Callable[[], WeightLink],
     ) -> tuple[Outlet | None, RolloutError | None]:
         if agreement.is_sender:
-            return sending, None
+            return sending.shipment, None
         try:
             return RankStream(cast(JoiningLink, connect()), told["lanes"], agreement.rank), None
         except RolloutError as error:

@@ -136,8 +136,9 @@ def _stream(
 ) -> None:
     """Iterate the source in lockstep, sending on the sender, voting once per bucket's worth."""
     sizes = {meta.name: meta.nbytes for meta in info.tensors}
-    if agreement.is_sender and isinstance(source, PlacingSource):
-        source.place_by(sending.room)
+    shipment = sending.shipment
+    if shipment is not None and isinstance(source, PlacingSource):
+        source.place_by(shipment.room)
     items = _items(source)
     since_vote, last = 0, ""
     error: Exception | None = None
@@ -154,17 +155,17 @@ def _stream(
                     error, item = source_failed(failure, last), None
                 finally:
                     watchdog.disarm()
-                sending.gather_seconds += time.perf_counter() - started
+                sending.books.gather_seconds += time.perf_counter() - started
                 if item is None:
                     break
                 last = item[0]
-                if agreement.is_sender:
-                    sending.add(*item)
+                if shipment is not None:
+                    shipment.add(*item)
                 since_vote += sizes.get(last, 0)
                 if since_vote >= options.bucket_bytes or sending.failure is not None:
                     since_vote = _vote(agreement, sending, since_vote, options)
-            if agreement.is_sender and error is None:
-                sending.flush()
+            if shipment is not None and error is None:
+                shipment.flush()
             agreement.vote(error or sending.failure, options.timeout, f"end, after {last!r}")
         finally:
             items.close()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed
-from rollout.kernels import digest
 from rollout.update_wire import rendezvous_from_wire
 from rollout.updates import BucketEntry, BucketHeader
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.digests import combine
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.publication import Publication
+from rollout.weight_sync.shipment import Books, Shipment
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weight_sync.survey import PlanCache, Survey
 from rollout.weight_sync.transports.p2p import P2PMember, outgoing, payload_bytes
@@ -43,7 +43,7 @@ class Rounds:
         self._agreement, self._timeout = agreement, options.timeout
         self._survey, self._sending = survey, sending
         self._bucket_bytes = options.bucket_bytes
-        self._held = HeldBoxes(cast(LocalSource, source), survey, agreement.rank)
+        self._held = HeldBoxes(cast(LocalSource, source), survey, agreement.rank, sending.books)
 
     def run(self, where: Any, plans: PlanCache) -> None:
         """Send everything; returns when it has arrived and all digests are known."""
@@ -51,7 +51,7 @@ class Rounds:
         me, sending = self._agreement.rank, self._sending
         buffers = _buffers(rounds, me)
         with closing(P2PMember(rendezvous_from_wire(where), me, self._agreement.size)) as member:
-            road = sending if self._agreement.is_sender else _Follower(member, self._timeout)
+            road = sending.shipment or _Follower(member, self._timeout)
             self._together("connect", road.connect)
             for header in rounds:
                 self._together(f"round {header.index}", partial(self._send, road, header, buffers))
@@ -60,14 +60,14 @@ class Rounds:
             status = {"digests": self._held.rows(), "sent": road.sent_bytes}
             said = self._agreement.exchange(status, 2 * self._timeout, "digests")
         digests = combine([reply["digests"] for reply in said])
-        sending.end_rounds(self._survey.metadata, digests, [reply["sent"] for reply in said])
+        sending.books.end(self._survey.metadata, digests, [reply["sent"] for reply in said])
 
     def _send(
-        self, road: Publication | _Follower, header: BucketHeader, buffers: tuple[Tensor, Tensor]
+        self, road: Shipment | _Follower, header: BucketHeader, buffers: tuple[Tensor, Tensor]
     ) -> None:
         started = time.perf_counter()
         payload = self._held.pack(header, buffers[header.index % 2])
-        self._sending.gather_seconds += time.perf_counter() - started
+        self._sending.books.gather_seconds += time.perf_counter() - started
         road.send_round(header, payload)
 
     def _together(self, phase: str, act: Callable[[], None]) -> None:
@@ -108,8 +108,8 @@ class _Follower:
 class HeldBoxes:
     """What this rank holds: packs parts of it, and digests each box when it is first read."""
 
-    def __init__(self, source: LocalSource, survey: Survey, rank: int) -> None:
-        self._source, self._rank = source, rank
+    def __init__(self, source: LocalSource, survey: Survey, rank: int, books: Books) -> None:
+        self._source, self._rank, self._books = source, rank, books
         self._boxes = survey.have[rank]
         self._metadata: Mapping[str, TensorMeta] = {m.name: m for m in survey.metadata}
         self._digests: dict[str, list[int]] = {}
@@ -160,7 +160,9 @@ class HeldBoxes:
         ):
             raise SourceFailed(f"{name}: the source no longer holds the boxes it announced")
         if name not in self._digests:
-            self._digests[name] = [digest(v, meta.shape, box) for box, v in found]
+            self._digests[name] = [
+                self._books.digest(name, values, meta.shape, box) for box, values in found
+            ]
         self._last = (name, found)
         return found
 

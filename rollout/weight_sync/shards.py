@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from rollout.errors import RolloutError, SourceFailed
-from rollout.kernels import digest
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import CodedDelta, EncodedDelta, ShardCopies
-from rollout.weight_sync.digests import MASK
 from rollout.weight_sync.lanes import Outlet
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.plan import cut, held
@@ -111,25 +109,26 @@ class ShardUpdate:
         self._shards, self._copies, self._outlet = shards, copies, outlet
         self._agreement, self._sending, self._compress = agreement, sending, compress
         self._aliases, self._options = info.aliases, options
-        self._digests: dict[str, int] = {}
 
     def run(self, metadata: Sequence[TensorMeta]) -> None:
         """Send everything; returns when it has arrived and all digests are known."""
-        timeout = 2 * self._options.timeout
+        timeout, books = 2 * self._options.timeout, self._sending.books
         for turn, names in enumerate(self._shards.batches(self._options.bucket_bytes)):
             phase = f"parts {turn}"
             if self._outlet is None:
                 self._through_first(names, metadata, phase)
             else:
                 self._directly(self._outlet, names, phase)
-        end = self._outlet or (self._sending if self._agreement.is_sender else None)
+        end = self._outlet or self._sending.shipment
         if end is not None:
             end.flush()
         self._agreement.vote(None if end is None else end.failure, timeout, "end of parts")
-        status = {"digests": self._digests, "sent": None if end is None else end.sent()}
+        status = {"digests": books.digests, "sent": None if end is None else end.sent()}
         said = self._agreement.exchange(status, timeout, "digests")
         sent = [reply["sent"] for reply in said if reply["sent"] is not None]
-        self._sending.end_parts(metadata, _summed(reply["digests"] for reply in said), sent)
+        buckets, wire, changed = zip(*sent, strict=True)
+        books.end(metadata, _summed(reply["digests"] for reply in said), wire)
+        books.num_buckets, books.changed = sum(buckets), sum(changed)
 
     def _directly(self, outlet: Outlet, names: Sequence[str], phase: str) -> None:
         """This rank's parts of one run, on its own stream."""
@@ -142,7 +141,7 @@ class ShardUpdate:
                     part = TensorPiece(meta.shape, meta.dtype, box, values)
                 else:
                     part = delta.coded(meta.shape, box, compress=self._compress)
-                self._sending.gather_seconds += time.perf_counter() - started
+                self._sending.books.gather_seconds += time.perf_counter() - started
                 outlet.add_part(meta.name, part)
                 started = time.perf_counter()
         except RolloutError as failure:
@@ -168,7 +167,7 @@ class ShardUpdate:
             error = source_failed(failure, "")
         self._agreement.vote(error or self._sending.failure, timeout, phase)
         frames = self._agreement.collect(*coded, timeout, phase)
-        self._sending.gather_seconds += time.perf_counter() - started
+        self._sending.books.gather_seconds += time.perf_counter() - started
         for rows, data in frames:
             self._send(rows, data, metadata)
 
@@ -177,8 +176,7 @@ class ShardUpdate:
     ) -> Iterator[tuple[TensorMeta, Box, Tensor, EncodedDelta | None]]:
         """This rank's parts of some tensors, digested; and what changed, or None: all of it."""
         for meta, box, values in self._shards.read(names):
-            found = digest(values, meta.shape, box)
-            self._digests[meta.name] = (self._digests.get(meta.name, 0) + found) & MASK
+            self._sending.books.digest(meta.name, values, meta.shape, box)
             # An alias is compared with its owner by the engine: it goes whole, and is not kept.
             if self._copies is None or meta.name in self._aliases:
                 yield meta, box, values, None
@@ -205,16 +203,17 @@ class ShardUpdate:
 
     def _send(self, rows: Sequence[Any], data: Tensor, metadata: Sequence[TensorMeta]) -> None:
         """On the sender: what one rank said, into buckets as it is."""
-        at = 0
+        shipment, at = self._sending.shipment, 0
+        assert shipment is not None
         for number, starts, stops, count, width, nbytes, inflated in rows:
             meta, box = metadata[number], Box(tuple(starts), tuple(stops))
             blob = data[at : at + nbytes]
             at += -(-nbytes // 8) * 8
             if count == _WHOLE:
                 values = blob.view(meta.dtype).view(box.shape)
-                self._sending.add_part(meta.name, TensorPiece(meta.shape, meta.dtype, box, values))
+                shipment.add_part(meta.name, TensorPiece(meta.shape, meta.dtype, box, values))
             else:
-                self._sending.add_part(
+                shipment.add_part(
                     meta.name,
                     CodedDelta(meta.dtype, meta.shape, box, count, width, blob, inflated),
                 )
@@ -240,5 +239,5 @@ def _summed(digests: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
     for one in digests:
         for name, value in one.items():
-            total[name] = (total.get(name, 0) + value) & MASK
+            total[name] = (total.get(name, 0) + value) % 2**64
     return total

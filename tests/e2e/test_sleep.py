@@ -84,7 +84,6 @@ class Sleeping(RuleBasedStateMachine):
 
     # ---- sleep ----
 
-    @precondition(lambda self: not self.asleep)
     @rule(level=st.sampled_from([1, 1, 2]))
     def sleep(self, level: int) -> None:
         self.rollout.sleep(level)

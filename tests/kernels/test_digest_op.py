@@ -37,19 +37,45 @@ def test_the_wire_format_is_the_documented_one(run: Callable[..., int]) -> None:
     values = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, -0.0]])
     mask = 2**64 - 1
 
+    def fold(x: int) -> int:
+        return ((x & 0xFFFFFFFF) * (x >> 32) + x) & mask
+
     def mix(position: int, bits: int) -> int:
-        z = ((position + 1) * 0x9E3779B97F4A7C15 + bits) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
+        return fold(fold(((position + 1) * 0x9E3779B97F4A7C15 + bits) & mask))
 
     bits = values.view(torch.int32).flatten().tolist()
     wanted = sum(mix(p, b & 0xFFFFFFFF) for p, b in enumerate(bits)) & mask
     assert run(values, (2, 3), Box.full((2, 3))) == wanted == GOLDEN_FLOAT32
-    assert run(torch.tensor([0], dtype=torch.uint8), (1,), Box.full((1,))) == 0xE220A8397B1DCDAF
+    assert run(torch.tensor([0], dtype=torch.uint8), (1,), Box.full((1,))) == 0x363EDCF6057EBD2C
 
 
-GOLDEN_FLOAT32 = 0x325C08573543B238
+GOLDEN_FLOAT32 = 0x7796F650E65A14B6
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, -0.0), (1.0, -1.0), (1.0, 1.0078125)])
+@pytest.mark.parametrize("stride", [0, 1, 896])
+def test_no_two_equal_and_opposite_changes_cancel(before: float, after: float, stride: int) -> None:
+    """One element changes at p (and back at p + stride): of a million positions, no two changes of
+    the digest are equal, so none would hide another that is opposite."""
+    positions = torch.arange(1 << 20)
+
+    def bits(value: float) -> Tensor:
+        values = torch.full((positions.numel(),), value, dtype=torch.bfloat16)
+        return values.view(torch.int16).long() & 0xFFFF
+
+    def fold(x: Tensor) -> Tensor:
+        return (x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + x
+
+    def mix(value: float) -> Tensor:
+        return fold(fold((positions + 1) * (0x9E3779B97F4A7C15 - 2**64) + bits(value)))
+
+    many = torch.full(positions.shape, after, dtype=torch.bfloat16)
+    whole = digest(many, tuple(many.shape), Box.full(tuple(many.shape)))
+    assert int(mix(after).sum()) % 2**64 == whole
+    change = mix(after) - mix(before)
+    if stride:
+        change = change[stride:] - change[:-stride]
+    assert change.unique().numel() == change.numel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,7 +86,8 @@ def test_sums_over_random_partitions_equal_the_whole(
     values = _values(shape, dtype)
     whole = digest.reference(values, shape, Box.full(shape))
     assert run(values, shape, Box.full(shape)) == whole
-    for seed in range(3):
+    slow = run is IMPLEMENTATIONS.get("triton")  # in the interpreter
+    for seed in range(1 if slow else 3):
         boxes = list(_partition(Box.full(shape), random.Random(seed)))
         parts = [run(values[box.slices], shape, box) for box in boxes]
         assert sum(parts) % 2**64 == whole
@@ -84,14 +111,15 @@ def test_every_stride_is_read_in_place(run: Callable[..., int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_faults_change_the_digest(run: Callable[..., int], dtype: torch.dtype) -> None:
+def test_faults_change_the_digest(dtype: torch.dtype) -> None:
+    """Of one implementation: the others give the same."""
     shape = (37, 64)
     values = _values(shape, dtype)
-    seen = {run(values, shape, Box.full(shape))}
+    seen = {digest(values, shape, Box.full(shape))}
     count = 1
     for faulty in _faults(values):
         assert not torch.equal(faulty.view(torch.uint8), values.view(torch.uint8))
-        seen.add(run(faulty, shape, Box.full(shape)))
+        seen.add(digest(faulty, shape, Box.full(shape)))
         count += 1
     assert len(seen) == count
     assert count > 300
@@ -184,18 +212,18 @@ def _edited(values: Tensor, edit: Callable[[Tensor], Tensor], at: list[int]) -> 
 @pytest.mark.parametrize(
     ("box", "take"),
     [
-        (Box((0, 0), (64, 48)), Box((16, 6), (80, 54))),  # all tiles, inside a larger source
-        (Box((16, 0), (48, 48)), Box((32, 0), (64, 48))),
-        (Box((16, 0), (32, 48)), Box((0, 8), (16, 56))),  # one tile
-        (Box((0, 4), (32, 20)), Box((0, 8), (32, 24))),  # some of each row
-        (Box((3, 0), (30, 48)), Box((5, 2), (32, 50))),  # cut tiles: through a copy
+        (Box((0, 0), (48, 12)), Box((16, 6), (64, 18))),  # all tiles, inside a larger source
+        (Box((16, 0), (48, 12)), Box((32, 0), (64, 12))),
+        (Box((16, 0), (32, 12)), Box((0, 8), (16, 20))),  # one tile
+        (Box((0, 4), (32, 10)), Box((0, 8), (32, 14))),  # some of each row
+        (Box((3, 0), (30, 12)), Box((5, 2), (32, 14))),  # cut tiles: through a copy
     ],
     ids=str,
 )
 def test_tiles_have_the_digest_of_their_logical_values(
     run: Callable[..., int], dtype: torch.dtype, box: Box, take: Box
 ) -> None:
-    shape, whole, layout = (64, 48), (96, 60), TileLayout(16)
+    shape, whole, layout = (48, 12), (80, 24), TileLayout(16)
     logical = torch.randn(shape).to(dtype)
     storage = torch.zeros(layout.storage_shape(shape), dtype=dtype)
     layout.write(storage, shape, Box.full(shape), logical)

@@ -65,23 +65,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert "built without a cache" in how
 
 
-@pytest.mark.skipif(library() is None, reason="no C compiler here")
-@pytest.mark.parametrize(
-    "target", ["", "-mavx2 -mfma -mf16c", "-march=skylake-avx512", "-march=sapphirerapids"]
-)
-def test_sources_compile_for_lesser_cpus(target: str, tmp_path: Path) -> None:
-    """Same sources under other instruction sets, with every warning an error."""
-    import rollout.kernels.native.build as build
-
-    if os.uname().machine != "x86_64":
-        pytest.skip("the targets are x86-64's")
-    sources = sorted(str(p) for p in Path(build.__file__).parent.glob("*.c"))
-    flags = ["-std=gnu11", "-O0", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-    command = [os.environ.get("CC", "gcc"), "-c", *flags, *target.split(), *sources]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_status_is_one_line() -> None:
     assert "\n" not in native_status()
     assert native_status().split(":")[0] in ("native", "plain torch")

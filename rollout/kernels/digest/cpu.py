@@ -1,17 +1,13 @@
 """Native ``digest``: strided boxes, tiles among them, are read where they lie."""
 
-import itertools
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from rollout.kernels.digest.strides import Dim, collapse, offsets, row_major
 from rollout.kernels.native import entry, library
 from rollout.weights import Box, Shape
 
 TILE_ROWS = 16
-
-Dim = tuple[int, int, int]  # size, stride in memory, stride in positions
 
 
 def available() -> bool:
@@ -25,15 +21,15 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
     assert size in (1, 2, 4, 8), f"no digest of {values.dtype}"
     if not values.numel():
         return 0
-    strides = _row_major(shape)
+    strides = row_major(shape)
     position = sum(a * s for a, s in zip(box.starts, strides, strict=True))
-    dims = _collapse(list(zip(values.shape, values.stride(), strides, strict=True)))
+    dims = collapse(list(zip(values.shape, values.stride(), strides, strict=True)))
     if _are_tiles(dims) and size in (2, 4):
         return _digest_tiles(values, dims, position)
     *outer, rows, columns = dims
     run = entry("digest", "pillllu" + "ui", "u")
     threads, total = torch.get_num_threads(), 0
-    for memory, ahead in _offsets(outer):
+    for memory, ahead in offsets(outer):
         total += run(
             values.data_ptr() + memory * size,
             size,
@@ -73,37 +69,3 @@ def _digest_tiles(values: Tensor, dims: list[Dim], position: int) -> int:
             torch.get_num_threads(),
         )
     )
-
-
-def _row_major(shape: Shape) -> list[int]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return strides[::-1][: len(shape)]
-
-
-def _collapse(dims: list[Dim]) -> list[Dim]:
-    """The same elements in as few dimensions as possible: rows and columns come last.
-
-    The columns' positions are consecutive; a dimension of one element is added where none is so.
-    """
-    merged: list[Dim] = []
-    for size, memory, position in dims:
-        if size == 1:
-            continue
-        if merged and merged[-1][1:] == (size * memory, size * position):
-            merged[-1] = (merged[-1][0] * size, memory, position)
-        else:
-            merged.append((size, memory, position))
-    if not merged or merged[-1][2] != 1:
-        merged.append((1, 1, 1))
-    return [(1, 0, 0)] * (2 - len(merged)) + merged
-
-
-def _offsets(outer: list[Dim]) -> Iterator[tuple[int, int]]:
-    """(memory, position) offset of every index of the outer dimensions, in elements."""
-    for index in itertools.product(*(range(size) for size, _, _ in outer)):
-        yield (
-            sum(i * memory for i, (_, memory, _) in zip(index, outer, strict=True)),
-            sum(i * position for i, (_, _, position) in zip(index, outer, strict=True)),
-        )

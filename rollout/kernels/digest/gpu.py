@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.digest.cpu import _collapse, _offsets, _row_major
+from rollout.kernels.digest.strides import collapse, offsets, row_major
 from rollout.kernels.gpu_launch import launch
 from rollout.weights import Box, Shape
 
@@ -23,15 +23,13 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
     if not values.numel():
         return 0
     bits = values.detach().view(_BITS[values.element_size()])
-    strides = _row_major(shape)
+    strides = row_major(shape)
     position = sum(a * s for a, s in zip(box.starts, strides, strict=True))
-    *outer, rows, columns = _collapse(
-        list(zip(values.shape, values.stride(), strides, strict=True))
-    )
+    *outer, rows, columns = collapse(list(zip(values.shape, values.stride(), strides, strict=True)))
     rounds = 1 if columns[0] <= _BLOCK else _ROUNDS
     chunks = triton.cdiv(columns[0], _BLOCK * rounds)
     total = 0
-    for memory, ahead in _offsets(outer):
+    for memory, ahead in offsets(outer):
         sums = torch.empty(rows[0] * chunks, dtype=torch.int64, device=values.device)
         launch(
             _digest,
@@ -68,8 +66,8 @@ def _digest(
     for step in range(ROUNDS):
         column = first + step * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         value = tl.load(bits + column * column_stride, mask=column < columns, other=0)
-        z = (position + column).to(tl.uint64) * 0x9E3779B97F4A7C15 + value.to(tl.uint64)
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-        total += tl.where(column < columns, z ^ (z >> 31), 0)
+        x = (position + column).to(tl.uint64) * 0x9E3779B97F4A7C15 + value.to(tl.uint64)
+        x = (x & 0xFFFFFFFF) * (x >> 32) + x
+        x = (x & 0xFFFFFFFF) * (x >> 32) + x
+        total += tl.where(column < columns, x, 0)
     tl.store(sums + program, tl.sum(total, 0).to(tl.int64, bitcast=True))

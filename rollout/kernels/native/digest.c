@@ -1,4 +1,4 @@
-/* The digest of rollout/kernels/digest: sum of splitmix64 steps over (position, bits). */
+/* The digest of rollout/kernels/digest: sum of mixed (position, bits). */
 #include <stdint.h>
 #include <string.h>
 
@@ -9,8 +9,14 @@
 #include <immintrin.h>
 #elif defined(__AVX2__)
 #define LANES 4
+#include <immintrin.h>
 #else
 #define LANES 2
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #endif
 #define CHUNK (1 << 15)
 #define STEP 0x9E3779B97F4A7C15ull
@@ -20,16 +26,23 @@ typedef uint8_t v8x8 __attribute__((vector_size(LANES)));
 typedef uint16_t v8x16 __attribute__((vector_size(2 * LANES)));
 typedef uint32_t v8x32 __attribute__((vector_size(4 * LANES)));
 
-INLINE uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
+INLINE uint64_t fold(uint64_t x) { return (x & 0xFFFFFFFFu) * (x >> 32) + x; }
+INLINE uint64_t mix(uint64_t x) { return fold(fold(x)); }
+#if defined(__AVX512F__)
+INLINE v64 low_by_high(v64 x) { return (v64)_mm512_mul_epu32((__m512i)x, (__m512i)(x >> 32)); }
+#elif defined(__AVX2__)
+INLINE v64 low_by_high(v64 x) { return (v64)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32)); }
+#elif defined(__SSE2__)
+INLINE v64 low_by_high(v64 x) { return (v64)_mm_mul_epu32((__m128i)x, (__m128i)(x >> 32)); }
+#elif defined(__aarch64__)
+INLINE v64 low_by_high(v64 x) {
+    return (v64)vmull_u32(vmovn_u64((uint64x2_t)x), vshrn_n_u64((uint64x2_t)x, 32));
 }
-INLINE v64 mix_lanes(v64 z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
+#else
+INLINE v64 low_by_high(v64 x) { return (x & 0xFFFFFFFFu) * (x >> 32); }
+#endif
+INLINE v64 fold_lanes(v64 x) { return low_by_high(x) + x; }
+INLINE v64 mix_lanes(v64 x) { return fold_lanes(fold_lanes(x)); }
 
 INLINE uint64_t bits_at(const uint8_t *p, int size) {
     uint8_t a;

@@ -29,6 +29,7 @@ from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, TransferFailed
 from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
 from rollout.weight_sync.host import host_id
+from rollout.weight_sync.transports.ipc import half_of
 
 MAX_HALF = 256 << 20
 FLAGS = 4096  # bytes before the halves; one for each rank
@@ -246,16 +247,7 @@ class CudaIpcReceiver:
             self._memory = torch.as_tensor(_Mapped(handle, size, owner, self._rank), device=owner)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
-        memory, half = self._memory, self._shared.half
-        if memory is None:
-            raise TransferFailed(f"rank {self._rank}: aborted before bucket {header.index}")
-        if header.nbytes > half:
-            raise TransferFailed(
-                f"rank {self._rank}: bucket {header.index} of {header.nbytes} bytes does not fit "
-                f"the shared {half}"
-            )
-        start = FLAGS + header.index % 2 * half
-        return memory[start : start + header.nbytes]
+        return half_of(self._memory, FLAGS, self._shared.half, header, self._rank)
 
     def close(self) -> None:
         self._memory = None  # unmapped when the last view of it is gone

@@ -43,7 +43,7 @@ from rollout.weights import Box, SparsePatch, TensorMeta, TensorPiece
 MANIFEST = "manifest.json"
 MAX_CHAIN = 256  # versions that one reading may patch together
 
-FORMAT = "rollout-version-1"
+FORMAT = "rollout-version-2"
 LENGTH = struct.Struct("<Q")
 
 

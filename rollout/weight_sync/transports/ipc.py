@@ -151,16 +151,7 @@ class IpcReceiver:
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
-        memory, half = self._memory, self._shared.half
-        if memory is None:
-            raise TransferFailed(f"rank {self._rank}: aborted before bucket {header.index}")
-        if header.nbytes > half:
-            raise TransferFailed(
-                f"rank {self._rank}: bucket {header.index} of {header.nbytes} bytes does not fit "
-                f"the shared {half}"
-            )
-        start = _PAGE + header.index % 2 * half
-        return memory[start : start + header.nbytes]
+        return half_of(self._memory, _PAGE, self._shared.half, header, self._rank)
 
     def close(self) -> None:
         self._memory = None  # unmapped when the last view of it is gone
@@ -220,3 +211,21 @@ def _alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+def half_of(
+    memory: Tensor | None, first: int, half: int, header: BucketHeader, rank: int
+) -> Tensor:
+    """The bytes of a bucket in mapped ``memory`` of two halves from byte ``first`` on.
+
+    uint8, [header.nbytes], a view. ``TransferFailed`` when the memory is gone or too small.
+    """
+    if memory is None:
+        raise TransferFailed(f"rank {rank}: aborted before bucket {header.index}")
+    if header.nbytes > half:
+        raise TransferFailed(
+            f"rank {rank}: bucket {header.index} of {header.nbytes} bytes does not fit "
+            f"the shared {half}"
+        )
+    start = first + header.index % 2 * half
+    return memory[start : start + header.nbytes]
