@@ -110,14 +110,13 @@ def grpc_stream(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: 
     choice.rootRank, choice.rootTensor = 1, 0
     server = None
     if rank == 1:
-        buffer = torch.zeros(size, dtype=torch.uint8)
+        buffer = memoryview(bytearray(size))
 
         def take(messages: Any, context: Any) -> bytes:
             count = 0
             for message in messages:
-                part = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-                buffer[: part.numel()].copy_(part)
-                count += part.numel()
+                buffer[: len(message)] = message
+                count += len(message)
             return struct.pack("<q", count)
 
         handler = grpc.method_handlers_generic_handler(
@@ -132,7 +131,7 @@ def grpc_stream(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: 
         source = memoryview(bytearray(size))
         with grpc.insecure_channel(f"127.0.0.1:{int(port)}", options=options) as channel:
             call = channel.stream_unary("/Bare/Take")
-            call(iter([b""]), timeout=WAIT)  # connects
+            call(iter([b"0"]), timeout=WAIT)  # connects
             started = time.perf_counter()
             parts = (bytes(source[: min(size, nbytes - at)]) for at in range(0, nbytes, size))
             assert struct.unpack("<q", call(parts, timeout=WAIT))[0] == nbytes

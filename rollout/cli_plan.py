@@ -166,7 +166,7 @@ def _wants(
     from rollout.distributed import TensorParallel
     from rollout.models.causal_lm import build_model
     from rollout.models.config import ModelConfig
-    from rollout.weight_sync.plan import disjoint
+    from rollout.weight_sync.boxes import disjoint
 
     config = _config(model, ModelConfig)
     kinds = [config.moe is not None and config.moe.is_sparse(i) for i in range(config.num_layers)]
@@ -268,7 +268,8 @@ def _links(
     bucket_bytes: int,
 ) -> Counter[tuple[int, int]]:
     """Bytes from each trainer rank to each rank of one engine."""
-    from rollout.weight_sync.plan import Planner, cut
+    from rollout.weight_sync.boxes import cut
+    from rollout.weight_sync.plan import Planner
 
     planner, links = Planner(), Counter[tuple[int, int]]()
     if sizes[0] > 1:  # replicas share the sending: box by box, to whoever has sent least

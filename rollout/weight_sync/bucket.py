@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.updates import BucketEntry, BucketHeader
+from rollout.weight_sync.boxes import cut
 from rollout.weight_sync.delta import CodedDelta, decode, problem
 from rollout.weights import Box, Shape, SparsePatch, TensorPiece
 from rollout.wire import DTYPES
@@ -120,6 +121,24 @@ class BucketPacker:
                 assert row is not None
                 rest = _without(box, row)
                 pending += [rest, row] if rest.numel else [row]
+
+    def lend(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketHeader, Tensor]]:
+        """Buckets of this tensor alone, whose payloads are its own memory: nothing is copied.
+
+        ``tensor``: contiguous, on ``device``, and not to be overwritten before the last of these
+        buckets has been taken. What was begun before it is yielded first.
+        """
+        yield from self.flush()
+        data = tensor.detach().view(-1).view(torch.uint8)
+        at, shape = 0, tuple(tensor.shape)
+        for box in cut(Box.full(shape), self.bucket_bytes // tensor.dtype.itemsize):
+            nbytes = box.numel * tensor.dtype.itemsize
+            entry = BucketEntry(name, tensor.dtype, shape, box, 0, nbytes)
+            yield BucketHeader(self.num_buckets, (entry,), nbytes), data[at : at + nbytes]
+            self.num_buckets += 1
+            at += nbytes
+        self.num_tensors += 1
+        self.num_bytes += at
 
     def add_part(
         self, name: str, part: CodedDelta | TensorPiece

@@ -17,9 +17,9 @@ from torch import Tensor
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
 from rollout.update_wire import boxes_to_wire, header_from_wire, request_from_wire
 from rollout.updates import UpdateRequest
+from rollout.weight_sync.boxes import disjoint
 from rollout.weight_sync.bucket import unpack
 from rollout.weight_sync.digests import slot_rows
-from rollout.weight_sync.plan import disjoint
 from rollout.weight_sync.transports import Receiver, make_receiver
 from rollout.weight_sync.transports.foreign import NAME as FOREIGN
 from rollout.weight_sync.transports.foreign import ForeignReceiver, Member, make_member

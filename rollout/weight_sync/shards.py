@@ -19,10 +19,11 @@ from torch import Tensor
 from rollout.errors import RolloutError, SourceFailed
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.boxes import cut
 from rollout.weight_sync.delta import CodedDelta, EncodedDelta, ShardCopies
 from rollout.weight_sync.lanes import Outlet
 from rollout.weight_sync.options import UpdateOptions
-from rollout.weight_sync.plan import cut, held
+from rollout.weight_sync.plan import held
 from rollout.weight_sync.publication import Publication, source_failed
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weight_sync.survey import MAX_PART, Survey, shard_layout

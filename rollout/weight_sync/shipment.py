@@ -21,8 +21,11 @@ from rollout.weight_sync.bucket import BucketPacker
 from rollout.weight_sync.delta import CodedDelta
 from rollout.weight_sync.digests import total
 from rollout.weight_sync.encodings import Encoder
+from rollout.weight_sync.lease import Lease
 from rollout.weight_sync.transports import Sender, SpreadSender
 from rollout.weights import Box, Shape, TensorMeta, TensorPiece
+
+MIN_LENT = 4 << 20  # bytes; shorter tensors are copied together into one bucket
 
 Packed = Iterator[tuple[BucketHeader, Tensor]]
 
@@ -197,7 +200,19 @@ class Shipment:
             self._books.digest(name, tensor, shape, Box.full(shape))
         self._books.num_bytes += tensor.nbytes
         delta = self._encoder.delta(name, tensor, packer.bucket_bytes)
-        return packer.add(name, tensor) if delta is None else packer.add_delta(name, delta)
+        if delta is not None:
+            return packer.add_delta(name, delta)
+        return self._lent(packer, name, tensor) if self._lends(tensor) else packer.add(name, tensor)
+
+    def _lends(self, tensor: Tensor) -> bool:
+        """Whether the engine, in this process, is to read the tensor where it lies."""
+        here = self._sender.name == "inline" and isinstance(self._channel, Lease)
+        dense = tensor.device.type == "cpu" and tensor.is_contiguous()
+        return here and dense and self._by_bucket and tensor.nbytes >= MIN_LENT
+
+    def _lent(self, packer: BucketPacker, name: str, tensor: Tensor) -> Packed:
+        yield from packer.lend(name, tensor)
+        self._wait_free(packer.num_buckets - 1)  # whoever yielded the tensor may write to it then
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run ``task`` beside this thread, on the device's stream that this thread packs on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.weight_sync.plan import interval_boxes
+from rollout.weight_sync.boxes import interval_boxes
 from rollout.weights import Box, Shape
 
 

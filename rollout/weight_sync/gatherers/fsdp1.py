@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.boxes import interval_boxes
 from rollout.weight_sync.gatherers.flat import interval_values
 from rollout.weight_sync.names import NameOf, bind, file_form, wire_dtype
-from rollout.weight_sync.plan import interval_boxes
 from rollout.weights import Box, TensorMeta
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.boxes import interval_boxes
 from rollout.weight_sync.gatherers.flat import interval_values
 from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
-from rollout.weight_sync.plan import interval_boxes
 from rollout.weights import Box, Shape, TensorMeta
 
 GATHER_BYTES = 32 << 20  # small parameters are gathered together up to this much
