@@ -8,8 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "rollout"
 NOUNS = {
     "generation", "weights", "updates", "update_wire", "errors", "config", "distributed", "wire",
-    "wire_fields", "metrics", "observability", "server_info", "spellings", "rollout_pb2",
-    "rollout_pb2_grpc",
+    "wire_fields", "positions", "metrics", "observability", "server_info", "spellings",
+    "rollout_pb2", "rollout_pb2_grpc",
 }  # fmt: skip
 CLIENT = {"grpc_client", "grpc_channel", "grpc_outbox", "grpc_status", "proto_convert", "tls"}
 EVERYTHING = NOUNS | CLIENT | {"kernels", "models", "loader", "weight_sync", "engine", "api"}

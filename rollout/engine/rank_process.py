@@ -23,6 +23,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.engine.shared_payloads import PayloadViews
 from rollout.engine.staging_thread import StagingThread
 from rollout.engine.worker import Worker
 from rollout.errors import RolloutError, TransferFailed, to_wire
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rollout.engine.worker")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--shared-fd", type=int, help="memory of the ranks' collectives")
+    parser.add_argument("--payload-fd", type=int, help="memory of large tensors of calls")
     options = parser.parse_args(argv)
     sock = socket.socket(fileno=options.fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its ranks end
@@ -55,14 +57,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     staging = StagingThread("rollout-staging", num_threads=1)
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
-    RankLoop(sock, Worker(config, TensorParallel(rank, size), options.shared_fd), staging).run()
+    worker = Worker(config, TensorParallel(rank, size), options.shared_fd)
+    RankLoop(sock, worker, staging, PayloadViews(options.payload_fd)).run()
 
 
 class RankLoop:
     """Moves calls from the socket to the thread they belong to, and their replies back."""
 
-    def __init__(self, sock: socket.socket, worker: Worker, staging: StagingThread) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        worker: Worker,
+        staging: StagingThread,
+        payloads: PayloadViews,
+    ) -> None:
         self._sock, self._worker, self._staging = sock, worker, staging
+        self._payloads = payloads
         self._calls: SimpleQueue[Frame] = SimpleQueue()
         self._send_lock = threading.Lock()
 
@@ -88,7 +98,14 @@ class RankLoop:
     def _next(self) -> Frame | tuple[()] | None:
         """The next call; None at the end, () where its tensors found no memory: it has failed."""
         try:
-            return recv_frame(self._sock)
+            frame = recv_frame(self._sock)
+            if frame is not None and (rows := frame[0].get("shared")):
+                try:
+                    frame[1].update(self._payloads.views(rows))
+                except (OSError, ValueError):  # no room for the mapping
+                    nbytes = sum(nbytes for _, _, _, nbytes in rows.values())
+                    raise LostPayloadError(frame[0], nbytes) from None
+            return frame
         except LostPayloadError as error:
             log.error("%s: %s", error.header["method"], error)
             told = to_wire(TransferFailed(f"rank {self._worker.tp.rank}: {error}"))

@@ -26,14 +26,12 @@ class AliasCheck:
     def __init__(self, table: WeightTable, io: SlotIO) -> None:
         self._table, self._io = table, io
         self._checks: dict[str, list[Callable[[], bool]]] = defaultdict(list)
-        self._patched: dict[str, Tensor] = {}
+        self._patched: dict[str, list[Tensor]] = defaultdict(list)  # by owner: positions
 
     def note_patch(self, owner: str, patch: SparsePatch) -> None:
         """Remember which elements of an owner changed: its alias must change the same ones."""
         if owner in self._table.aliases.values():
-            known = self._patched.get(owner)
-            parts = [patch.positions] if known is None else [known, patch.positions]
-            self._patched[owner] = torch.cat(parts).sort().values
+            self._patched[owner].append(patch.positions)
 
     def add(self, alias: str, value: WeightValue) -> None:
         """Remember what ``alias`` was sent; the value's own shape and dtype were checked."""
@@ -79,8 +77,8 @@ class AliasCheck:
         positions, values = patch.positions.clone(), patch.values.clone()
 
         def same_positions() -> bool:
-            changed = self._patched.get(owner)
-            return changed is None or torch.equal(changed, positions)
+            parts = self._patched.get(owner)
+            return parts is None or torch.equal(torch.cat(parts).sort().values, positions)
 
         def same_values() -> bool:
             for slot in self._table.slots[owner]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 import torch
 from torch import Tensor
@@ -11,10 +10,10 @@ from torch import Tensor
 from rollout.errors import WeightMismatch
 from rollout.kernels import digest
 from rollout.models.weight_table import WeightTable
+from rollout.positions import Kept, positions_in_whole, positions_inside
 from rollout.weights import (
     Box,
     LazyTensor,
-    Shape,
     SparsePatch,
     TensorPiece,
     WeightSlot,
@@ -36,6 +35,8 @@ class SlotIO:
         if not slot.take.numel:
             return 0
         if isinstance(value, SparsePatch):
+            if value.box is not None and slot.take.intersect(value.box) is None:
+                return 0
             return self._patch(slot, value.positions, value.values)
         if isinstance(value, TensorPiece):
             common = slot.take.intersect(value.box)
@@ -65,11 +66,10 @@ class SlotIO:
         values, shape, box = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
         return digest(values, shape, box)
 
-    def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the source's flat ``positions`` lie in the slot (indices), and their values."""
+    def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Kept, Tensor]:
+        """Which of the source's ascending flat ``positions`` lie in the slot, and their values."""
         storage = self._storages[slot.param]
-        kept = positions_inside(slot.take, slot.shape, positions.to(storage.device))
-        relative = relative_positions(slot.take, slot.shape, positions.to(storage.device)[kept])
+        kept, relative = positions_inside(slot.take, slot.shape, positions.to(storage.device))
         return kept, self.read_box(slot, slot.take).reshape(-1)[relative]
 
     def _write_box(self, slot: WeightSlot, box: Box, value: Tensor) -> int:
@@ -87,21 +87,20 @@ class SlotIO:
             spec.layout.write(storage, spec.shape, put, value)
         else:
             # A slot that reshapes: part of its box is no box of the parameter.
-            self._patch(slot, box_positions(box, slot.shape, value.device), value.reshape(-1))
+            everything = torch.arange(box.numel, device=value.device)
+            everything = positions_in_whole(everything, box, slot.shape)
+            self._patch(slot, everything, value.reshape(-1))
         return box.numel
 
     def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
-        positions = positions.to(storage.device)
-        kept = positions_inside(slot.take, slot.shape, positions)
-        relative = relative_positions(slot.take, slot.shape, positions[kept])
-        coordinates = _unravel(relative, slot.put.shape)
-        target = _ravel(
-            [c + start for c, start in zip(coordinates, slot.put.starts, strict=True)], spec.shape
-        )
+        kept, relative = positions_inside(slot.take, slot.shape, positions.to(storage.device))
+        if not len(relative):
+            return 0
         chosen = values.to(storage.device)[kept].to(storage.dtype)
+        target = positions_in_whole(relative, slot.put, spec.shape)
         spec.layout.patch(storage, spec.shape, target, chosen)
-        return len(kept)
+        return len(relative)
 
 
 def read_box(name: str, value: Tensor | LazyTensor, box: Box) -> Tensor:
@@ -114,43 +113,3 @@ def read_box(name: str, value: Tensor | LazyTensor, box: Box) -> Tensor:
             f"{name}: its reader returned shape {tuple(part.shape)} for box {box.shape}"
         )
     return part
-
-
-def positions_inside(box: Box, shape: Shape, positions: Tensor) -> Tensor:
-    """Indices of those flat row-major ``positions`` of ``shape`` that lie in ``box``."""
-    if box == Box.full(shape):
-        return torch.arange(len(positions), device=positions.device)
-    inside = torch.ones_like(positions, dtype=torch.bool)
-    for c, start, stop in zip(_unravel(positions, shape), box.starts, box.stops, strict=True):
-        inside &= (c >= start) & (c < stop)
-    return inside.nonzero().flatten()
-
-
-def relative_positions(box: Box, shape: Shape, positions: Tensor) -> Tensor:
-    """Flat positions of ``shape``, all in ``box``, as flat positions of the box."""
-    pairs = zip(_unravel(positions, shape), box.starts, strict=True)
-    return _ravel([c - start for c, start in pairs], box.shape)
-
-
-def box_positions(box: Box, shape: Shape, device: torch.device) -> Tensor:
-    """Flat positions in ``shape`` of all elements of ``box``, in its row-major order."""
-    everything = torch.arange(box.numel, device=device)
-    pairs = zip(_unravel(everything, box.shape), box.starts, strict=True)
-    return _ravel([c + start for c, start in pairs], shape)
-
-
-def _unravel(flat: Tensor, shape: Shape) -> list[Tensor]:
-    coordinates = []
-    for axis, size in enumerate(shape):
-        inner = prod(shape[axis + 1 :])
-        # The outermost coordinate needs no modulus; 1-D and 2-D sources are the common case.
-        c = flat if inner == 1 else flat // inner
-        coordinates.append(c if axis == 0 else c % size)
-    return coordinates
-
-
-def _ravel(coordinates: list[Tensor], shape: Shape) -> Tensor:
-    flat = coordinates[0]
-    for c, size in zip(coordinates[1:], shape[1:], strict=True):
-        flat = flat * size + c
-    return flat

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from rollout.errors import TransferFailed
 from rollout.kernels import changed
+from rollout.positions import positions_in_whole
 from rollout.updates import BucketEntry
 from rollout.weight_sync import zstd
 from rollout.weights import Box, Shape, SparsePatch
@@ -143,22 +143,6 @@ def problem(entry: BucketEntry) -> str | None:
     if length % entry.sparse or not 0 <= escapes <= numel // _escape(entry.sparse):
         return f"{nbytes} bytes cannot hold {entry.count} changes of {size} bytes"
     return None
-
-
-def positions_in_whole(positions: Tensor, box: Box, shape: Shape) -> Tensor:
-    """Flat row-major positions of ``box`` as those of a tensor of ``shape``; order is kept."""
-    if box.shape[1:] == shape[1:]:  # whole rows: one run
-        return positions + box.starts[0] * prod(shape[1:]) if shape else positions
-    found = torch.zeros_like(positions)
-    rest = positions
-    for axis in reversed(range(len(shape))):
-        size, stride = box.shape[axis], prod(shape[axis + 1 :])
-        if box.shape[:axis] == (1,) * axis:  # the coordinates before it are constants
-            start = sum(box.starts[a] * prod(shape[a + 1 :]) for a in range(axis))
-            return found + (rest + box.starts[axis]) * stride + start
-        found += (rest % size + box.starts[axis]) * stride
-        rest = rest // size
-    return found
 
 
 def _squeezed(raw: Tensor, dtype: torch.dtype, codes: Tensor) -> Tensor | None:

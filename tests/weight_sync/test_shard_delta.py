@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import fresh, nudged
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
+from rollout.positions import positions_in_whole
 from rollout.weight_sync.boxes import interval_boxes
-from rollout.weight_sync.delta import DeltaBase, encode, positions_in_whole
+from rollout.weight_sync.delta import DeltaBase, encode
 from rollout.weight_sync.faults import Fault, Faulty
 from rollout.weights import Box, SparsePatch
 

@@ -16,6 +16,7 @@ from rollout.distributed import RendezvousServer, choose_device
 from rollout.engine.executors import Reply
 from rollout.engine.executors.rank_link import RankLink, encode_call, fail
 from rollout.engine.shared_memory_group import create_shared
+from rollout.engine.shared_payloads import PayloadMemory
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.update_wire import rendezvous_to_wire
 from rollout.wire import encode
@@ -38,6 +39,7 @@ class MultiprocessExecutor:
         self._config = config
         self._shared_memory = shared_memory
         self._links: list[RankLink] = []
+        self._payloads = PayloadMemory()
         self._rendezvous: RendezvousServer | None = None
         self._order = threading.Lock()
         self._state_lock = threading.Lock()
@@ -79,9 +81,17 @@ class MultiprocessExecutor:
         replies are there. After a death every future fails with ``WorkerDied``.
         """
         futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
+        self._payloads.trim()
+        placed = self._payloads.place(tensors) if tensors else None
+        if placed is not None:
+            self._payloads.free_after(futures, placed[1])
         with self._order:
             self._next_id += 1
-            buffers = encode_call(self._next_id, method, args, tensors)
+            buffers = (
+                encode_call(self._next_id, method, args, tensors)
+                if placed is None
+                else encode_call(self._next_id, method, args, None, placed[0])
+            )
             for link, future in zip(self._links, futures, strict=False):
                 link.send(buffers, self._next_id, future)
         with self._state_lock:
@@ -106,6 +116,7 @@ class MultiprocessExecutor:
         self._fail_pending(EngineClosed("the engine was shut down"))
         if self._rendezvous is not None:
             self._rendezvous.close()
+        self._payloads.close()
 
     def _spawn(self) -> None:
         on_cpu = choose_device(self._config.device).type == "cpu"
@@ -124,7 +135,7 @@ class MultiprocessExecutor:
             with self._state_lock:  # ``close`` sees every rank, or none starts after it
                 if self._closed:
                     raise EngineClosed("the engine was closed while it started")
-                link = RankLink(rank, threads, self._rank_ended, shared_fd)
+                link = RankLink(rank, threads, self._rank_ended, shared_fd, self._payloads.fd)
                 self._links.append(link)
             first = {
                 "rank": rank,

@@ -31,8 +31,9 @@ class RankLink:
     """Starts a rank's process. ``send`` never blocks; a thread reads replies into futures.
 
     ``on_end(rank, why)`` is called once, from the reader thread, when the process has ended or
-    its socket broke. Whoever owns the link then fails what ``take_pending`` gives. ``shared_fd``
-    is the memory of the ranks' collectives; the process inherits it.
+    its socket broke. Whoever owns the link then fails what ``take_pending`` gives. The process
+    inherits ``shared_fd``, the memory of the ranks' collectives, and ``payload_fd``, that in which
+    large tensors of calls lie.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RankLink:
         num_threads: int,
         on_end: Callable[[int, str], None],
         shared_fd: int | None = None,
+        payload_fd: int | None = None,
     ) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
@@ -48,6 +50,8 @@ class RankLink:
             passed = {"--fd": theirs.fileno()}
             if shared_fd is not None:
                 passed["--shared-fd"] = shared_fd
+            if payload_fd is not None:
+                passed["--payload-fd"] = payload_fd
             options = [text for name, fd in passed.items() for text in (name, str(fd))]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rollout.engine.worker", *options],
@@ -208,8 +212,12 @@ def fail(future: Future[Reply], error: Exception) -> None:
         future.set_exception(error)
 
 
-def encode_call(call_id: int, method: str, args: Mapping[str, Any], tensors: Any) -> list[Any]:
-    return encode({"id": call_id, "method": method, "args": dict(args)}, tensors)
+def encode_call(
+    call_id: int, method: str, args: Mapping[str, Any], tensors: Any, shared: Any = None
+) -> list[Any]:
+    """``shared``: rows of tensors that lie in the ranks' memory instead of the frame."""
+    header = {"id": call_id, "method": method, "args": dict(args)}
+    return encode(header if shared is None else {**header, "shared": shared}, tensors)
 
 
 def _environment(num_threads: int) -> dict[str, str]:

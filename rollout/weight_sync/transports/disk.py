@@ -171,7 +171,7 @@ def _complete(store: Store, manifest: Manifest, deep: int) -> Iterator[tuple[str
 
 
 def _assembled(items: Iterator[tuple[str, Unpacked]]) -> Iterator[tuple[str, Tensor | SparsePatch]]:
-    """Pieces, which come one after the other, put together; everything in memory of its own."""
+    """Pieces, which come one after the other, put together; else as they lie in the bucket."""
     whole: Tensor | None = None
     filled = 0
     for name, value in items:
@@ -180,7 +180,7 @@ def _assembled(items: Iterator[tuple[str, Unpacked]]) -> Iterator[tuple[str, Ten
                 raise TransferFailed(f"{name!r:.200}: a version's changes are of whole tensors")
             yield name, value
         elif isinstance(value, Tensor):
-            yield name, value.clone()
+            yield name, value
         else:
             if whole is None:
                 whole, filled = torch.empty(value.shape, dtype=value.dtype), 0
@@ -225,7 +225,7 @@ def _parsed(key: str, data: bytes) -> tuple[BucketHeader, Tensor]:
         header = header_from_wire(json.loads(data[LENGTH.size : start]))
     except ValueError as error:
         raise TransferFailed(f"{key}: its header is malformed: {error}") from error
-    rest = bytearray(data[start:])  # torch wants memory that may be written
+    rest = bytearray(memoryview(data)[start:])  # torch wants memory that may be written
     payload = (
         torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class VersionWriter:
         Returns the manifest on the rank that wrote it, None on the others; raises the same error
         on every rank. A version that is complete already is a ``VersionConflict``.
         """
-        with closing(agreement_for(obj, timeout=timeout)) as agreement:
+        with ExitStack() as stack:
+            agreement = stack.enter_context(closing(agreement_for(obj, timeout=timeout)))
             source = source_for(obj, aliases={}, dtype=self._dtype, agreement=agreement)
             committed, self._committed = self._committed, None
             if committed is not None and not (
@@ -83,6 +85,7 @@ class VersionWriter:
             ):
                 committed = Committed(values=committed.values)
             writing = _Writing(self._store, version, label, self._bucket_bytes)
+            stack.callback(writing.close)
             if self._delta:
                 writing.follow(committed or Committed())
             failure = _stream(source, agreement, writing)
@@ -101,7 +104,12 @@ class _Writing:
         if not 0 <= version < 10**12:
             raise ConfigError(f"version must be in 0..10^12 - 1, got {version}")
         self._store, self._version, self._label = store, version, label
-        self._packer = BucketPacker(bucket_bytes, num_buffers=1)
+        # The store takes a bucket while the next one is gathered.
+        self._thread = ThreadPoolExecutor(1, "version-writer")
+        self._puts: list[Future[None]] = []  # by bucket
+        self._packer = BucketPacker(
+            bucket_bytes, wait_free=lambda index: self._puts[index].result()
+        )
         self._sizes: list[int] = []
         self._tensors: list[TensorMeta] = []
         self._digests: dict[str, int] = {}
@@ -134,12 +142,14 @@ class _Writing:
         else:
             made = self._packer.add_delta(name, change.coded())
         for header, payload in made:
-            self._put(header, payload)
+            self._puts.append(self._thread.submit(self._put, header, payload))
 
     def finish(self) -> None:
         """The last bucket, then the manifest."""
         for header, payload in self._packer.flush():
-            self._put(header, payload)
+            self._puts.append(self._thread.submit(self._put, header, payload))
+        for put in self._puts:
+            put.result()
         document = {
             "format": FORMAT,
             "version": self._version,
@@ -154,6 +164,10 @@ class _Writing:
         if self.committed is not None:
             self.committed.since_anchor += 0 if self._base is None else 1
             self.committed.version = self._version
+
+    def close(self) -> None:
+        """Begin no further ``put``, and wait for the one that runs."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
         head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()

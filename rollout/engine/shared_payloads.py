@@ -1,0 +1,148 @@
+"""Large tensors of a call, put once into memory that all ranks share instead of into each socket.
+
+The engine's process owns a run of anonymous memory whose descriptor every rank inherits. A call's
+tensors lie in it from the call until the last rank's reply; ranks see them as views, without a
+copy. Where there is no such memory (not Linux), tensors travel in the frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import TransferFailed
+from rollout.wire import dtype_from_name, dtype_name
+
+MIN_SHARED = 1 << 20  # bytes; what is shorter is as fast through a socket
+_IDLE = 1.0  # seconds without a tensor after which the memory is given back
+_PAGE = mmap.PAGESIZE
+
+Rows = dict[str, list[Any]]  # by tensor: dtype name, shape, offset, nbytes
+
+_log = logging.getLogger(__name__)
+
+
+class PayloadMemory:
+    """The engine's end. Thread-safe; ``fd`` is None where there is no memory to share."""
+
+    def __init__(self) -> None:
+        self.fd: int | None = None
+        self._mapped: mmap.mmap | None = None
+        self._used: dict[int, int] = {}  # start -> end of what ranks may still read
+        self._lock = threading.Lock()
+        self._last = 0.0
+        if hasattr(os, "memfd_create"):
+            try:
+                self.fd = os.memfd_create("rollout-payloads", os.MFD_CLOEXEC)
+            except OSError as error:
+                _log.warning("the ranks share no memory for weights: %s", error)
+
+    def place(self, tensors: Mapping[str, Tensor]) -> tuple[Rows, int] | None:
+        """Copy ``tensors`` in: what a rank has to know of them, and the place to ``free``.
+
+        None where they are short, or no memory was found.
+        """
+        size = sum(-(-t.nbytes // _PAGE) * _PAGE for t in tensors.values())
+        if self.fd is None or size < MIN_SHARED:
+            return None
+        with self._lock:
+            start = self._take(size)
+            try:
+                memory = self._memory(start + size)
+            except (OSError, ValueError, MemoryError) as error:
+                _log.warning("weights go through the sockets: %s", error)
+                del self._used[start]
+                return None
+        rows, at = {}, start
+        for key, tensor in tensors.items():
+            rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), at, tensor.nbytes]
+            _view(memory, rows[key]).copy_(tensor)
+            at += -(-tensor.nbytes // _PAGE) * _PAGE
+        return rows, start
+
+    def free_after(self, futures: list[Future[Any]], place: int) -> None:
+        """Free a place when every one of ``futures`` is done."""
+        left, lock = [len(futures)], threading.Lock()
+
+        def done(_: Future[Any]) -> None:
+            with lock:
+                left[0] -= 1
+                last = not left[0]
+            if last:
+                self.free(place)
+
+        for future in futures:
+            future.add_done_callback(done)
+
+    def free(self, place: int) -> None:
+        with self._lock:
+            self._used.pop(place, None)
+            self._last = time.monotonic()
+
+    def trim(self) -> None:
+        """Give the memory back if nothing has lain in it for a while."""
+        if self._mapped is None or self._used or time.monotonic() - self._last < _IDLE:
+            return
+        with self._lock:
+            if self.fd is not None and not self._used:
+                self._mapped = None
+                os.ftruncate(self.fd, 0)
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self.fd, self._mapped = self.fd, None, None
+        if fd is not None:
+            os.close(fd)
+
+    def _take(self, size: int) -> int:
+        """The first gap of ``size`` bytes, taken."""
+        start = 0
+        for first, end in sorted(self._used.items()):
+            if first - start >= size:
+                break
+            start = max(start, end)
+        self._used[start] = start + size
+        return start
+
+    def _memory(self, size: int) -> mmap.mmap:
+        if self._mapped is None or len(self._mapped) < size:
+            assert self.fd is not None
+            os.ftruncate(self.fd, size)  # never shorter: ``trim`` alone does that
+            self._mapped = mmap.mmap(self.fd, size)
+        return self._mapped
+
+
+class PayloadViews:
+    """A rank's end: the tensors of a frame's ``shared`` rows, as they lie in the memory."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._mapped: mmap.mmap | None = None
+
+    def views(self, rows: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Valid until the call's reply."""
+        if not rows:
+            return {}
+        if self._fd is None:
+            raise TransferFailed("tensors lie in shared memory that this rank has not got")
+        end = max(offset + nbytes for _, _, offset, nbytes in rows.values())
+        if self._mapped is None or len(self._mapped) < end:
+            self._mapped = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        return {key: _view(self._mapped, row) for key, row in rows.items()}
+
+
+def _view(memory: mmap.mmap, row: list[Any]) -> Tensor:
+    name, shape, offset, nbytes = row
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype_from_name(name))
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+    return raw.view(dtype_from_name(name)).view(shape)

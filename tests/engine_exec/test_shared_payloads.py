@@ -1,0 +1,84 @@
+"""Large tensors of calls lie in memory that the ranks share, once, and for as long as needed."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout import Rollout
+from rollout.engine import shared_payloads
+from rollout.engine.shared_payloads import PayloadMemory, PayloadViews
+from rollout.errors import TransferFailed
+
+LARGE = 3 << 20
+
+
+@pytest.fixture
+def memory():
+    made = PayloadMemory()
+    yield made
+    made.close()
+
+
+def test_what_is_placed_is_seen_and_places_are_used_again(memory) -> None:
+    views = PayloadViews(os.dup(memory.fd))
+    a = torch.randint(0, 255, (LARGE,), dtype=torch.uint8)
+    b = torch.randn(3, LARGE // 8)[:, ::2]  # not contiguous
+    first, at = memory.place({"a": a, "b": b})
+    second, later = memory.place({"a": a + 1})
+    seen = views.views(first) | {"next": views.views(second)["a"]}
+    assert torch.equal(seen["a"], a)
+    assert torch.equal(seen["b"], b)
+    assert torch.equal(seen["next"], a + 1)
+    futures = [Future(), Future()]
+    memory.free_after(futures, at)
+    futures[0].set_result(None)
+    assert memory.place({"c": a})[1] > later  # one rank still reads
+    futures[1].set_exception(OSError("died"))
+    assert memory.place({"c": a})[1] == at
+    assert torch.equal(views.views(second)["a"], a + 1)
+
+
+def test_memory_goes_back_when_nothing_lies_in_it(memory, monkeypatch) -> None:
+    monkeypatch.setattr(shared_payloads, "_IDLE", 0.0)
+    a = torch.ones(LARGE, dtype=torch.uint8)
+    _, at = memory.place({"a": a})
+    memory.trim()
+    assert os.fstat(memory.fd).st_size >= LARGE
+    memory.free(at)
+    memory.trim()
+    assert os.fstat(memory.fd).st_size == 0
+    views = PayloadViews(os.dup(memory.fd))
+    rows, _ = memory.place({"a": a})
+    assert torch.equal(views.views(rows)["a"], a)
+
+
+def test_short_tensors_stay_in_the_frame_and_a_rank_without_the_memory_says_so(memory) -> None:
+    assert memory.place({"a": torch.ones(9)}) is None
+    rows, _ = memory.place({"a": torch.ones(LARGE)})
+    with pytest.raises(TransferFailed, match="has not got"):
+        PayloadViews(None).views(rows)
+
+
+def test_both_ranks_of_an_engine_load_what_lies_there(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(shared_payloads, "MIN_SHARED", 1)
+    placed = []
+    place = PayloadMemory.place
+
+    def noting(self, tensors):
+        placed.append(place(self, tensors))
+        return placed[-1]
+
+    monkeypatch.setattr(PayloadMemory, "place", noting)
+    weights = {n: t * 2 for n, t in load_file(tiny[0] / "model.safetensors").items()}
+    with Rollout(
+        str(tiny[0]), tensor_parallel_size=2, device="cpu", num_threads=1, dtype="float32",
+        skip_tokenizer_init=True, num_kv_blocks=64, max_model_len=64,
+    ) as engine:  # fmt: skip
+        engine.update_weights(weights, transport="inline", bucket_bytes=16 << 10)
+        assert engine.check_weights(weights).equal
+    assert len([found for found in placed if found is not None]) > 3
