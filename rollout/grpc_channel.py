@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.grpc_commands import UPDATE, command_to_wire
 from rollout.grpc_outbox import Outbox
 from rollout.grpc_status import error_from_rpc, is_typed
 from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest
@@ -44,14 +45,19 @@ class GrpcWeightChannel:
 
     def __init__(
         self,
-        stub: Any,
+        channel: grpc.Channel,
         address: str,
         metadata: tuple[tuple[str, str], ...],
         *,
         check_partial: Callable[[], None],
         committed: Callable[..., None],
     ) -> None:
-        self._stub, self._address, self._metadata = stub, address, metadata
+        self._update = channel.stream_stream(
+            UPDATE,
+            request_serializer=command_to_wire,
+            response_deserializer=pb.UpdateEvent.FromString,
+        )
+        self._address, self._metadata = address, metadata
         self._check_partial, self._committed = check_partial, committed
         self._aborted: str | None = None
         self._outbox = Outbox()
@@ -164,7 +170,7 @@ class GrpcWeightChannel:
         assert self._call is None, "a channel carries one update"
         self._request = request
         self._outbox = Outbox(keep=request.grace > 0, window=request.bucket_bytes)
-        self._call = self._stub.Update(self._outbox.messages(), metadata=self._metadata)
+        self._call = self._update(self._outbox.messages(), metadata=self._metadata)
         self._reader = threading.Thread(target=self._read, name="rollout-update", daemon=True)
         self._reader.start()
 
@@ -204,9 +210,7 @@ class GrpcWeightChannel:
         assert self._request is not None
         deadline = time.monotonic() + self._request.grace
         while (left := deadline - time.monotonic()) > 0 and not self._ended and not self._aborted:
-            call = self._stub.Update(
-                self._going_on(self._outbox.suspend()), metadata=self._metadata
-            )
+            call = self._update(self._going_on(self._outbox.suspend()), metadata=self._metadata)
             watch = threading.Timer(left, call.cancel)
             watch.daemon = True
             watch.start()

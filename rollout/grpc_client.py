@@ -170,7 +170,7 @@ class RolloutClient:
     def open(self) -> GrpcWeightChannel:
         """A channel for one update; its lease is one stream, opened by ``begin``."""
         return GrpcWeightChannel(
-            WeightSyncStub(self._sync_channel()),
+            self._sync_channel(),
             self.address,
             self._metadata,
             check_partial=self._check_partial,

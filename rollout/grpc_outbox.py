@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollout import rollout_pb2 as pb
+from rollout.grpc_commands import Chunk
 from rollout.grpc_status import CHUNK
 
 
@@ -171,4 +171,4 @@ class _Item:
         if self.data is None or index == 0:
             return self.command
         start = (index - 1) * CHUNK
-        return pb.UpdateCommand(chunk=bytes(self.data[start : start + CHUNK]))
+        return Chunk(self.data[start : start + CHUNK])

@@ -11,7 +11,15 @@ NOUNS = {
     "wire_fields", "positions", "metrics", "observability", "server_info", "spellings",
     "rollout_pb2", "rollout_pb2_grpc",
 }  # fmt: skip
-CLIENT = {"grpc_client", "grpc_channel", "grpc_outbox", "grpc_status", "proto_convert", "tls"}
+CLIENT = {
+    "grpc_client",
+    "grpc_channel",
+    "grpc_commands",
+    "grpc_outbox",
+    "grpc_status",
+    "proto_convert",
+    "tls",
+}
 EVERYTHING = NOUNS | CLIENT | {"kernels", "models", "loader", "weight_sync", "engine", "api"}
 
 # part of the package -> the other parts it may import

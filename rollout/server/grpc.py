@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout import rollout_pb2 as pb
 from rollout.errors import ConfigError
+from rollout.grpc_commands import SERVICE, command_from_wire
 from rollout.grpc_status import SERVER_OPTIONS
 from rollout.rollout_pb2_grpc import (
     add_ControlServicer_to_server,
@@ -73,6 +74,13 @@ async def serve(
     add_GenerationServicer_to_server(GenerationService(rollout), server)
     add_ControlServicer_to_server(ControlService(rollout), server)
     weights = WeightSyncService(rollout)
+    # Before the generated one, which would copy the bytes of weights twice.
+    update = grpc.stream_stream_rpc_method_handler(
+        weights.Update, command_from_wire, pb.UpdateEvent.SerializeToString
+    )
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(SERVICE, {"Update": update})]
+    )
     add_WeightSyncServicer_to_server(weights, server)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -268,7 +268,7 @@ class UpdateStream:
         self._bucket = _IncomingBucket(header)
         self._add_chunk(b"")
 
-    def _add_chunk(self, chunk: bytes) -> None:
+    def _add_chunk(self, chunk: bytes | memoryview) -> None:
         bucket = self._bucket
         if bucket is None:
             raise TransferFailed("bytes without a bucket")

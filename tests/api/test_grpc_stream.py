@@ -145,8 +145,7 @@ def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):
     channel.begin(request(update_id="mine", grace=30.0))
     thief = other.open()
     thief._request, thief._secret = request(update_id="mine", grace=30.0), "guessed"
-    assert thief._stub is not None
-    calls = thief._stub.Update(thief._going_on(0))
+    calls = thief._update(thief._going_on(0))
     with pytest.raises(Exception, match="is not held here"):
         next(calls)
     assert engine.weight_info().state == "staging"
@@ -189,7 +188,7 @@ def test_an_outbox_goes_on_behind_what_has_arrived():
     outbox.go_on(3)  # one chunk has arrived, one got lost
     again = numbers(outbox, 2)
     assert again[0] == first[3]
-    assert first[2].chunk + again[0].chunk + again[1].chunk == payload.tobytes()
+    assert b"".join(m.chunk for m in (first[2], *again[:2])) == payload.tobytes()
     assert (outbox.resent_bytes, outbox.resent_buckets) == (CHUNK, 0)
 
 
