@@ -102,6 +102,29 @@ def test_changes_patch_forward_from_the_last_whole_version(store, checkpoints) -
         assert equal(read(store, version), weights)
 
 
+def test_versions_of_fewer_tensors_or_another_order_are_read_as_they_were_written(
+    store, checkpoints
+) -> None:
+    write = writer(store, encoding="delta").write
+    whole = {v: nudged(checkpoints[1], 0.01, v) for v in range(6)}
+    names = list(checkpoints[1])
+    history = {
+        1: whole[0],
+        2: {name: whole[1][name] for name in names[3:7]},
+        3: whole[2],
+        4: {name: whole[3][name] for name in reversed(names)},
+        5: {name: whole[4][name] for name in reversed(names)},
+    }
+    manifests = {version: write(weights, version) for version, weights in history.items()}
+    assert [manifests[v].base for v in (1, 2, 3)] == [
+        None,
+        1,
+        None,
+    ]  # nothing is built on version 2
+    for version, weights in history.items():
+        assert equal(read(store, version), weights)
+
+
 def test_a_failed_write_makes_the_next_version_whole(store, checkpoints) -> None:
     writing = writer(store, encoding="delta")
     writing.write(checkpoints[1], 1)

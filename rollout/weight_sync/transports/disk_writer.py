@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from typing import Any
@@ -93,7 +94,7 @@ class VersionWriter:
             agreement.vote(_attempt(writing.finish, agreement), timeout, "manifest")
         if not agreement.is_sender:
             return None
-        self._committed = writing.committed
+        self._committed = writing.committed if writing.can_be_patched else None
         return writing.manifest
 
 
@@ -114,13 +115,21 @@ class _Writing:
         self._tensors: list[TensorMeta] = []
         self._digests: dict[str, int] = {}
         self._base: int | None = None
+        self._below: Iterator[str] = iter(())  # names of the base that a reader has yet to meet
         self.committed: Committed | None = None
         self.manifest: Manifest | None = None
 
     def follow(self, committed: Committed) -> None:
         """Write changes against ``committed``, if it has been written; keep what is written."""
         self.committed = committed
-        self._base = committed.version if committed.version >= 0 else None
+        if committed.version >= 0:
+            self._base, self._below = committed.version, iter(list(committed.values))
+
+    @property
+    def can_be_patched(self) -> bool:
+        """Whether what is kept is this version: one with fewer tensors is nobody's base."""
+        kept = () if self.committed is None else self.committed.values
+        return [meta.name for meta in self._tensors] == list(kept)
 
     def begin(self) -> None:
         with suppress(IncompleteUpdate):
@@ -133,7 +142,7 @@ class _Writing:
         self._tensors.append(TensorMeta(name, tensor.dtype, shape))
         self._digests[name] = digest(tensor, shape, Box.full(shape))
         change = None
-        if self.committed is not None and self._base is not None:
+        if self.committed is not None and name in self._below:  # a reader goes through both once
             change = self.committed.delta(name, tensor, self._packer.bucket_bytes)
         elif self.committed is not None:
             self.committed.keep(name, tensor)
