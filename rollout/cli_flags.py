@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -172,3 +173,16 @@ def _default_note(default: Any, text: str) -> str:
     if default in (None, MISSING, (), "auto") or isinstance(default, bool) or "default" in text:
         return ""
     return f" (default: {default})"
+
+
+def add_token(parser: Any, text: str) -> None:
+    parser.add_argument("--token", metavar="TOKEN", help=text)
+
+
+def token_of(args: argparse.Namespace) -> str | None:
+    return args.token or environment("TOKEN")
+
+
+def environment(name: str) -> str | None:
+    """The one place where the command line reads the environment."""
+    return os.environ.get(f"ROLLOUT_{name}") or None
