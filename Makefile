@@ -21,7 +21,7 @@ types: $(STAMP)
 
 # Two halves at once, one for each core; the second is whatever the first does not name.
 HALF := $(addprefix tests/,demo determinism engine_core engine_exec frameworks gpu kernels loader \
-	models nouns verbs weight_sync_source)
+	models nouns weight_sync_source)
 
 unit: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit-first unit-second
