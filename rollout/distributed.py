@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -93,6 +95,9 @@ class RendezvousServer:
         self._store = None
 
 
+_SLACK = 0.5  # seconds in which gloo's own timeout may speak first
+
+
 def join_group(
     where: Rendezvous, rank: int, timeout: float, *, tag: str = "0", device: str = "cpu"
 ) -> Any:
@@ -123,11 +128,27 @@ def join_group(
 
 
 def gloo_group(store: Any, host: str, rank: int, size: int, limit: timedelta) -> Any:
-    """A raw gloo group over ``store``, on the interface that reaches ``host``; collective."""
+    """A raw gloo group over ``store``, on the interface that reaches ``host``; collective.
+
+    Formed on a thread that is left alone at the deadline: gloo goes on knocking at a member that
+    has given up, for twenty seconds, whatever its timeout.
+    """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(host))]
     options._timeout = limit
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    made: Future[Any] = Future()
+
+    def form() -> None:
+        try:
+            made.set_result(dist.ProcessGroupGloo(store, rank, size, options))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            made.set_exception(error)
+
+    threading.Thread(target=form, name="rollout-group", daemon=True).start()
+    try:
+        return made.result(limit.total_seconds() + _SLACK)
+    except TimeoutError:
+        raise RuntimeError("timed out connecting to the other members") from None
 
 
 def _probe(where: Rendezvous, rank: int, timeout: float) -> None:

@@ -26,6 +26,9 @@ class Chunk:
     def WhichOneof(self, group: str) -> str:  # noqa: N802 - protobuf's name
         return "chunk"
 
+    def HasField(self, name: str) -> bool:  # noqa: N802 - protobuf's name
+        return name == "chunk"
+
     def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
         return b"".join((_TAG, _varint(len(self.chunk)), self.chunk))
 

@@ -167,6 +167,8 @@ class _LoopThread:
             while not wait([future], _LOOK).done and self._thread.is_alive():
                 pass
             if not future.done():
+                waiting.close()  # nobody will run them any more
+                coroutine.close()
                 raise EngineClosed("this Rollout was shut down while the call ran")
             return cast(R, future.result())
         except CancelledError:  # by the end of the loop, in another thread

@@ -40,6 +40,7 @@ class PayloadMemory:
         self._used: dict[int, int] = {}  # start -> end of what ranks may still read
         self._lock = threading.Lock()
         self._last = 0.0
+        self._timer: threading.Timer | None = None
         if hasattr(os, "memfd_create"):
             try:
                 self.fd = os.memfd_create("rollout-payloads", os.MFD_CLOEXEC)
@@ -55,18 +56,24 @@ class PayloadMemory:
         if self.fd is None or size < MIN_SHARED:
             return None
         with self._lock:
+            if self.fd is None:
+                return None
             start = self._take(size)
             try:
-                memory = self._memory(start + size)
+                memory = self._memory(start, size)
             except (OSError, ValueError, MemoryError) as error:
                 _log.warning("weights go through the sockets: %s", error)
                 del self._used[start]
                 return None
-        rows, at = {}, start
-        for key, tensor in tensors.items():
-            rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), at, tensor.nbytes]
-            _view(memory, rows[key]).copy_(tensor)
-            at += -(-tensor.nbytes // _PAGE) * _PAGE
+        try:
+            rows, at = {}, start
+            for key, tensor in tensors.items():
+                rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), at, tensor.nbytes]
+                _view(memory, rows[key]).copy_(tensor)
+                at += -(-tensor.nbytes // _PAGE) * _PAGE
+        except BaseException:
+            self.free(start)
+            raise
         return rows, start
 
     def free_after(self, futures: list[Future[Any]], place: int) -> None:
@@ -87,19 +94,32 @@ class PayloadMemory:
         with self._lock:
             self._used.pop(place, None)
             self._last = time.monotonic()
+            if self._timer is None and self.fd is not None and not self._used:
+                self._trim_in(_IDLE)
 
-    def trim(self) -> None:
+    def _trim_in(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._trim)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _trim(self) -> None:
         """Give the memory back if nothing has lain in it for a while."""
-        if self._mapped is None or self._used or time.monotonic() - self._last < _IDLE:
-            return
         with self._lock:
-            if self.fd is not None and not self._used:
-                self._mapped = None
-                os.ftruncate(self.fd, 0)
+            self._timer = None
+            if self.fd is None or self._used:
+                return  # whoever frees the last place asks again
+            left = self._last + _IDLE - time.monotonic()
+            if left > 0:
+                self._trim_in(left)
+                return
+            self._mapped = None
+            os.ftruncate(self.fd, 0)
 
     def close(self) -> None:
         with self._lock:
             fd, self.fd, self._mapped = self.fd, None, None
+            if self._timer is not None:
+                self._timer.cancel()
         if fd is not None:
             os.close(fd)
 
@@ -113,11 +133,14 @@ class PayloadMemory:
         self._used[start] = start + size
         return start
 
-    def _memory(self, size: int) -> mmap.mmap:
-        if self._mapped is None or len(self._mapped) < size:
-            assert self.fd is not None
-            os.ftruncate(self.fd, size)  # never shorter: ``trim`` alone does that
-            self._mapped = mmap.mmap(self.fd, size)
+    def _memory(self, start: int, size: int) -> mmap.mmap:
+        """Mapped, with pages of its own from ``start`` on: a shortage is an error here, not a
+        signal when they are written."""
+        assert self.fd is not None
+        os.posix_fallocate(self.fd, start, size)
+        end = start + size
+        if self._mapped is None or len(self._mapped) < end:
+            self._mapped = mmap.mmap(self.fd, end)
         return self._mapped
 
 

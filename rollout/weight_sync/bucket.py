@@ -89,10 +89,7 @@ class BucketPacker:
 
         ``at``: the shape of the whole tensor and the box of it that ``tensor`` is.
         """
-        if tensor.dtype not in _DTYPES:
-            raise WeightMismatch(f"{name}: dtype {tensor.dtype} has no wire form; cast it first")
-        if not name or len(name) > MAX_NAME or tensor.dim() > MAX_DIMS:
-            raise WeightMismatch(f"{name!r:.80}: name or number of dimensions is out of bounds")
+        _check(name, tensor)
         tensor = tensor.detach()
         size = tensor.dtype.itemsize
         self.num_tensors += 1
@@ -128,6 +125,7 @@ class BucketPacker:
         ``tensor``: contiguous, on ``device``, and not to be overwritten before the last of these
         buckets has been taken. What was begun before it is yielded first.
         """
+        _check(name, tensor)
         yield from self.flush()
         data = tensor.detach().view(-1).view(torch.uint8)
         at, shape = 0, tuple(tensor.shape)
@@ -299,6 +297,13 @@ def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
     if entry.offset < end or entry.offset + entry.nbytes > length:
         return f"bytes {entry.offset}+{entry.nbytes} overlap or lie outside {length}"
     return None
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise WeightMismatch(f"{name}: dtype {tensor.dtype} has no wire form; cast it first")
+    if not name or len(name) > MAX_NAME or tensor.dim() > MAX_DIMS:
+        raise WeightMismatch(f"{name!r:.80}: name or number of dimensions is out of bounds")
 
 
 def _aligned(offset: int) -> int:

@@ -80,6 +80,7 @@ class Shipment:
         self._books, self._dtype, self._timeout = books, dtype, timeout
         self._packer: BucketPacker | None = None
         self._beside = Beside("update-sender")
+        self._room = 0  # the address of the last room given
         self._by_bucket = False  # whether tensors are digested as they are sent
         self._gave_up: str | None = None
         self.failure: RolloutError | None = None
@@ -109,7 +110,9 @@ class Shipment:
         try:
             for header, payload in self._packer.begin(prod(shape) * dtype.itemsize):
                 self._later(partial(self._ship, header, payload))
-            return self._packer.room(dtype, shape)
+            room = self._packer.room(dtype, shape)
+            self._room = 0 if room is None else room.data_ptr()
+            return room
         except Exception as error:  # noqa: BLE001 - as in ``_attempt``
             self._fail(error, "a bucket")
             return None
@@ -208,10 +211,15 @@ class Shipment:
         """Whether the engine, in this process, is to read the tensor where it lies."""
         here = self._sender.name == "inline" and isinstance(self._channel, Lease)
         dense = tensor.device.type == "cpu" and tensor.is_contiguous()
-        return here and dense and self._by_bucket and tensor.nbytes >= MIN_LENT
+        if not (here and dense and self._by_bucket and tensor.nbytes >= MIN_LENT):
+            return False
+        return tensor.data_ptr() != self._room  # else it lies in its bucket already
 
     def _lent(self, packer: BucketPacker, name: str, tensor: Tensor) -> Packed:
-        yield from packer.lend(name, tensor)
+        for header, payload in packer.lend(name, tensor):
+            yield header, payload
+            if header.index:  # at most two are under way, as with buffers
+                self._wait_free(header.index - 1)
         self._wait_free(packer.num_buckets - 1)  # whoever yielded the tensor may write to it then
 
     def _later(self, task: Callable[[], None]) -> None:

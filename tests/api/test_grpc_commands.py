@@ -17,6 +17,8 @@ def test_a_chunk_is_written_and_read_as_protobuf_does(size: int) -> None:
     found = command_from_wire(wire)
     assert found.WhichOneof("kind") == "chunk"
     assert isinstance(found, Chunk)
+    assert found.HasField("chunk")
+    assert not found.HasField("resume")
     assert bytes(found.chunk) == data
 
 

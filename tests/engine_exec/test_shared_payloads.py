@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -43,18 +44,37 @@ def test_what_is_placed_is_seen_and_places_are_used_again(memory) -> None:
     assert torch.equal(views.views(second)["a"], a + 1)
 
 
-def test_memory_goes_back_when_nothing_lies_in_it(memory, monkeypatch) -> None:
-    monkeypatch.setattr(shared_payloads, "_IDLE", 0.0)
+def test_memory_goes_back_when_nothing_has_lain_in_it_for_a_while(memory, monkeypatch) -> None:
+    monkeypatch.setattr(shared_payloads, "_IDLE", 0.2)
     a = torch.ones(LARGE, dtype=torch.uint8)
     _, at = memory.place({"a": a})
-    memory.trim()
-    assert os.fstat(memory.fd).st_size >= LARGE
+    _, later = memory.place({"a": a})
     memory.free(at)
-    memory.trim()
+    time.sleep(0.5)
+    assert os.fstat(memory.fd).st_size >= 2 * LARGE
+    memory.free(later)
+    assert os.fstat(memory.fd).st_size >= 2 * LARGE
+    deadline = time.monotonic() + 5
+    while os.fstat(memory.fd).st_size and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert os.fstat(memory.fd).st_size == 0
     views = PayloadViews(os.dup(memory.fd))
     rows, _ = memory.place({"a": a})
     assert torch.equal(views.views(rows)["a"], a)
+
+
+def test_what_cannot_be_placed_leaves_no_place_behind(memory, monkeypatch) -> None:
+    with pytest.raises(TransferFailed, match="complex64"):
+        memory.place({"a": torch.ones(LARGE, dtype=torch.complex64)})
+    assert memory.place({"a": torch.ones(LARGE)})[1] == 0
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert memory.place({"a": torch.ones(LARGE)}) is None
+    memory.close()
+    assert memory.place({"a": torch.ones(LARGE)}) is None
 
 
 def test_short_tensors_stay_in_the_frame_and_a_rank_without_the_memory_says_so(memory) -> None:

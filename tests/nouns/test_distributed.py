@@ -52,6 +52,18 @@ def test_a_missing_member_is_a_named_error_at_the_deadline() -> None:
     server.close()
 
 
+def test_a_member_that_has_given_up_is_not_knocked_at_beyond_the_deadline() -> None:
+    """Its address still lies in the store; gloo alone would try it for twenty seconds."""
+    server = RendezvousServer(2, "gloo")
+    with pytest.raises(DeadlineExceeded):
+        join_group(server.info, 1, 1.0)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="rank 0 of 2"):
+        join_group(server.info, 0, 1.0)
+    assert time.monotonic() - started < 5
+    server.close()
+
+
 def test_the_rendezvous_listens_on_loopback_only() -> None:
     server = RendezvousServer(2, "gloo")
     with socket.create_connection(("127.0.0.1", server.info.port), 2):

@@ -81,19 +81,23 @@ class MultiprocessExecutor:
         replies are there. After a death every future fails with ``WorkerDied``.
         """
         futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
-        self._payloads.trim()
         placed = self._payloads.place(tensors) if tensors else None
+        try:
+            with self._order:
+                self._next_id += 1
+                buffers = (
+                    encode_call(self._next_id, method, args, tensors)
+                    if placed is None
+                    else encode_call(self._next_id, method, args, None, placed[0])
+                )
+                for link, future in zip(self._links, futures, strict=False):
+                    link.send(buffers, self._next_id, future)
+        except BaseException:
+            if placed is not None:
+                self._payloads.free(placed[1])
+            raise
         if placed is not None:
             self._payloads.free_after(futures, placed[1])
-        with self._order:
-            self._next_id += 1
-            buffers = (
-                encode_call(self._next_id, method, args, tensors)
-                if placed is None
-                else encode_call(self._next_id, method, args, None, placed[0])
-            )
-            for link, future in zip(self._links, futures, strict=False):
-                link.send(buffers, self._next_id, future)
         with self._state_lock:
             over = self._dead or (EngineClosed("the engine is closed") if self._closed else None)
         if over is not None:  # it may have ended between our look and our send
