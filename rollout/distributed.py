@@ -131,24 +131,27 @@ def gloo_group(store: Any, host: str, rank: int, size: int, limit: timedelta) ->
     """A raw gloo group over ``store``, on the interface that reaches ``host``; collective.
 
     Formed on a thread that is left alone at the deadline: gloo goes on knocking at a member that
-    has given up, for twenty seconds, whatever its timeout.
+    has given up for five times its timeout.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(host))]
     options._timeout = limit
     made: Future[Any] = Future()
-
-    def form() -> None:
-        try:
-            made.set_result(dist.ProcessGroupGloo(store, rank, size, options))
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            made.set_exception(error)
-
-    threading.Thread(target=form, name="rollout-group", daemon=True).start()
+    forming = (made, store, rank, size, options)
+    threading.Thread(target=_form, args=forming, name="rollout-group", daemon=True).start()
     try:
         return made.result(limit.total_seconds() + _SLACK)
     except TimeoutError:
         raise RuntimeError("timed out connecting to the other members") from None
+    finally:
+        del made, forming, options  # an error's frames would keep the sockets open
+
+
+def _form(made: Future[Any], store: Any, rank: int, size: int, options: Any) -> None:
+    try:
+        made.set_result(dist.ProcessGroupGloo(store, rank, size, options))
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        made.set_exception(error.with_traceback(None))
 
 
 def _probe(where: Rendezvous, rank: int, timeout: float) -> None:
