@@ -73,4 +73,3 @@ def test_what_is_not_dense_is_copied_between_what_is_lent(engine, checkpoints, m
     lent = [any(place in at for at in own) for place in sender.places]
     assert any(lent)
     assert not all(lent)
-
