@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from math import prod
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def decode(head: bytes | bytearray | memoryview, payload: bytearray) -> Frame:
     """The header and the tensors (views of ``payload``) of one frame; raises TransferFailed."""
     try:
         header, described = _header(head)
-        tensors = {key: _view(payload, *row) for key, row in described.items()}
+        tensors = {key: view_at(payload, *row) for key, row in described.items()}
     except _MALFORMED as error:
         raise TransferFailed(f"malformed frame: {error}") from error
     return header, tensors
@@ -95,7 +96,10 @@ def _header(head: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[
         raise TransferFailed(f"malformed frame: {error}") from error
 
 
-def _view(payload: bytearray, name: str, shape: list[int], offset: int, nbytes: int) -> Tensor:
+def view_at(
+    payload: bytearray | mmap, name: str, shape: list[int], offset: int, nbytes: int
+) -> Tensor:
+    """The tensor that a row describes, as it lies in ``payload``; ``ValueError`` if none can."""
     dtype = dtype_from_name(name)
     if any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != nbytes:
         raise ValueError(f"{name} {shape} is not {nbytes} bytes")

@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.wire import dtype_from_name, dtype_name
+from rollout.wire import dtype_name, view_at
 
 MIN_SHARED = 1 << 20  # bytes; what is shorter is as fast through a socket
 _IDLE = 1.0  # seconds without a tensor after which the memory is given back
-_PAGE = mmap.PAGESIZE
 
 Rows = dict[str, list[Any]]  # by tensor: dtype name, shape, offset, nbytes
 
@@ -52,7 +50,7 @@ class PayloadMemory:
 
         None where they are short, or no memory was found.
         """
-        size = sum(-(-t.nbytes // _PAGE) * _PAGE for t in tensors.values())
+        size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
         if self.fd is None or size < MIN_SHARED:
             return None
         with self._lock:
@@ -66,11 +64,12 @@ class PayloadMemory:
                 del self._used[start]
                 return None
         try:
-            rows, at = {}, start
+            rows: Rows = {}
+            at = start
             for key, tensor in tensors.items():
                 rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), at, tensor.nbytes]
-                _view(memory, rows[key]).copy_(tensor)
-                at += -(-tensor.nbytes // _PAGE) * _PAGE
+                view_at(memory, *rows[key]).copy_(tensor)
+                at += _pages(tensor.nbytes)
         except BaseException:
             self.free(start)
             raise
@@ -160,12 +159,9 @@ class PayloadViews:
         end = max(offset + nbytes for _, _, offset, nbytes in rows.values())
         if self._mapped is None or len(self._mapped) < end:
             self._mapped = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
-        return {key: _view(self._mapped, row) for key, row in rows.items()}
+        return {key: view_at(self._mapped, *row) for key, row in rows.items()}
 
 
-def _view(memory: mmap.mmap, row: list[Any]) -> Tensor:
-    name, shape, offset, nbytes = row
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype_from_name(name))
-    raw = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
-    return raw.view(dtype_from_name(name)).view(shape)
+def _pages(nbytes: int) -> int:
+    """``nbytes`` in whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

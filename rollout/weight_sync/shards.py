@@ -21,6 +21,7 @@ from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.boxes import cut
 from rollout.weight_sync.delta import CodedDelta, EncodedDelta, ShardCopies
+from rollout.weight_sync.digests import total
 from rollout.weight_sync.lanes import Outlet
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.plan import held
@@ -239,8 +240,8 @@ def _parts(meta: TensorMeta, survey: Survey, rank: int, most: int) -> tuple[Part
 
 
 def _summed(digests: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+    found: dict[str, int] = {}
     for one in digests:
         for name, value in one.items():
-            total[name] = (total.get(name, 0) + value) % 2**64
-    return total
+            found[name] = total([found.get(name, 0), value])
+    return found

@@ -69,7 +69,7 @@ class Shipment:
     """The sender's buckets on their road; an error is kept in ``failure`` for the next vote.
 
     Digests are taken and buckets announced, sent and waited for on a thread beside the caller's,
-    while the next bucket is gathered. ``packer``: None where rounds come as they are.
+    while the next bucket is gathered. Before ``pack`` it takes rounds alone, as they come.
     """
 
     def __init__(

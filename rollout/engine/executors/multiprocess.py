@@ -85,11 +85,8 @@ class MultiprocessExecutor:
         try:
             with self._order:
                 self._next_id += 1
-                buffers = (
-                    encode_call(self._next_id, method, args, tensors)
-                    if placed is None
-                    else encode_call(self._next_id, method, args, None, placed[0])
-                )
+                frame, shared = (tensors, None) if placed is None else (None, placed[0])
+                buffers = encode_call(self._next_id, method, args, frame, shared)
                 for link, future in zip(self._links, futures, strict=False):
                     link.send(buffers, self._next_id, future)
         except BaseException:

@@ -150,13 +150,11 @@ class _Writing:
             made = self._packer.add(name, tensor)
         else:
             made = self._packer.add_delta(name, change.coded())
-        for header, payload in made:
-            self._puts.append(self._thread.submit(self._put, header, payload))
+        self._store_later(made)
 
     def finish(self) -> None:
         """The last bucket, then the manifest."""
-        for header, payload in self._packer.flush():
-            self._puts.append(self._thread.submit(self._put, header, payload))
+        self._store_later(self._packer.flush())
         for put in self._puts:
             put.result()
         document = {
@@ -177,6 +175,10 @@ class _Writing:
     def close(self) -> None:
         """Begin no further ``put``, and wait for the one that runs."""
         self._thread.shutdown(cancel_futures=True)
+
+    def _store_later(self, made: Iterator[tuple[BucketHeader, Tensor]]) -> None:
+        for header, payload in made:
+            self._puts.append(self._thread.submit(self._put, header, payload))
 
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
         head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
