@@ -140,7 +140,9 @@ class Layout(Protocol):
 
     def write(self, storage: Tensor, shape: Shape, box: Box, value: Tensor) -> None: ...
 
-    def patch(self, storage: Tensor, shape: Shape, positions: Tensor, values: Tensor) -> None: ...
+    def places(self, shape: Shape, positions: Tensor) -> Tensor:
+        """Where flat logical positions lie in the flattened storage; int64, of equal shape."""
+        ...
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor: ...
 
@@ -166,8 +168,8 @@ class PlainLayout:
     def write(self, storage: Tensor, shape: Shape, box: Box, value: Tensor) -> None:
         storage[box.slices].copy_(value.reshape(box.shape))
 
-    def patch(self, storage: Tensor, shape: Shape, positions: Tensor, values: Tensor) -> None:
-        storage.view(-1).index_copy_(0, positions, values.to(storage.dtype))
+    def places(self, shape: Shape, positions: Tensor) -> Tensor:
+        return positions
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor:
         return storage[box.slices]
@@ -226,13 +228,11 @@ class TileLayout:
         cols = torch.arange(k0, k1, device=storage.device)[None, :]
         view[rows // self.rows, rows % self.rows, cols // 2, cols % 2] = value.to(storage.dtype)
 
-    def patch(self, storage: Tensor, shape: Shape, positions: Tensor, values: Tensor) -> None:
+    def places(self, shape: Shape, positions: Tensor) -> Tensor:
         rows, columns = self.rows, shape[1]
         n = positions // columns
         k = positions - n * columns
-        # Flat in storage: an index of four tensors would take seven times as long.
-        flat = (n // rows * columns + (k & ~1)) * rows + n % rows * 2 + (k & 1)
-        storage.view(-1).index_copy_(0, flat, values.to(storage.dtype))
+        return (n // rows * columns + (k & ~1)) * rows + n % rows * 2 + (k & 1)
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor:
         if not box.numel:

@@ -21,6 +21,7 @@ from rollout.engine.undo import KeptWeights, all_or_none, pairs
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
 from rollout.kernels import exchange
 from rollout.models.causal_lm import CausalLM
+from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
 
@@ -62,6 +63,10 @@ class ModelInstances:
         self._kept_is: int | None = None  # what ``_kept`` makes of the content ``_kept_on``
         self._kept_on: int | None = None
         self._way_back: Callable[[], None] | None = None  # undoes the last commit
+        # What was written to the shadow since it was brought up to live; once that is committed,
+        # the two contents named in ``_apart`` differ in nothing else.
+        self._written: PatchJournal | None = None
+        self._apart: tuple[frozenset[int | None], PatchJournal] | None = None
 
     @property
     def live(self) -> CausalLM:
@@ -87,9 +92,11 @@ class ModelInstances:
     def open_shadow(self, partial: bool, staging: str = "auto") -> WeightLoad:
         """A load into the shadow; ``partial`` copies the live weights there first.
 
+        Where the last update wrote but a little, only that is copied.
         ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
         """
         live = self.live if partial else None
+        held = self._shadow_is
         if self._undo != "shadow":
             self._keep_previous()
         self._in_place, self._way_back, self._shadow_is = False, None, None
@@ -98,12 +105,13 @@ class ModelInstances:
         if self._live is None:
             device = self._device  # the shadow becomes the live instance as it is
         if self._shadow is None or self._shadow.build.device != device:
-            self._shadow = None
+            self._shadow = held = None
             self._shadow = self._make_shadow(device)
         if live is not None:
-            for x, y in pairs(live, self._shadow):
-                y.copy_(x)
-        return self._shadow.begin_load()
+            self._bring_up(live, self._shadow, held)
+        session = self._shadow.begin_load()
+        self._written = session.journal if partial else None
+        return session
 
     def open_live(self) -> WeightLoad:
         """A load straight into the live instance; nothing may run until it is committed.
@@ -166,6 +174,9 @@ class ModelInstances:
             before = self._live_is
             self._swap()
             self._live_is = next(self._names)
+            self._apart = None
+            if self._written is not None:
+                self._apart = frozenset((self._live_is, self._shadow_is)), self._written
             self._moved(before, self._swap)
             return
         before = self._kept_is if self._kept is not None else None
@@ -199,7 +210,7 @@ class ModelInstances:
 
     def drop_shadow(self) -> None:
         """Let go of all that is kept for going back."""
-        self._shadow = self._shadow_is = self._way_back = None
+        self._shadow = self._shadow_is = self._way_back = self._written = self._apart = None
         self._forget()
 
     def drop_weights(self) -> None:
@@ -238,6 +249,14 @@ class ModelInstances:
             # Steps of what was live may still run; the next load begins on another stream.
             torch.cuda.synchronize(self._device)
         self._live_is, self._shadow_is = self._shadow_is, self._live_is
+
+    def _bring_up(self, live: CausalLM, shadow: CausalLM, held: int | None) -> None:
+        """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
+        if self._apart is not None and {held, self._live_is} == self._apart[0]:
+            self._apart[1].copy(live.storages(), shadow.storages())
+            return
+        for x, y in pairs(live, shadow):
+            y.copy_(x)
 
     def _exchange_kept(self) -> None:
         assert self._kept is not None

@@ -79,8 +79,11 @@ class CausalLM(nn.Module):
 
     def begin_load(self) -> WeightLoad:
         """A streaming load into this instance, in place; ``after_load`` runs when it finishes."""
-        storages = {name: parameter.data for name, parameter in self.named_parameters()}
-        return WeightLoad(self.table, storages, self.build.dtype, self.after_load)
+        return WeightLoad(self.table, self.storages(), self.build.dtype, self.after_load)
+
+    def storages(self) -> dict[str, Tensor]:
+        """The memory of every parameter of ``table``, by name."""
+        return {name: parameter.data for name, parameter in self.named_parameters()}
 
     def load_weights(self, items: Iterable[tuple[str, WeightValue]]) -> LoadReport:
         """Load a complete set; ``WeightMismatch`` names everything unknown, wrong or missing."""

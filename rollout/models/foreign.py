@@ -59,10 +59,12 @@ class ForeignCausalLM(CausalLM):
         return logits
 
     def begin_load(self) -> WeightLoad:
-        storages = {name: parameter.data for name, parameter in self.inner.named_parameters()}
         return _ForeignLoad(
-            self.table, storages, self.build.dtype, self.after_load, loader_of(self.inner)
+            self.table, self.storages(), self.build.dtype, self.after_load, loader_of(self.inner)
         )
+
+    def storages(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self.inner.named_parameters()}
 
     def after_load(self) -> None:
         """Let the model re-derive what it derives, where it says how."""
@@ -112,6 +114,7 @@ class _ForeignLoad(WeightLoad):
             return super()._write(name, value)
         slots = self._table.slots[name]
         if any(slot.take.numel for slot in slots):
+            self.journal.note_everything()  # its loader may write what it likes
             self._load([(name, value.detach().to(self._dtype))])
         return sum(slot.take.numel for slot in slots)
 

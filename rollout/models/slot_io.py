@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.kernels import digest
+from rollout.kernels import digest, patch_places
+from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_table import WeightTable
 from rollout.positions import Kept, positions_in_whole, positions_inside
 from rollout.weights import (
@@ -22,10 +23,18 @@ from rollout.weights import (
 
 
 class SlotIO:
-    """One rank's parameters, addressed in the coordinates of their sources."""
+    """One rank's parameters, addressed in the coordinates of their sources.
 
-    def __init__(self, table: WeightTable, storages: Mapping[str, Tensor]) -> None:
-        self._table, self._storages = table, storages
+    What is written is noted in ``journal``.
+    """
+
+    def __init__(
+        self,
+        table: WeightTable,
+        storages: Mapping[str, Tensor],
+        journal: PatchJournal | None = None,
+    ) -> None:
+        self._table, self._storages, self._journal = table, storages, journal
 
     def write(self, slot: WeightSlot, value: WeightValue) -> int:
         """Write what ``value`` holds of ``slot``; returns the number of elements written.
@@ -75,6 +84,8 @@ class SlotIO:
     def _write_box(self, slot: WeightSlot, box: Box, value: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
         value = value.to(storage.device)
+        if self._journal is not None:
+            self._journal.note_whole(slot.param)
         lead = max(0, len(slot.put.starts) - len(slot.take.starts))
         if box == slot.take:
             spec.layout.write(storage, spec.shape, slot.put, value)
@@ -94,13 +105,13 @@ class SlotIO:
 
     def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
-        kept, relative = positions_inside(slot.take, slot.shape, positions.to(storage.device))
-        if not len(relative):
-            return 0
-        chosen = values.to(storage.device)[kept].to(storage.dtype)
-        target = positions_in_whole(relative, slot.put, spec.shape)
-        spec.layout.patch(storage, spec.shape, target, chosen)
-        return len(relative)
+        kept, places = patch_places(positions.to(storage.device), slot, spec.shape, spec.layout)
+        if len(places):
+            chosen = values.to(storage.device)[kept].to(storage.dtype)
+            storage.view(-1).index_copy_(0, places, chosen)
+            if self._journal is not None:
+                self._journal.note(slot.param, places, storage.numel())
+        return len(places)
 
 
 def read_box(name: str, value: Tensor | LazyTensor, box: Box) -> Tensor:

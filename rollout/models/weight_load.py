@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.models.alias_check import AliasCheck
+from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.spellings import Splitter, nearest
@@ -52,7 +53,8 @@ class WeightLoad:
         after_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._table, self._dtype, self._after_load = table, dtype, after_load
-        self._io = SlotIO(table, storages)
+        self.journal = PatchJournal()  # what has been written so far
+        self._io = SlotIO(table, storages, self.journal)
         self._aliases = AliasCheck(table, self._io)
         self._splitter = Splitter(table.spellings)
         self._seen: set[str] = set()

@@ -242,7 +242,7 @@ def unpack(
             f"bucket {header.index}: payload is {payload.dtype} {list(payload.shape)}, "
             f"expected uint8 [{header.nbytes}]"
         )
-    if not payload.is_contiguous() or payload.storage_offset() % 8:
+    if not payload.is_contiguous() or payload.data_ptr() % 8:
         payload = payload.clone()  # views of other dtypes need an aligned start
     return _views(header, payload)
 

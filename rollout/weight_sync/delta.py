@@ -1,8 +1,8 @@
 """A lossless sparse encoding: which elements of a tensor differ from the last committed version.
 
 Elements are compared by their bits, so a NaN equals itself and -0.0 differs from 0.0. Changed
-positions are coded as gaps (unchanged elements before each changed one) in 1, 2 or 4 bytes each,
-whichever is shortest; the largest code means "that many, and no change yet". An entry's payload:
+positions are coded as gaps (``kernels/gap_codes``) in 1, 2 or 4 bytes each, whichever is
+shortest. An entry's payload:
 
     values  count x dtype | 0..3 bytes | codes, little-endian, 1, 2 or 4 bytes each
 
@@ -16,20 +16,18 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.kernels import changed
+from rollout.kernels import decode_gaps, encode_gaps, take_changes
+from rollout.kernels.gap_codes import WIDTHS, escape
 from rollout.positions import positions_in_whole
 from rollout.updates import BucketEntry
 from rollout.weight_sync import zstd
 from rollout.weights import Box, Shape, SparsePatch
 from rollout.wire import tensor_bytes
 
-WIDTHS = (1, 2, 4)  # bytes of a gap's code
 _WORTH = 512  # bytes below which a frame is not tried
 
 
@@ -55,7 +53,6 @@ class EncodedDelta:
     """The changed elements of one tensor, ready to be packed."""
 
     shape: Shape
-    positions: Tensor  # [count] int64, ascending
     values: Tensor  # [count], in the tensor's dtype
     codes: Tensor  # uint8, the coded gaps
     width: int
@@ -87,21 +84,20 @@ class EncodedDelta:
         )
 
 
-def encode(old: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
-    """What turns ``old`` into ``new`` (in host memory, contiguous, alike), bit for bit.
+def encode(copy: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
+    """What turns ``copy`` into ``new``, bit for bit, and which has then been done to it.
 
-    None where that takes more than ``max_bytes`` or is no shorter than ``new`` itself. Peak extra
-    memory: some 24 bytes per changed element.
+    Both in host memory, contiguous, alike. None where that takes more than ``max_bytes`` or is no
+    shorter than ``new`` itself. Peak extra memory: some 24 bytes per changed element.
     """
     size = new.dtype.itemsize
     limit = min(max_bytes, new.numel() * size - 1)
-    positions = changed(old, new, limit // (size + 1))
-    if positions is None:
+    changes = take_changes(copy, new, limit // (size + 1))
+    if changes is None:
         return None
+    positions, values = changes
     codes, width = encode_gaps(positions)
-    found = EncodedDelta(
-        tuple(new.shape), positions, new.reshape(-1)[positions], torch.from_numpy(codes), width
-    )
+    found = EncodedDelta(tuple(new.shape), values, codes, width)
     return found if found.nbytes <= limit or not len(positions) else None
 
 
@@ -115,8 +111,13 @@ def decode(entry: BucketEntry, raw: Tensor) -> SparsePatch:
         raw = _inflated(entry, raw)
     start = codes_offset(entry.count, entry.dtype)
     values = raw[: entry.count * entry.dtype.itemsize].view(entry.dtype)
-    codes = raw[start:].cpu().numpy()
-    positions = decode_gaps(codes, entry.sparse, entry.count, entry.box.numel, entry.name)
+    codes, numel = raw[start:].cpu(), entry.box.numel
+    positions = decode_gaps(codes, entry.sparse, entry.count, numel)
+    if positions is None:
+        raise TransferFailed(
+            f"delta of {entry.name!r:.200}: its gaps are not those of {entry.count} positions in "
+            f"{numel} elements"
+        )
     whole = entry.box == Box.full(entry.shape)
     if not whole:
         positions = positions_in_whole(positions, entry.box, entry.shape)
@@ -140,7 +141,7 @@ def problem(entry: BucketEntry) -> str | None:
     nbytes = entry.inflated or entry.nbytes
     length = nbytes - codes_offset(entry.count, entry.dtype)
     escapes = length // entry.sparse - entry.count
-    if length % entry.sparse or not 0 <= escapes <= numel // _escape(entry.sparse):
+    if length % entry.sparse or not 0 <= escapes <= numel // escape(entry.sparse):
         return f"{nbytes} bytes cannot hold {entry.count} changes of {size} bytes"
     return None
 
@@ -168,42 +169,6 @@ def codes_offset(count: int, dtype: torch.dtype) -> int:
     return -(-count * dtype.itemsize // 4) * 4
 
 
-def encode_gaps(positions: Tensor) -> tuple[NDArray[np.uint8], int]:
-    """The codes (as bytes) of ascending flat positions, and the width that is shortest for them."""
-    gaps = np.diff(positions.numpy(), prepend=-1) - 1
-    lengths = {w: w * (len(gaps) + int((gaps // _escape(w)).sum())) for w in WIDTHS}
-    width = min(WIDTHS, key=lambda w: lengths[w])
-    kind = np.dtype(f"<u{width}")
-    if lengths[width] == width * len(gaps):
-        return gaps.astype(kind).view(np.uint8), width
-    skips = gaps // _escape(width)
-    codes = np.full(lengths[width] // width, _escape(width), kind)
-    codes[np.cumsum(skips + 1) - 1] = (gaps - skips * _escape(width)).astype(kind)
-    return codes.view(np.uint8), width
-
-
-def decode_gaps(raw: NDArray[np.uint8], width: int, count: int, numel: int, name: str) -> Tensor:
-    """Flat positions, int64 [count]; ``TransferFailed`` unless they are in order and in bounds."""
-    codes = raw.view(np.dtype(f"<u{width}"))
-    if len(codes) > numel:
-        raise TransferFailed(f"delta of {name!r:.200}: {len(codes)} codes for {numel} elements")
-    ends = codes != _escape(width)
-    if int(ends.sum()) != count or (count and not ends[-1]) or (not count and len(codes)):
-        raise TransferFailed(f"delta of {name!r:.200}: its gaps are not those of {count} positions")
-    # At most 2^48 elements (``check_header``) of at most 32 bits each, in practice far fewer.
-    sums = np.cumsum(codes, dtype=np.int64)[ends]
-    positions = sums + np.arange(count, dtype=np.int64)
-    if count and not (int(positions[0]) >= 0 and int(positions[-1]) < numel):
-        raise TransferFailed(
-            f"delta of {name!r:.200}: position {int(positions[-1])} lies outside {numel} elements"
-        )
-    return torch.from_numpy(positions)
-
-
-def _escape(width: int) -> int:
-    return int((1 << 8 * width) - 1)
-
-
 @dataclass(slots=True)
 class Committed:
     """What one engine held after a commit: the values sent, as they were sent."""
@@ -225,12 +190,7 @@ class Committed:
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             self.keep(name, tensor)
             return None
-        found = encode(held, tensor.contiguous(), max_bytes)
-        if found is None:
-            held.copy_(tensor)
-        else:
-            held.view(-1)[found.positions] = found.values
-        return found
+        return encode(held, tensor.contiguous(), max_bytes)
 
     def keep(self, name: str, tensor: Tensor) -> None:
         held = self.values.get(name)
@@ -261,12 +221,7 @@ class ShardCopies:
         if held is None or held.dtype != values.dtype:
             self.values[name, box] = values.clone()
             return None
-        found = encode(held, values, values.nbytes)
-        if found is None:
-            held.copy_(values)
-        else:
-            held.view(-1)[found.positions] = found.values
-        return found
+        return encode(held, values, values.nbytes)
 
 
 class DeltaBase:

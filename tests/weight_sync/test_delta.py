@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ranks import Engine, same
 from trainer import BUCKET, DEADLINE, Trainer, fresh, nudged
 
@@ -24,7 +21,7 @@ from rollout.update_wire import header_from_wire, header_to_wire
 from rollout.updates import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync import encodings
 from rollout.weight_sync.bucket import BucketPacker, unpack
-from rollout.weight_sync.delta import WIDTHS, Committed, decode_gaps, encode, encode_gaps
+from rollout.weight_sync.delta import Committed, encode
 from rollout.weight_sync.publisher import UpdateOptions
 from rollout.weights import Box, SparsePatch
 
@@ -37,28 +34,6 @@ def engine(checkpoints):
     engine = Engine(checkpoints[0], 2, checkpoints[1])
     yield engine
     engine.close()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 70_000), max_size=50))
-def test_gaps_come_back_as_they_went(gaps) -> None:
-    positions = torch.tensor(gaps, dtype=torch.int64)
-    positions = (positions + 1).cumsum(0) - 1
-    codes, width = encode_gaps(positions)
-    numel = int(positions[-1]) + 1 if gaps else 0
-    assert torch.equal(decode_gaps(codes, width, len(gaps), numel, "x"), positions)
-
-
-@pytest.mark.parametrize(
-    ("gap", "width"),
-    [(0, 1), (254, 1), (255, 1), (3000, 2), (65_534, 2), (65_535, 2), (1 << 24, 4)],
-)
-def test_the_shortest_width_is_taken_and_escapes_are_exact(gap, width) -> None:
-    positions = (torch.full((5,), gap + 1)).cumsum(0) - 1
-    codes, chosen = encode_gaps(positions)
-    assert chosen == width
-    assert len(codes) <= 5 * 4
-    assert torch.equal(decode_gaps(codes, chosen, 5, int(positions[-1]) + 1, "x"), positions)
 
 
 def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -74,7 +49,7 @@ def test_any_bits_survive_through_buckets(dtype, changed) -> None:
     new = old.clone()
     where = torch.randperm(9999, generator=torch.Generator().manual_seed(changed))[:changed]
     new.view(-1).view(INTEGERS[dtype.itemsize])[where] ^= 1
-    found = encode(old, new, 1 << 20)
+    found = encode(old.clone(), new, 1 << 20)
     assert found is not None
     assert len(found.values) == changed
     packer = BucketPacker(1 << 15)
@@ -105,16 +80,17 @@ def test_nan_equals_itself_and_minus_zero_differs_from_zero() -> None:
     new[5] = -0.0
     found = encode(old, new, 1 << 20)
     assert found is not None
-    assert found.positions.tolist() == [5]
+    assert (found.codes.tolist(), found.width) == ([5], 1)
     assert torch.signbit(found.values).all()
 
 
 def test_what_is_no_shorter_goes_whole() -> None:
     old, new = torch.zeros(1000), torch.ones(1000)
-    assert encode(old, new, 1 << 20) is None
+    assert encode(old.clone(), new, 1 << 20) is None
     new[10:] = 0
-    assert encode(old, new, 1 << 20) is not None
+    assert encode(old.clone(), new, 1 << 20) is not None
     assert encode(old, new, 20) is None
+    assert torch.equal(old, new)  # the copy is brought up all the same
 
 
 def test_the_copy_follows_what_was_sent() -> None:
@@ -160,16 +136,12 @@ def test_a_malformed_entry_is_refused_before_it_is_read(text) -> None:
         unpack(header, payload, sparse=True)
 
 
-@pytest.mark.parametrize(
-    ("codes", "text"), [([255], "not those of 1"), ([10], "outside 10"), ([200], "outside 10")]
-)
-def test_codes_that_lead_outside_are_refused(codes, text) -> None:
+@pytest.mark.parametrize("codes", [[255], [10], [200]])
+def test_codes_that_lead_outside_are_refused(codes) -> None:
     header, payload = entry()
     payload[4:] = torch.tensor(codes, dtype=torch.uint8)
-    with pytest.raises(TransferFailed, match=text):
+    with pytest.raises(TransferFailed, match="not those of 1 positions in 10 elements"):
         list(unpack(header, payload, sparse=True))
-    with pytest.raises(TransferFailed):
-        decode_gaps(np.array([255, 255, 1], np.uint8), 1, 1, 500, "x")
 
 
 def test_changes_of_a_part_stay_in_it() -> None:
@@ -177,7 +149,7 @@ def test_changes_of_a_part_stay_in_it() -> None:
     [(_, patch)] = unpack(header, payload, sparse=True)
     assert (patch.positions.tolist(), patch.box) == ([5], Box((2,), (7,)))
     header, payload = entry(box=Box((2,), (5,)))
-    with pytest.raises(TransferFailed, match="position 3 lies outside 3 elements"):
+    with pytest.raises(TransferFailed, match="not those of 1 positions in 3 elements"):
         list(unpack(header, payload, sparse=True))
 
 
@@ -186,15 +158,6 @@ def test_a_delta_in_a_full_update_is_refused() -> None:
     assert next(iter(unpack(header, payload, sparse=True)))[1].positions.tolist() == [3]
     with pytest.raises(TransferFailed, match="a delta came in an update that is full"):
         unpack(header, payload)
-
-
-def test_every_width_is_decoded_with_escapes() -> None:
-    for width in WIDTHS:
-        escape = (1 << 8 * width) - 1
-        if width == 4:
-            continue  # a gap of 2^32 needs a tensor of as many elements
-        codes = np.array([escape, escape, 4], np.dtype(f"<u{width}")).view(np.uint8)
-        assert decode_gaps(codes, width, 1, 2 * escape + 5, "x").tolist() == [2 * escape + 4]
 
 
 # ---- against an engine ----

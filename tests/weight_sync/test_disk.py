@@ -35,8 +35,8 @@ class PutGetList:
         self.objects: dict[str, bytes] = {}
         self.order: list[str] = []
 
-    def put(self, key: str, data: bytes) -> None:
-        self.objects[key] = bytes(data)
+    def put(self, key: str, *parts: bytes | memoryview) -> None:
+        self.objects[key] = b"".join(parts)
         self.order.append(key)
 
     def get(self, key: str) -> bytes:
@@ -144,7 +144,7 @@ def test_a_failed_write_makes_the_next_version_whole(store, checkpoints) -> None
 
 def test_a_full_store_is_a_named_error(checkpoints) -> None:
     class Full(PutGetList):
-        def put(self, key: str, data: bytes) -> None:
+        def put(self, key: str, *parts: bytes | memoryview) -> None:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(TransferFailed, match=r"the store failed.*No space left"):
@@ -280,10 +280,10 @@ def test_a_writer_that_vanishes_leaves_no_version_behind(engine, checkpoints, tm
     """A whole version is followed; what a dead writer left is neither read nor waited for."""
 
     class Dies(LocalStore):
-        def put(self, key: str, data: bytes) -> None:
+        def put(self, key: str, *parts: bytes | memoryview) -> None:
             if key.endswith("bucket-000003"):
                 raise KeyboardInterrupt
-            super().put(key, data)
+            super().put(key, *parts)
 
     where = tmp_path / "run"
     where.mkdir()

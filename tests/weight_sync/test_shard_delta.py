@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import fresh, nudged
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
+from rollout.kernels import take_changes
 from rollout.positions import positions_in_whole
 from rollout.weight_sync.boxes import interval_boxes
-from rollout.weight_sync.delta import DeltaBase, encode
+from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.faults import Fault, Faulty
 from rollout.weights import Box, SparsePatch
 
@@ -239,11 +240,10 @@ def test_changes_are_applied_in_as_many_writes(checkpoints, layout) -> None:
         weights = nudged(checkpoints[1], 0.01)
         patches, changed = [], 0
         for name, tensor in weights.items():
-            found = encode(checkpoints[1][name], tensor, tensor.nbytes)
+            found = take_changes(checkpoints[1][name].clone(), tensor, tensor.numel())
             assert found is not None
-            changed += len(found.positions)
-            shape = tuple(tensor.shape)
-            patches.append((name, SparsePatch(shape, tensor.dtype, found.positions, found.values)))
+            changed += len(found[0])
+            patches.append((name, SparsePatch(tuple(tensor.shape), tensor.dtype, *found)))
         with Writes(storages) as writes:
             load.feed(patches)
         assert 0 < changed <= writes.count <= 2 * changed

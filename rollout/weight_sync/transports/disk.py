@@ -214,7 +214,7 @@ def _entries(store: Store, manifest: Manifest) -> Iterator[tuple[str, Unpacked]]
         yield from unpack(header, payload, sparse=manifest.base is not None)
 
 
-def _parsed(key: str, data: bytes) -> tuple[BucketHeader, Tensor]:
+def _parsed(key: str, data: bytes | bytearray) -> tuple[BucketHeader, Tensor]:
     if len(data) < LENGTH.size:
         raise IncompleteUpdate(f"{key} is half-written")
     length = LENGTH.unpack_from(data)[0]
@@ -225,8 +225,8 @@ def _parsed(key: str, data: bytes) -> tuple[BucketHeader, Tensor]:
         header = header_from_wire(json.loads(data[LENGTH.size : start]))
     except ValueError as error:
         raise TransferFailed(f"{key}: its header is malformed: {error}") from error
-    rest = bytearray(memoryview(data)[start:])  # torch wants memory that may be written
-    payload = (
-        torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
-    )
-    return header, payload
+    if start == len(data):
+        return header, torch.empty(0, dtype=torch.uint8)
+    if isinstance(data, bytes):
+        data = bytearray(data)  # torch wants memory that may be written
+    return header, torch.frombuffer(data, dtype=torch.uint8, offset=start)

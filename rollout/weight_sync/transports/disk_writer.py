@@ -183,9 +183,10 @@ class _Writing:
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
         head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
         head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
-        data = b"".join([LENGTH.pack(len(head)), head, tensor_bytes(payload)])
-        self._store.put(bucket_key(self._version, header.index), data)
-        self._sizes.append(len(data))
+        head = LENGTH.pack(len(head)) + head
+        data = tensor_bytes(payload)
+        self._store.put(bucket_key(self._version, header.index), head, data)
+        self._sizes.append(len(head) + len(data))
 
 
 def _stream(source: WeightSource, agreement: Agreement, writing: _Writing) -> RolloutError | None:

@@ -15,10 +15,12 @@ _KEY = re.compile(r"[0-9a-z][0-9a-z./-]*")
 class Store(Protocol):
     """Named runs of bytes; a ``put`` that has returned is seen whole by every later ``get``."""
 
-    def put(self, key: str, data: bytes) -> None: ...
+    def put(self, key: str, *parts: bytes | memoryview) -> None:
+        """``parts``, one after the other."""
+        ...
 
-    def get(self, key: str) -> bytes:
-        """Raises ``KeyError`` where there is none."""
+    def get(self, key: str) -> bytes | bytearray:
+        """Raises ``KeyError`` where there is none. A ``bytearray`` is the caller's: not copied."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -32,19 +34,29 @@ class LocalStore:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).resolve()
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, *parts: bytes | memoryview) -> None:
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            half.write_bytes(data)
+            with half.open("wb", buffering=0) as file:
+                for part in parts:
+                    rest = memoryview(part)
+                    while rest:
+                        rest = rest[file.write(rest) :]
             half.replace(path)
         finally:
             half.unlink(missing_ok=True)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytearray:
         try:
-            return self._path(key).read_bytes()
+            with self._path(key).open("rb", buffering=0) as file:
+                data = bytearray(os.fstat(file.fileno()).st_size)
+                filled, room = 0, memoryview(data)
+                while count := file.readinto(room[filled:]):
+                    filled += count
+                room.release()
+                return data[:filled] if filled < len(data) else data  # it was cut meanwhile
         except (FileNotFoundError, NotADirectoryError):
             raise KeyError(key) from None
 
