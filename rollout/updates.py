@@ -204,6 +204,10 @@ class WeightChannel(Protocol):
         """Take the lease; waits up to ``request.timeout`` for another update to end."""
         ...
 
+    def room(self, nbytes: int) -> Tensor | None:
+        """Memory, uint8 [nbytes], from which a payload goes without a copy; None: any will do."""
+        ...
+
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         """Announce the next bucket to every rank, in order; returns without waiting for them.
 

@@ -81,7 +81,7 @@ class BlockManager:
 
         ``margin`` blocks must stay free. Positions found in the cache count as computed.
         """
-        hits = [] if seq.block_table else self._match(seq)
+        hits = [] if seq.block_table else self._match(seq)[0]
         kept = len(hits) or len(seq.block_table)
         idle = sum(self._blocks[b].ref_count == 0 for b in hits)
         need = self._blocks_for(seq.num_tokens) - kept
@@ -147,6 +147,21 @@ class BlockManager:
         seq.hashed_blocks = full
         seq.chain_hash = parent
 
+    def next_digest(self, seq: Sequence) -> bytes | None:
+        """By what ``publish`` will make the next full block of ``seq`` addressable, if it will."""
+        start = seq.hashed_blocks * self.block_size
+        known = seq.token_ids[start : start + self.block_size]
+        if not self.prefix_caching or len(known) < self.block_size:
+            return None
+        if seq.num_computed and seq.kv_spans.single_version() != self.version:
+            return None
+        return _chain(seq.chain_hash or self._root, tuple(known))
+
+    def cached_tokens(self, seq: Sequence) -> tuple[int, bytes | None]:
+        """How many tokens ``admit`` would find, and by what the next block would be found."""
+        hits, digest = self._match(seq)
+        return len(hits) * self.block_size, digest
+
     def release(self, seq: Sequence) -> None:
         """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""
         for block_id in reversed(seq.block_table):
@@ -173,11 +188,14 @@ class BlockManager:
         for digest, block_id in self._by_hash.items():
             assert self._blocks[block_id].hash == digest, f"block {block_id}: stale address"
 
-    def _match(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the longest known prefix; tokens are compared after each hit."""
+    def _match(self, seq: Sequence) -> tuple[list[int], bytes | None]:
+        """The cached blocks of the longest known prefix, and the digest of the one that is missing.
+
+        Tokens are compared after each hit. None where nothing is missing, or may be taken.
+        """
         hits: list[int] = []
         if not self.prefix_caching or seq.needs_prompt_logprobs:
-            return hits
+            return hits, None
         parent = self._root
         size = self.block_size
         for start in range(0, seq.num_tokens - size, size):
@@ -185,13 +203,13 @@ class BlockManager:
             digest = _chain(parent, tokens)
             block_id = self._by_hash.get(digest)
             if block_id is None:
-                break
+                return hits, digest
             block = self._blocks[block_id]
             if block.tokens != tokens or block.parent != parent:
                 break
             hits.append(block_id)
             parent = digest
-        return hits
+        return hits, None
 
     def _allocate(self) -> int:
         block_id, _ = self._free.popitem(last=False)

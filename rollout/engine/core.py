@@ -316,6 +316,10 @@ class EngineCore:
             raise EngineClosed("the engine is closed")
         return self._executor.call(method, args, tensors)
 
+    def room(self, nbytes: int) -> Tensor | None:
+        """Memory from which a tensor of a call reaches the ranks without a copy, if there is."""
+        return None if self._executor is None else self._executor.room(nbytes)
+
     def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
         """Run ``fn`` in the engine's thread between two steps; boundaries keep their order."""
         return self.loop.at_boundary(fn)

@@ -3,7 +3,8 @@
 One token budget per step: decodes first, then chunks of prefill, first come first served. A
 sequence is admitted only when blocks for all its known tokens are free, so a prefill never stalls;
 when a decode finds no block, the newest running sequence is preempted and computed again later.
-The same calls on the same state give the same schedule.
+Of sequences that share most of a prompt one goes ahead: the others are admitted when they find its
+blocks in the prefix cache. The same calls on the same state give the same schedule.
 
     add -> [fresh] --admit--> running --finish--> gone
                                 |  ^
@@ -151,21 +152,38 @@ class Scheduler:
         return budget
 
     def _admit(self, entries: list[ScheduledEntry], budget: int) -> None:
-        while budget and len(self.running) < self._max_seqs:
+        if self._next_heap() is None:
+            return
+        coming = Coming(self.blocks, self.running)
+        put_off: list[tuple[list[tuple[int, Sequence]], Sequence]] = []
+        while budget and len(self.running) + len(put_off) < self._max_seqs:
             heap = self._next_heap()
             if heap is None:
-                return
+                break
             seq = heap[0][1]
-            # Leave room for the running ones to grow, or the newcomer is preempted at once.
-            margin = min(len(self.running), self.blocks.num_blocks // 32)
-            while not self.blocks.admit(seq, margin):
-                if self.running or not self._drop_holder(keep=seq):
-                    return
+            if coming.covers(seq):
+                heapq.heappop(heap)
+                put_off.append((heap, seq))
+                continue
+            if not self._make_space(seq):
+                break
             heapq.heappop(heap)
             del self._waiting[seq.seq_id]
             seq.status = Status.RUNNING
             insort(self.running, seq, key=_BY_ID)
             budget -= _schedule_chunk(entries, seq, budget)
+            coming.add(seq)
+        for heap, seq in put_off:
+            heapq.heappush(heap, (seq.seq_id, seq))
+
+    def _make_space(self, seq: Sequence) -> bool:
+        """Blocks for all known tokens of a sequence that is to be admitted, if there are."""
+        # Leave room for the running ones to grow, or the newcomer is preempted at once.
+        margin = min(len(self.running), self.blocks.num_blocks // 32)
+        while not self.blocks.admit(seq, margin):
+            if self.running or not self._drop_holder(keep=seq):
+                return False
+        return True
 
     def _next_heap(self) -> list[tuple[int, Sequence]] | None:
         """The heap whose top is the oldest sequence that may be admitted."""
@@ -211,6 +229,40 @@ class Scheduler:
             if seq.status is Status.WAITING:
                 self.blocks.fork(first, seq)
                 self._wait_again(seq)
+
+
+class Coming:
+    """The blocks that running prefills are about to make addressable, by the next one of each."""
+
+    def __init__(self, blocks: BlockManager, running: list[Sequence]) -> None:
+        self._blocks = blocks
+        self._by_next: dict[bytes, Sequence] = {}
+        for seq in running:
+            self.add(seq)
+
+    def add(self, seq: Sequence) -> None:
+        if seq.num_tokens - seq.num_computed <= 1:
+            return  # it decodes: its next block is full in many steps
+        digest = self._blocks.next_digest(seq)
+        if digest is not None:
+            self._by_next.setdefault(digest, seq)
+
+    def covers(self, seq: Sequence) -> bool:
+        """Whether at least half of what ``seq`` would have to compute is being computed."""
+        if not self._by_next or seq.block_table:
+            return False
+        found, digest = self._blocks.cached_tokens(seq)
+        other = self._by_next.get(digest) if digest is not None else None
+        if other is None:
+            return False
+        size, shared = self._blocks.block_size, found
+        last = min(seq.num_tokens - 1, other.num_tokens)
+        while (
+            shared + size <= last
+            and seq.token_ids[shared : shared + size] == other.token_ids[shared : shared + size]
+        ):
+            shared += size
+        return 2 * (shared - found) >= seq.num_tokens - found
 
 
 def _top(heap: list[tuple[int, Sequence]]) -> Sequence | None:

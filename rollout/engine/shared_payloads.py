@@ -2,7 +2,8 @@
 
 The engine's process owns a run of anonymous memory whose descriptor every rank inherits. A call's
 tensors lie in it from the call until the last rank's reply; ranks see them as views, without a
-copy. Where there is no such memory (not Linux), tensors travel in the frames.
+copy. What comes from a socket may be received into it (``room``), so that nothing is copied at all.
+Where there is no such memory (not Linux), tensors travel in the frames.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
@@ -36,6 +40,8 @@ class PayloadMemory:
         self.fd: int | None = None
         self._mapped: mmap.mmap | None = None
         self._used: dict[int, int] = {}  # start -> end of what ranks may still read
+        self._rooms: dict[int, int] = {}  # address of a tensor made by ``room`` -> its start
+        self._left: list[tuple[int, int]] = []  # the same, of those that nobody has any more
         self._lock = threading.Lock()
         self._last = 0.0
         self._timer: threading.Timer | None = None
@@ -45,24 +51,33 @@ class PayloadMemory:
             except OSError as error:
                 _log.warning("the ranks share no memory for weights: %s", error)
 
-    def place(self, tensors: Mapping[str, Tensor]) -> tuple[Rows, int] | None:
+    def room(self, nbytes: int) -> Tensor | None:
+        """Memory for a payload to come, uint8 [nbytes]; ``place`` will not copy it.
+
+        Taken until nobody has the tensor. None where it is short, or no memory was found.
+        """
+        found = self._reserve(nbytes)
+        if found is None:
+            return None
+        memory, start = found
+        held = np.frombuffer(memory, np.uint8, nbytes, start)
+        room = torch.from_numpy(held)
+        self._rooms[room.data_ptr()] = start
+        weakref.finalize(held, self._leave, room.data_ptr(), start)
+        return room
+
+    def place(self, tensors: Mapping[str, Tensor]) -> tuple[Rows, int | None] | None:
         """Copy ``tensors`` in: what a rank has to know of them, and the place to ``free``.
 
+        There is none to free for a tensor that lies in a ``room``: it has to be kept meanwhile.
         None where they are short, or no memory was found.
         """
-        size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
-        if self.fd is None or size < MIN_SHARED:
+        if (lying := self._lying(tensors)) is not None:
+            return lying, None
+        found = self._reserve(sum(_pages(tensor.nbytes) for tensor in tensors.values()))
+        if found is None:
             return None
-        with self._lock:
-            if self.fd is None:
-                return None
-            start = self._take(size)
-            try:
-                memory = self._memory(start, size)
-            except (OSError, ValueError, MemoryError) as error:
-                _log.warning("weights go through the sockets: %s", error)
-                del self._used[start]
-                return None
+        memory, start = found
         try:
             rows: Rows = {}
             at = start
@@ -75,26 +90,33 @@ class PayloadMemory:
             raise
         return rows, start
 
-    def free_after(self, futures: list[Future[Any]], place: int) -> None:
-        """Free a place when every one of ``futures`` is done."""
-        left, lock = [len(futures)], threading.Lock()
+    def free_after(
+        self, futures: list[Future[Any]], place: int | None, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Free a place, or let go of the tensors in their room, when all ``futures`` are done."""
+        left, lock, kept = [len(futures)], threading.Lock(), [tensors]
 
         def done(_: Future[Any]) -> None:
             with lock:
                 left[0] -= 1
                 last = not left[0]
             if last:
-                self.free(place)
+                kept.clear()
+                if place is not None:
+                    self.free(place)
 
         for future in futures:
             future.add_done_callback(done)
 
     def free(self, place: int) -> None:
         with self._lock:
-            self._used.pop(place, None)
-            self._last = time.monotonic()
-            if self._timer is None and self.fd is not None and not self._used:
-                self._trim_in(_IDLE)
+            self._freed(place)
+
+    def _freed(self, place: int) -> None:
+        self._used.pop(place, None)
+        self._last = time.monotonic()
+        if self._timer is None and self.fd is not None and not self._used:
+            self._trim_in(_IDLE)
 
     def _trim_in(self, seconds: float) -> None:
         self._timer = threading.Timer(seconds, self._trim)
@@ -104,6 +126,7 @@ class PayloadMemory:
     def _trim(self) -> None:
         """Give the memory back if nothing has lain in it for a while."""
         with self._lock:
+            self._free_left()
             self._timer = None
             if self.fd is None or self._used:
                 return  # whoever frees the last place asks again
@@ -122,9 +145,53 @@ class PayloadMemory:
         if fd is not None:
             os.close(fd)
 
+    def _lying(self, tensors: Mapping[str, Tensor]) -> Rows | None:
+        """The rows of tensors that lie in rooms, from their first byte on; None if one does not."""
+        with self._lock:
+            self._free_left()
+        rows: Rows = {}
+        for key, tensor in tensors.items():
+            start = self._rooms.get(tensor.data_ptr())
+            if start is None or not tensor.is_contiguous():
+                return None
+            rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), start, tensor.nbytes]
+        return rows
+
+    def _leave(self, address: int, start: int) -> None:
+        """A room's tensor is gone; from any thread at any time, also one that holds the lock."""
+        self._left.append((address, start))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._free_left()
+            finally:
+                self._lock.release()
+
+    def _free_left(self) -> None:
+        while self._left:
+            address, start = self._left.pop()
+            if self._rooms.get(address) == start:  # else another one lies there by now
+                del self._rooms[address]
+            self._freed(start)
+
+    def _reserve(self, size: int) -> tuple[mmap.mmap, int] | None:
+        """Memory, and where in it ``size`` bytes are taken."""
+        if self.fd is None or size < MIN_SHARED:
+            return None
+        with self._lock:
+            if self.fd is None:
+                return None
+            self._free_left()
+            start = self._take(size)
+            try:
+                return self._memory(start, size), start
+            except (OSError, ValueError, MemoryError) as error:
+                _log.warning("weights go through the sockets: %s", error)
+                del self._used[start]
+                return None
+
     def _take(self, size: int) -> int:
         """The first gap of ``size`` bytes, taken."""
-        start = 0
+        size, start = _pages(size), 0
         for first, end in sorted(self._used.items()):
             if first - start >= size:
                 break

@@ -54,6 +54,9 @@ class Lane:
         self._indices: dict[int, int] = {}  # this stream's number of a bucket -> its index
         self._sealed = False
 
+    def room(self, nbytes: int) -> Tensor | None:
+        return self._lanes.channel.room(nbytes)
+
     def begin(self, request: UpdateRequest) -> Begun:
         raise TransferFailed("a stream that joined an update begins none")
 

@@ -30,6 +30,7 @@ from rollout import update_wire
 from rollout.errors import TransferFailed
 from rollout.server.grpc_lanes import Lane, Lanes
 from rollout.updates import BucketHeader, UpdateRequest, WeightChannel
+from rollout.wire import tensor_bytes
 
 MAX_BUCKET = 8 << 30  # bytes one bucket may announce; memory is only taken for what arrives
 MAX_WAIT = 86400.0  # seconds
@@ -265,31 +266,38 @@ class UpdateStream:
                 f"bucket {header.index} announces {message.payload_bytes} bytes for {header.nbytes}"
                 f" (limit {MAX_BUCKET}); use smaller bucket_bytes"
             )
-        self._bucket = _IncomingBucket(header)
+        self._bucket = _IncomingBucket(header, self._channel.room(header.nbytes))
         self._add_chunk(b"")
 
     def _add_chunk(self, chunk: bytes | memoryview) -> None:
         bucket = self._bucket
         if bucket is None:
             raise TransferFailed("bytes without a bucket")
-        bucket.data += chunk
-        if len(bucket.data) > bucket.header.nbytes:
-            raise TransferFailed(f"bucket {bucket.header.index} is longer than it announced")
-        if len(bucket.data) == bucket.header.nbytes:
+        if bucket.add(chunk):
             self._bucket = None
-            self._channel.bucket(bucket.header, bucket.tensor())
+            self._channel.bucket(bucket.header, bucket.payload)
 
 
 class _IncomingBucket:
-    """A bucket whose bytes are arriving."""
+    """A bucket whose bytes are arriving, in ``room`` if there is one.
 
-    def __init__(self, header: BucketHeader) -> None:
-        self.header, self.data = header, bytearray()
+    Of other memory only what has arrived takes any, whatever was announced.
+    """
 
-    def tensor(self) -> torch.Tensor:
-        if not self.data:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self.data, dtype=torch.uint8)
+    def __init__(self, header: BucketHeader, room: torch.Tensor | None) -> None:
+        nbytes = header.nbytes
+        self.header = header
+        self.payload = torch.empty(nbytes, dtype=torch.uint8) if room is None else room
+        self._left = tensor_bytes(self.payload)
+
+    def add(self, chunk: bytes | memoryview) -> bool:
+        """Whether that was the last of it."""
+        if len(chunk) > len(self._left):
+            raise TransferFailed(f"bucket {self.header.index} is longer than it announced")
+        if chunk:
+            self._left[: len(chunk)] = chunk
+            self._left = self._left[len(chunk) :]
+        return not self._left
 
 
 def document(wire: Any) -> Any:

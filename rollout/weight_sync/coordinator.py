@@ -54,6 +54,10 @@ class EngineControl(Protocol):
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> list[Future[Reply]]: ...
 
+    def room(self, nbytes: int) -> Tensor | None:
+        """Memory from which a tensor of a call reaches the ranks without a copy, if there is."""
+        ...
+
     def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
         """Run ``fn`` between two steps, on the thread that drives them."""
         ...

@@ -258,6 +258,9 @@ class _FaultyChannel:
         self._timeout = request.timeout
         return self._inner.begin(request)
 
+    def room(self, nbytes: int) -> Tensor | None:
+        return self._inner.room(nbytes)
+
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         self._inner.bucket(header, payload)
 

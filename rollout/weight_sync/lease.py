@@ -87,6 +87,10 @@ class Lease:
             wants=wants,
         )
 
+    def room(self, nbytes: int) -> Tensor | None:
+        request = self._live("bucket")
+        return self._of.engine.room(nbytes) if nbytes <= request.bucket_bytes else None
+
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         request = self._live("bucket")
         args = {"update_id": request.update_id, "header": header_to_wire(header)}

@@ -131,8 +131,6 @@ class ShardUpdate:
         buckets, wire, changed = zip(*sent, strict=True)
         books.end(metadata, _summed(reply["digests"] for reply in said), wire)
         books.num_buckets, books.changed = sum(buckets), sum(changed)
-        if len(wire) == 1:  # the first rank sent for all
-            books.sent = []
 
     def _directly(self, outlet: Outlet, names: Sequence[str], phase: str) -> None:
         """This rank's parts of one run, on its own stream."""

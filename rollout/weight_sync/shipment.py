@@ -39,7 +39,7 @@ class Books:
     wire_bytes: int = 0
     num_buckets: int = 0
     changed: int = 0  # elements sent
-    sent: list[int] = field(default_factory=list)  # bytes by trainer rank, where each sends
+    sent: list[int] = field(default_factory=list)  # bytes by trainer rank, where several send
     gather_seconds: float = 0.0
     transfer_seconds: float = 0.0
     digest_seconds: float = 0.0
@@ -58,11 +58,11 @@ class Books:
         digests: Mapping[str, int],
         sent: Sequence[int],
     ) -> None:
-        """Every rank has sent its part: the digests of all, and the bytes of each."""
+        """Every rank has sent its part: the digests of all, and the bytes of each that sends."""
         self.digests = dict(digests)
         self.num_bytes = sum(meta.nbytes for meta in metadata)
         self.wire_bytes = sum(sent)
-        self.sent = list(sent)
+        self.sent = list(sent) if len(sent) > 1 else []
 
 
 class Shipment:

@@ -420,7 +420,7 @@ def test_figures_count_what_happened(start: Start) -> None:
     core.record_update(failed=False, stall=0.5)
     stats = core.stats()
     assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (3 * len(PROMPT), 12)
-    assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (54, 16)
+    assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (54, 32)
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
     assert (stats.time_to_first_token.count, stats.inter_token.count) == (3, 9)
     assert (stats.weight_updates_total, stats.weight_updates_failed_total) == (1, 1)

@@ -62,6 +62,53 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_never_its_last_token() -> N
     assert longer.num_cached_tokens == 16  # 19 of 20 positions were computed: four full blocks
 
 
+def test_of_equal_prompts_that_come_together_one_is_computed() -> None:
+    bench = Bench(budget=64)
+    seqs = [bench.submit(prompt(16), 4)[0] for _ in range(5)]
+    other = bench.submit(prompt(9, 50), 4)[0]
+    first = bench.step()
+    assert [(e.sequence.seq_id, e.num_new) for e in first.entries] == [(0, 16), (5, 9)]
+    second = bench.step()
+    assert [e.num_new for e in second.entries] == [1, 1, 4, 4, 4, 4]
+    bench.run()
+    assert {tuple(seq.output_token_ids) for seq in seqs} == {tuple(continuation(prompt(16), 4))}
+    assert other.output_token_ids == continuation(prompt(9, 50), 4)
+
+
+def test_a_long_common_prompt_is_waited_for_over_its_chunks_and_a_short_one_is_not() -> None:
+    bench = Bench(budget=10)
+    ahead = bench.submit(prompt(24), 2)[0]
+    same, barely = bench.submit(prompt(24), 2)[0], bench.submit([*prompt(4), *range(60, 80)], 2)[0]
+    assert [(e.sequence.seq_id, e.num_new) for e in bench.step().entries] == [(0, 10)]
+    assert [(e.sequence.seq_id, e.num_new) for e in bench.step().entries] == [(0, 10)]
+    third = bench.step()
+    assert [(e.sequence.seq_id, e.num_new) for e in third.entries] == [(0, 4), (1, 4), (2, 2)]
+    bench.run()
+    assert (same.num_cached_tokens, barely.num_cached_tokens) == (20, 4)
+    assert same.output_token_ids == ahead.output_token_ids == continuation(prompt(24), 2)
+
+
+def test_who_waits_for_a_prompt_goes_on_when_it_is_taken_away() -> None:
+    bench = Bench(budget=8)
+    ahead, same = (bench.submit(prompt(24), 3)[0] for _ in range(2))
+    bench.step()
+    assert same.status is Status.WAITING
+    bench.scheduler.finish(ahead)
+    bench.run()
+    assert same.output_token_ids == continuation(prompt(24), 3)
+
+
+def test_nobody_waits_for_kv_of_an_earlier_version() -> None:
+    bench = Bench(budget=14)
+    bench.submit(prompt(24), 3)
+    bench.submit(prompt(24), 3)
+    bench.step()
+    bench.commit()
+    second = bench.step()
+    assert [(e.sequence.seq_id, e.num_new) for e in second.entries] == [(0, 10), (1, 4)]
+    bench.run()
+
+
 def test_a_prefix_of_another_version_never_matches() -> None:
     bench = Bench(budget=64)
     bench.submit(prompt(16), 4)

@@ -36,7 +36,7 @@ def test_what_is_placed_is_seen_and_places_are_used_again(memory) -> None:
     assert torch.equal(seen["b"], b)
     assert torch.equal(seen["next"], a + 1)
     futures = [Future(), Future()]
-    memory.free_after(futures, at)
+    memory.free_after(futures, at, {})
     futures[0].set_result(None)
     assert memory.place({"c": a})[1] > later  # one rank still reads
     futures[1].set_exception(OSError("died"))
@@ -82,6 +82,54 @@ def test_short_tensors_stay_in_the_frame_and_a_rank_without_the_memory_says_so(m
     rows, _ = memory.place({"a": torch.ones(LARGE)})
     with pytest.raises(TransferFailed, match="has not got"):
         PayloadViews(None).views(rows)
+
+
+def test_what_lies_in_a_room_is_not_copied_and_stays_until_it_has_been_read(memory) -> None:
+    views = PayloadViews(os.dup(memory.fd))
+    room = memory.room(LARGE)
+    room.copy_(torch.arange(LARGE) % 251)
+    rows, at = memory.place({"payload": room})
+    assert at is None
+    seen = views.views(rows)["payload"]
+    room[7] = 99
+    assert seen[7] == 99  # the same memory
+    futures = [Future(), Future()]
+    memory.free_after(futures, at, {"payload": room})
+    del room
+    other = memory.room(LARGE)
+    other.zero_()
+    assert seen[7] == 99  # one rank still reads
+    for future in futures:
+        future.set_result(None)
+    del futures, future
+    _, at = memory.place({"a": other.clone()})
+    assert at == rows["payload"][2]  # free again
+
+
+def test_a_tensor_from_elsewhere_or_from_the_midst_of_a_room_is_copied(memory) -> None:
+    views = PayloadViews(os.dup(memory.fd))
+    room = memory.room(LARGE)
+    room.fill_(3)
+    for tensors in ({"a": room[4096:]}, {"a": room, "b": torch.ones(9)}):
+        rows, at = memory.place(tensors)
+        assert at is not None
+        assert torch.equal(views.views(rows)["a"], tensors["a"])
+    assert memory.room(9) is None
+    memory.close()
+    assert memory.room(LARGE) is None
+
+
+def test_rooms_that_nobody_has_any_more_are_given_back(memory, monkeypatch) -> None:
+    monkeypatch.setattr(shared_payloads, "_IDLE", 0.1)
+    rooms = [memory.room(LARGE) for _ in range(3)]
+    with memory._lock:  # as where the last reference goes while the lock is held
+        rooms.clear()
+    deadline = time.monotonic() + 5
+    assert memory.room(LARGE) is not None
+    while os.fstat(memory.fd).st_size and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert os.fstat(memory.fd).st_size == 0
+    assert not memory._rooms
 
 
 def test_both_ranks_of_an_engine_load_what_lies_there(tiny, monkeypatch) -> None:

@@ -90,11 +90,11 @@ class MultiprocessExecutor:
                 for link, future in zip(self._links, futures, strict=False):
                     link.send(buffers, self._next_id, future)
         except BaseException:
-            if placed is not None:
+            if placed is not None and placed[1] is not None:
                 self._payloads.free(placed[1])
             raise
-        if placed is not None:
-            self._payloads.free_after(futures, placed[1])
+        if placed is not None and tensors is not None:
+            self._payloads.free_after(futures, placed[1], tensors)
         with self._state_lock:
             over = self._dead or (EngineClosed("the engine is closed") if self._closed else None)
         if over is not None:  # it may have ended between our look and our send
@@ -102,6 +102,9 @@ class MultiprocessExecutor:
             for future in futures:
                 fail(future, over)
         return futures
+
+    def room(self, nbytes: int) -> Tensor | None:
+        return self._payloads.room(nbytes)
 
     def close(self) -> None:
         """End every rank within bounded time; pending futures fail with ``EngineClosed``."""

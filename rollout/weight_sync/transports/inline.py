@@ -1,6 +1,6 @@
 """The roads inside the channel itself: buckets travel with their announcement.
 
-``inline``: in process that is a reference, to a subprocess rank one copy over its pipe, over gRPC
+``inline``: in process that is a reference, to other ranks one copy into what they share, over gRPC
 messages of the update's stream. ``grpc_stream`` is the last of these for a service elsewhere: one
 stream to its one port, which goes on where it was when its connection is cut.
 """
