@@ -2,12 +2,13 @@
 
     python benchmarks/delta.py CHECKPOINT [--changed 0.01] [--rounds 5] [--transport grpc_stream]
 
-Each round sends new values three times: in full without keeping anything, in full as an anchor
-that every rank keeps its part of, and as a delta against it, in which each element has changed with
-the probability ``--changed``. The first and the last are compared: their seconds from the call of
-``update_weights`` to its return on rank 0, and their bytes. Prints one JSON line: the median ratio
-and its range over the rounds, medians of each side's parts, and the bytes. The first round, which
-builds the engine's shadow, is not counted.
+Each round sends new values four times: in full without keeping anything, in full as an anchor that
+every rank keeps its part of, and twice as a delta against what came before, in which each element
+has changed with the probability ``--changed``. The first is compared with either delta: their
+seconds from the call of ``update_weights`` to its return on rank 0, and their bytes. Prints one
+JSON line: for the delta after the anchor and for the one after a delta, the median ratio and its
+range over the rounds; medians of each side's parts, and the bytes. The first round, which builds
+the engine's shadow, is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from sync import PARTS, child, service
 from trainer_group import TRAINERS, sharded_checkpoint, trainer_group
 
-KINDS = ("full", "anchor", "delta")
+KINDS = ("full", "anchor", "delta", "next")  # two deltas in a row
 
 
 def main() -> None:
@@ -64,8 +65,7 @@ def measure(args: argparse.Namespace, address: str, meeting: str) -> dict[str, A
         if any(process.wait() for process in ranks):
             sys.exit("a trainer rank failed")
     rounds = [said[i : i + len(KINDS)] for i in range(len(KINDS), len(said), len(KINDS))]
-    full, delta = ([row[i] for row in rounds] for i in (0, 2))
-    ratios = [d["seconds"] / f["seconds"] for f, d in zip(full, delta, strict=True)]
+    full, delta, following = ([row[i] for row in rounds] for i in (0, 2, 3))
     return {
         "checkpoint": args.checkpoint,
         "transport": delta[0]["transport"],
@@ -75,11 +75,18 @@ def measure(args: argparse.Namespace, address: str, meeting: str) -> dict[str, A
         "full_wire_bytes": full[0]["wire_bytes"],
         "delta_wire_bytes": [row["wire_bytes"] for row in delta],
         "changed": [row["elements"] for row in delta],
-        "time_ratio": median(ratios),
-        "time_ratio_range": [min(ratios), max(ratios)],
+        "after_anchor": ratio(full, delta),
+        "after_delta": ratio(full, following),
         "full_s": parts(full),
         "delta_s": parts(delta),
+        "next_s": parts(following),
     }
+
+
+def ratio(full: list[dict[str, Any]], delta: list[dict[str, Any]]) -> list[float]:
+    """Of the rounds' seconds: median, least and most."""
+    found = [d["seconds"] / f["seconds"] for f, d in zip(full, delta, strict=True)]
+    return [median(found), min(found), max(found)]
 
 
 def lines(process: subprocess.Popen[str]) -> list[str]:
@@ -119,7 +126,8 @@ def update_in_turns(args: argparse.Namespace) -> None:
     ):
         for number in range(args.rounds + 1):
             for kind in KINDS:
-                change(model, 1.0 if kind != "delta" else args.changed, number)
+                part = args.changed if kind in ("delta", "next") else 1.0
+                change(model, part, number)
                 dist.barrier()
                 engine = plain if kind == "full" else keeping
                 started = time.perf_counter()

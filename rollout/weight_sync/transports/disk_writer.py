@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from math import prod
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from rollout.updates import BucketHeader
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker
 from rollout.weight_sync.delta import Committed
-from rollout.weight_sync.source import WeightSource, agreement_for, source_for
+from rollout.weight_sync.digests import total
+from rollout.weight_sync.source import PlacingSource, WeightSource, agreement_for, source_for
 from rollout.weight_sync.transports.disk import (
     FORMAT,
     LENGTH,
@@ -40,7 +42,7 @@ from rollout.weight_sync.transports.disk import (
     read_manifest,
 )
 from rollout.weight_sync.transports.store import Store
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box, Shape, TensorMeta
 from rollout.wire import tensor_bytes
 
 
@@ -89,6 +91,8 @@ class VersionWriter:
             stack.callback(writing.close)
             if self._delta:
                 writing.follow(committed or Committed())
+            if agreement.is_sender and isinstance(source, PlacingSource):
+                source.place_by(writing.room)
             failure = _stream(source, agreement, writing)
             agreement.vote(failure, timeout, "write")
             agreement.vote(_attempt(writing.finish, agreement), timeout, "manifest")
@@ -114,6 +118,7 @@ class _Writing:
         self._sizes: list[int] = []
         self._tensors: list[TensorMeta] = []
         self._digests: dict[str, int] = {}
+        self._failure: Exception | None = None  # of making room, until the next tensor
         self._base: int | None = None
         self._below: Iterator[str] = iter(())  # names of the base that a reader has yet to meet
         self.committed: Committed | None = None
@@ -136,15 +141,31 @@ class _Writing:
             read_manifest(self._store, self._version)
             raise VersionConflict(f"version {self._version} has been written already")
 
+    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+        """Where the next tensor may be gathered to: its bucket, unless changes alone go there."""
+        if self.committed is not None or self._failure is not None:
+            return None
+        try:
+            self._store_later(self._packer.begin(prod(shape) * dtype.itemsize))
+            return self._packer.room(dtype, shape)
+        except Exception as error:  # noqa: BLE001 - a source's iteration is no place for it
+            self._failure = error
+            return None
+
     def add(self, name: str, tensor: Tensor) -> None:
+        if self._failure is not None:
+            raise self._failure
         tensor = tensor.detach().cpu()
         shape = tuple(tensor.shape)
         self._tensors.append(TensorMeta(name, tensor.dtype, shape))
-        self._digests[name] = digest(tensor, shape, Box.full(shape))
+        if self.committed is None:
+            self._store_later(self._packer.add(name, tensor))
+            return
+        self._digest(name, tensor, shape, Box.full(shape))  # of all, which may not be written
         change = None
-        if self.committed is not None and name in self._below:  # a reader goes through both once
+        if name in self._below:  # a reader goes through both once
             change = self.committed.delta(name, tensor, self._packer.bucket_bytes)
-        elif self.committed is not None:
+        else:
             self.committed.keep(name, tensor)
         if change is None:
             made = self._packer.add(name, tensor)
@@ -180,7 +201,14 @@ class _Writing:
         for header, payload in made:
             self._puts.append(self._thread.submit(self._put, header, payload))
 
+    def _digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> None:
+        found = digest(values, shape, box)
+        self._digests[name] = total([self._digests.get(name, 0), found])
+
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
+        for entry in header.entries if self.committed is None else ():
+            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
+            self._digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
         head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
         head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
         head = LENGTH.pack(len(head)) + head
