@@ -127,7 +127,7 @@ def update_in_turns(args: argparse.Namespace) -> None:
         for number in range(args.rounds + 1):
             for kind in KINDS:
                 part = args.changed if kind in ("delta", "next") else 1.0
-                change(model, part, number)
+                change(model, part, len(KINDS) * number + KINDS.index(kind))
                 dist.barrier()
                 engine = plain if kind == "full" else keeping
                 started = time.perf_counter()
