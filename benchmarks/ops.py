@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout import kernels
 from rollout.kernels.native import native_status, use_huge_pages
-from rollout.weights import Box, TileLayout
+from rollout.weights import Box, TileLayout, WeightSlot
 
 HEADS, KV_HEADS, DIM, BLOCK = 14, 2, 64, 32
 
@@ -210,11 +210,44 @@ def digests(rounds: int) -> None:
             )
 
 
+def changes(rounds: int) -> None:
+    """What a delta of 1 % runs through, from the sender's comparison to places in tiles."""
+    shape, tiles = (16384, 1024), TileLayout(16)
+    half = Box((0, 0), (shape[0], shape[1] // 2))  # as one of two ranks takes it
+    copy, slot = torch.randn(shape).to(torch.bfloat16), WeightSlot("x", shape, half, "param", half)
+    chosen = (torch.rand(copy.numel()) < 0.01).nonzero().flatten()
+
+    def taken(run: Callable[..., Any]) -> Any:
+        copy.view(-1)[chosen] *= -1  # in both sides' time
+        return run(copy, new, copy.numel())
+
+    new = copy.clone()
+    codes, width = kernels.encode_gaps(chosen)
+    steps: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "take_changes": (kernels.take_changes, taken),
+        "encode_gaps": (kernels.encode_gaps, lambda run: run(chosen)),
+        "decode_gaps": (
+            kernels.decode_gaps, lambda run: run(codes, width, len(chosen), copy.numel())
+        ),
+        "patch_places": (
+            kernels.patch_places, lambda run: run(chosen, slot, slot.put.shape, tiles)
+        ),
+    }  # fmt: skip
+    for name, (op, call) in steps.items():
+        ours, theirs = medians(
+            rounds, lambda o=op, c=call: c(o), lambda o=op, c=call: c(o.reference)
+        )
+        print(f"{name:13} of {len(chosen)} in {copy.nbytes >> 20} MiB: {1e3 * ours:6.2f} ms"
+              f"   (plain torch {1e3 * theirs:6.2f} ms)")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", help="attention, linears, scans, filters, small_ops or digests")
+    parser.add_argument(
+        "--only", help="attention, linears, scans, filters, small_ops, digests or changes"
+    )
     parser.add_argument("--quick", action="store_true", help="shorter prefills only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -228,6 +261,7 @@ def main() -> None:
             "filters": lambda: filters(options.rounds),
             "small_ops": lambda: small_ops(options.rounds),
             "digests": lambda: digests(options.rounds),
+            "changes": lambda: changes(options.rounds),
         }
         for name, run in parts.items():
             if options.only in (None, name):
