@@ -63,7 +63,7 @@ def writer(store, **options) -> VersionWriter:
 
 
 def read(store, version: int) -> dict[str, torch.Tensor]:
-    return dict(VersionSource(store, version))
+    return {name: tensor.clone() for name, tensor in VersionSource(store, version)}
 
 
 def equal(a, b) -> bool:

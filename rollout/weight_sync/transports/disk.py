@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from rollout.updates import BucketHeader
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import Unpacked, unpack
 from rollout.weight_sync.names import wire_dtype
-from rollout.weight_sync.transports.store import Store
+from rollout.weight_sync.transports.store import LocalStore, Store
 from rollout.weights import Box, SparsePatch, TensorMeta, TensorPiece
 
 MANIFEST = "manifest.json"
@@ -63,8 +64,9 @@ class VersionSource:
     """One complete version as a ``WeightSource``; checks every tensor against its digest.
 
     ``dtype``: floats are cast to it after the check (None: as written). Raises
-    ``IncompleteUpdate`` where the manifest or a bucket is missing or half-written. Peak memory:
-    one tensor and one bucket, times the versions that are patched together.
+    ``IncompleteUpdate`` where the manifest or a bucket is missing or half-written. A tensor is
+    valid until the next one. Peak memory: one tensor and one bucket, times the versions that are
+    patched together.
     """
 
     def __init__(self, store: Store, version: int, *, dtype: torch.dtype | None = None) -> None:
@@ -200,10 +202,16 @@ def _place(name: str, whole: Tensor, piece: TensorPiece) -> int:
 
 
 def _entries(store: Store, manifest: Manifest) -> Iterator[tuple[str, Unpacked]]:
+    held = bytearray()  # what was read before may be overwritten: its tensors have been taken
+    data: bytes | memoryview
     for index, nbytes in enumerate(manifest.buckets):
         key = bucket_key(manifest.version, index)
         try:
-            data = store.get(key)
+            if isinstance(store, LocalStore):
+                data = store.get_over(key, held)
+                held = cast(bytearray, data.obj)
+            else:
+                data = store.get(key)
         except KeyError:
             raise IncompleteUpdate(f"{key} is missing, though its manifest names it") from None
         if len(data) != nbytes:
@@ -214,7 +222,7 @@ def _entries(store: Store, manifest: Manifest) -> Iterator[tuple[str, Unpacked]]
         yield from unpack(header, payload, sparse=manifest.base is not None)
 
 
-def _parsed(key: str, data: bytes | bytearray) -> tuple[BucketHeader, Tensor]:
+def _parsed(key: str, data: bytes | memoryview) -> tuple[BucketHeader, Tensor]:
     if len(data) < LENGTH.size:
         raise IncompleteUpdate(f"{key} is half-written")
     length = LENGTH.unpack_from(data)[0]
@@ -222,11 +230,11 @@ def _parsed(key: str, data: bytes | bytearray) -> tuple[BucketHeader, Tensor]:
     if start > len(data):
         raise IncompleteUpdate(f"{key} is half-written")
     try:
-        header = header_from_wire(json.loads(data[LENGTH.size : start]))
+        header = header_from_wire(json.loads(bytes(data[LENGTH.size : start])))
     except ValueError as error:
         raise TransferFailed(f"{key}: its header is malformed: {error}") from error
     if start == len(data):
         return header, torch.empty(0, dtype=torch.uint8)
-    if isinstance(data, bytes):
-        data = bytearray(data)  # torch wants memory that may be written
-    return header, torch.frombuffer(data, dtype=torch.uint8, offset=start)
+    # torch wants memory that may be written
+    memory = bytearray(data) if isinstance(data, bytes) else data
+    return header, torch.frombuffer(memory, dtype=torch.uint8, offset=start)

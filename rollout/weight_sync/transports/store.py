@@ -19,8 +19,8 @@ class Store(Protocol):
         """``parts``, one after the other."""
         ...
 
-    def get(self, key: str) -> bytes | bytearray:
-        """Raises ``KeyError`` where there is none. A ``bytearray`` is the caller's: not copied."""
+    def get(self, key: str) -> bytes:
+        """Raises ``KeyError`` where there is none."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -48,15 +48,18 @@ class LocalStore:
         finally:
             half.unlink(missing_ok=True)
 
-    def get(self, key: str) -> bytearray:
+    def get(self, key: str) -> bytes:
+        return bytes(self.get_over(key, bytearray()))
+
+    def get_over(self, key: str, held: bytearray) -> memoryview:
+        """The same in the memory of ``held``, or of a longer one: pages are not asked for again."""
         try:
             with self._path(key).open("rb", buffering=0) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
-                filled, room = 0, memoryview(data)
-                while count := file.readinto(room[filled:]):
+                size, filled = os.fstat(file.fileno()).st_size, 0
+                data = memoryview(held if len(held) >= size else bytearray(size))[:size]
+                while count := file.readinto(data[filled:]):
                     filled += count
-                room.release()
-                return data[:filled] if filled < len(data) else data  # it was cut meanwhile
+                return data[:filled]  # less, where it was cut meanwhile
         except (FileNotFoundError, NotADirectoryError):
             raise KeyError(key) from None
 
