@@ -287,7 +287,7 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
     axes.scatter(totals, names, marker="|", s=300, color="black", label="the whole update")
     axes.set_xlabel(f"seconds, {lines[0]['bytes'] / 1e9:.2f} GB, medians of {lines[0]['updates']}")
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

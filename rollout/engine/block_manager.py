@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import NamedTuple
 
 from rollout.engine.sequence import Sequence
 
@@ -30,6 +31,13 @@ class Block:
         self.hash = b""
         self.parent = b""
         self.tokens: tuple[int, ...] = ()
+
+
+class Found(NamedTuple):
+    """What the cache has of a sequence that holds no block."""
+
+    blocks: list[int]
+    missing: bytes = b""  # by what the next block would be found, if another one may be
 
 
 class BlockManager:
@@ -76,12 +84,33 @@ class BlockManager:
             block.forget()
         self.set_version(self.version)
 
-    def admit(self, seq: Sequence, margin: int = 0) -> bool:
+    def find(self, seq: Sequence) -> Found:
+        """The cached blocks of the longest known prefix; tokens are compared after each hit."""
+        hits: list[int] = []
+        if not self.prefix_caching or seq.needs_prompt_logprobs or seq.block_table:
+            return Found(hits)
+        parent = self._root
+        size = self.block_size
+        for start in range(0, seq.num_tokens - size, size):
+            tokens = tuple(seq.token_ids[start : start + size])
+            digest = _chain(parent, tokens)
+            block_id = self._by_hash.get(digest)
+            if block_id is None:
+                return Found(hits, digest)
+            block = self._blocks[block_id]
+            if block.tokens != tokens or block.parent != parent:
+                break
+            hits.append(block_id)
+            parent = digest
+        return Found(hits)
+
+    def admit(self, seq: Sequence, found: Found, margin: int = 0) -> bool:
         """Give ``seq`` blocks for all its known tokens, reusing cached ones, or change nothing.
 
-        ``margin`` blocks must stay free. Positions found in the cache count as computed.
+        ``found``: what ``find`` has just said; those positions count as computed. ``margin`` blocks
+        must stay free.
         """
-        hits = [] if seq.block_table else self._match(seq)[0]
+        hits = list(found.blocks)
         kept = len(hits) or len(seq.block_table)
         idle = sum(self._blocks[b].ref_count == 0 for b in hits)
         need = self._blocks_for(seq.num_tokens) - kept
@@ -157,11 +186,6 @@ class BlockManager:
             return None
         return _chain(seq.chain_hash or self._root, tuple(known))
 
-    def cached_tokens(self, seq: Sequence) -> tuple[int, bytes | None]:
-        """How many tokens ``admit`` would find, and by what the next block would be found."""
-        hits, digest = self._match(seq)
-        return len(hits) * self.block_size, digest
-
     def release(self, seq: Sequence) -> None:
         """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""
         for block_id in reversed(seq.block_table):
@@ -187,29 +211,6 @@ class BlockManager:
             assert not block.hash or block.hash == _chain(block.parent, block.tokens)
         for digest, block_id in self._by_hash.items():
             assert self._blocks[block_id].hash == digest, f"block {block_id}: stale address"
-
-    def _match(self, seq: Sequence) -> tuple[list[int], bytes | None]:
-        """The cached blocks of the longest known prefix, and the digest of the one that is missing.
-
-        Tokens are compared after each hit. None where nothing is missing, or may be taken.
-        """
-        hits: list[int] = []
-        if not self.prefix_caching or seq.needs_prompt_logprobs:
-            return hits, None
-        parent = self._root
-        size = self.block_size
-        for start in range(0, seq.num_tokens - size, size):
-            tokens = tuple(seq.token_ids[start : start + size])
-            digest = _chain(parent, tokens)
-            block_id = self._by_hash.get(digest)
-            if block_id is None:
-                return hits, digest
-            block = self._blocks[block_id]
-            if block.tokens != tokens or block.parent != parent:
-                break
-            hits.append(block_id)
-            parent = digest
-        return hits, None
 
     def _allocate(self) -> int:
         block_id, _ = self._free.popitem(last=False)

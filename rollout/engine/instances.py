@@ -252,8 +252,9 @@ class ModelInstances:
 
     def _bring_up(self, live: CausalLM, shadow: CausalLM, held: int | None) -> None:
         """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
-        if self._apart is not None and {held, self._live_is} == self._apart[0]:
-            self._apart[1].copy(live.storages(), shadow.storages())
+        apart, self._apart = self._apart, None  # the shadow's content ends here
+        if apart is not None and held is not None and {held, self._live_is} == apart[0]:
+            apart[1].copy(live.storages(), shadow.storages())
             return
         for x, y in pairs(live, shadow):
             y.copy_(x)

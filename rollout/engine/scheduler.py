@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from rollout.engine.block_manager import BlockManager
+from rollout.engine.block_manager import BlockManager, Found
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
@@ -152,7 +152,7 @@ class Scheduler:
         return budget
 
     def _admit(self, entries: list[ScheduledEntry], budget: int) -> None:
-        if self._next_heap() is None:
+        if not budget or len(self.running) >= self._max_seqs or self._next_heap() is None:
             return
         coming = Coming(self.blocks, self.running)
         put_off: list[tuple[list[tuple[int, Sequence]], Sequence]] = []
@@ -161,11 +161,12 @@ class Scheduler:
             if heap is None:
                 break
             seq = heap[0][1]
-            if coming.covers(seq):
+            found = coming.look_up(seq)
+            if found is None:
                 heapq.heappop(heap)
                 put_off.append((heap, seq))
                 continue
-            if not self._make_space(seq):
+            if not self._make_space(seq, found):
                 break
             heapq.heappop(heap)
             del self._waiting[seq.seq_id]
@@ -176,11 +177,11 @@ class Scheduler:
         for heap, seq in put_off:
             heapq.heappush(heap, (seq.seq_id, seq))
 
-    def _make_space(self, seq: Sequence) -> bool:
+    def _make_space(self, seq: Sequence, found: Found) -> bool:
         """Blocks for all known tokens of a sequence that is to be admitted, if there are."""
         # Leave room for the running ones to grow, or the newcomer is preempted at once.
         margin = min(len(self.running), self.blocks.num_blocks // 32)
-        while not self.blocks.admit(seq, margin):
+        while not self.blocks.admit(seq, found, margin):
             if self.running or not self._drop_holder(keep=seq):
                 return False
         return True
@@ -237,6 +238,7 @@ class Coming:
     def __init__(self, blocks: BlockManager, running: list[Sequence]) -> None:
         self._blocks = blocks
         self._by_next: dict[bytes, Sequence] = {}
+        self._covered: set[tuple[int, ...]] = set()  # what need not be looked up again
         for seq in running:
             self.add(seq)
 
@@ -247,15 +249,22 @@ class Coming:
         if digest is not None:
             self._by_next.setdefault(digest, seq)
 
-    def covers(self, seq: Sequence) -> bool:
-        """Whether at least half of what ``seq`` would have to compute is being computed."""
-        if not self._by_next or seq.block_table:
-            return False
-        found, digest = self._blocks.cached_tokens(seq)
-        other = self._by_next.get(digest) if digest is not None else None
-        if other is None:
-            return False
-        size, shared = self._blocks.block_size, found
+    def look_up(self, seq: Sequence) -> Found | None:
+        """What the cache has of ``seq``; None: half of the rest or more is being computed."""
+        tokens = tuple(seq.token_ids) if self._covered else ()
+        if tokens in self._covered and not (seq.block_table or seq.needs_prompt_logprobs):
+            return None
+        found = self._blocks.find(seq)
+        other = self._by_next.get(found.missing)
+        if other is None or not self._shares_half(seq, other, len(found.blocks)):
+            return found
+        self._covered.add(tokens or tuple(seq.token_ids))
+        return None
+
+    def _shares_half(self, seq: Sequence, other: Sequence, blocks: int) -> bool:
+        """Of what follows ``blocks`` blocks that both have."""
+        size = self._blocks.block_size
+        shared = found = blocks * size
         last = min(seq.num_tokens - 1, other.num_tokens)
         while (
             shared + size <= last

@@ -26,6 +26,7 @@ from rollout.errors import TransferFailed
 from rollout.wire import dtype_name, view_at
 
 MIN_SHARED = 1 << 20  # bytes; what is shorter is as fast through a socket
+MAX_ROOMS = 2 << 30  # bytes of all rooms: of what a peer has announced, not yet sent
 _IDLE = 1.0  # seconds without a tensor after which the memory is given back
 
 Rows = dict[str, list[Any]]  # by tensor: dtype name, shape, offset, nbytes
@@ -54,16 +55,19 @@ class PayloadMemory:
     def room(self, nbytes: int) -> Tensor | None:
         """Memory for a payload to come, uint8 [nbytes]; ``place`` will not copy it.
 
-        Taken until nobody has the tensor. None where it is short, or no memory was found.
+        Taken until nobody has the tensor. None where it is short, where rooms take ``MAX_ROOMS``
+        already, or no memory was found.
         """
-        found = self._reserve(nbytes)
+        found = self._reserve(nbytes, MAX_ROOMS)
         if found is None:
             return None
         memory, start = found
         held = np.frombuffer(memory, np.uint8, nbytes, start)
         room = torch.from_numpy(held)
         self._rooms[room.data_ptr()] = start
-        weakref.finalize(held, self._leave, room.data_ptr(), start)
+        # Called from any thread at any time, also one that holds the lock: it only takes a note.
+        gone = weakref.finalize(held, self._left.append, (room.data_ptr(), start))
+        gone.atexit = False
         return room
 
     def place(self, tensors: Mapping[str, Tensor]) -> tuple[Rows, int | None] | None:
@@ -72,9 +76,12 @@ class PayloadMemory:
         There is none to free for a tensor that lies in a ``room``: it has to be kept meanwhile.
         None where they are short, or no memory was found.
         """
+        size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
+        if size < MIN_SHARED:  # at once: steps come by here, and the lock may be held for long
+            return None
         if (lying := self._lying(tensors)) is not None:
             return lying, None
-        found = self._reserve(sum(_pages(tensor.nbytes) for tensor in tensors.values()))
+        found = self._reserve(size)
         if found is None:
             return None
         memory, start = found
@@ -110,13 +117,17 @@ class PayloadMemory:
 
     def free(self, place: int) -> None:
         with self._lock:
-            self._freed(place)
+            self._used.pop(place, None)
+            self._last = time.monotonic()
 
-    def _freed(self, place: int) -> None:
-        self._used.pop(place, None)
-        self._last = time.monotonic()
-        if self._timer is None and self.fd is not None and not self._used:
-            self._trim_in(_IDLE)
+    def _free_left(self) -> None:
+        """With the lock: the rooms that nobody has any more."""
+        while self._left:
+            address, start = self._left.pop()
+            if self._rooms.get(address) == start:  # else another one lies there by now
+                del self._rooms[address]
+            self._used.pop(start, None)
+            self._last = time.monotonic()
 
     def _trim_in(self, seconds: float) -> None:
         self._timer = threading.Timer(seconds, self._trim)
@@ -124,15 +135,15 @@ class PayloadMemory:
         self._timer.start()
 
     def _trim(self) -> None:
-        """Give the memory back if nothing has lain in it for a while."""
+        """Give the memory back if nothing has lain in it for a while, else look again later."""
         with self._lock:
-            self._free_left()
             self._timer = None
-            if self.fd is None or self._used:
-                return  # whoever frees the last place asks again
+            self._free_left()
+            if self.fd is None:
+                return
             left = self._last + _IDLE - time.monotonic()
-            if left > 0:
-                self._trim_in(left)
+            if self._used or left > 0:
+                self._trim_in(_IDLE if self._used else left)
                 return
             self._mapped = None
             os.ftruncate(self.fd, 0)
@@ -157,37 +168,27 @@ class PayloadMemory:
             rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), start, tensor.nbytes]
         return rows
 
-    def _leave(self, address: int, start: int) -> None:
-        """A room's tensor is gone; from any thread at any time, also one that holds the lock."""
-        self._left.append((address, start))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._free_left()
-            finally:
-                self._lock.release()
-
-    def _free_left(self) -> None:
-        while self._left:
-            address, start = self._left.pop()
-            if self._rooms.get(address) == start:  # else another one lies there by now
-                del self._rooms[address]
-            self._freed(start)
-
-    def _reserve(self, size: int) -> tuple[mmap.mmap, int] | None:
-        """Memory, and where in it ``size`` bytes are taken."""
+    def _reserve(self, size: int, most: int | None = None) -> tuple[mmap.mmap, int] | None:
+        """Memory, and where in it ``size`` bytes are taken; ``most``: of all rooms then."""
         if self.fd is None or size < MIN_SHARED:
             return None
         with self._lock:
             if self.fd is None:
                 return None
             self._free_left()
+            rooms = sum(self._used[start] - start for start in self._rooms.values())
+            if most is not None and rooms + size > most:
+                return None
             start = self._take(size)
             try:
-                return self._memory(start, size), start
+                memory = self._memory(start, size)
             except (OSError, ValueError, MemoryError) as error:
                 _log.warning("weights go through the sockets: %s", error)
                 del self._used[start]
                 return None
+            if self._timer is None:
+                self._trim_in(_IDLE)
+            return memory, start
 
     def _take(self, size: int) -> int:
         """The first gap of ``size`` bytes, taken."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rollout.models.causal_lm import CausalLM
+from rollout.models.patch_journal import CHUNK
 
-CHUNK = 4 << 20  # elements copied at once: a step waits for at most one such piece
 UNDO = ("shadow", "sparse", "host")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

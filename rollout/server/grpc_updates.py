@@ -27,12 +27,12 @@ import torch
 
 from rollout import rollout_pb2 as pb
 from rollout import update_wire
-from rollout.errors import TransferFailed
+from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc_lanes import Lane, Lanes
 from rollout.updates import BucketHeader, UpdateRequest, WeightChannel
 from rollout.wire import tensor_bytes
 
-MAX_BUCKET = 8 << 30  # bytes one bucket may announce; memory is only taken for what arrives
+MAX_BUCKET = 8 << 30  # bytes one bucket may announce
 MAX_WAIT = 86400.0  # seconds
 MAX_GRACE = 60.0  # seconds
 AHEAD = 8  # commands read before the first of them has run
@@ -190,9 +190,13 @@ class UpdateStream:
                     self._tell(self._add, event)
                 if command.WhichOneof("kind") == "abort":
                     break
+        except RolloutError as error:
+            # Its traceback would keep a bucket's memory, in a cycle with this stream.
+            self._tell(self._add, error.with_traceback(None))
         except Exception as error:  # noqa: BLE001 - the edge: it travels to the client
             self._tell(self._add, error)
         finally:
+            self._bucket = None
             self._channel.close()
             self._tell(self._add, None)
 
@@ -281,7 +285,7 @@ class UpdateStream:
 class _IncomingBucket:
     """A bucket whose bytes are arriving, in ``room`` if there is one.
 
-    Of other memory only what has arrived takes any, whatever was announced.
+    Other memory takes no pages but for what has arrived, whatever was announced.
     """
 
     def __init__(self, header: BucketHeader, room: torch.Tensor | None) -> None:

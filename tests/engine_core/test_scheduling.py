@@ -98,6 +98,22 @@ def test_who_waits_for_a_prompt_goes_on_when_it_is_taken_away() -> None:
     assert same.output_token_ids == continuation(prompt(24), 3)
 
 
+def test_a_prompt_that_many_wait_for_is_looked_up_once_a_step(monkeypatch) -> None:
+    bench = Bench(budget=64)
+    for _ in range(6):
+        bench.submit(prompt(16), 2)
+    found = []
+    find = BlockManager.find
+    monkeypatch.setattr(
+        BlockManager, "find", lambda self, seq: found.append(seq) or find(self, seq)
+    )
+    bench.step()
+    assert [seq.seq_id for seq in found] == [0, 1]  # the others are the same
+    del found[:]
+    bench.step()
+    assert [seq.seq_id for seq in found] == [1, 2, 3, 4, 5]
+
+
 def test_nobody_waits_for_kv_of_an_earlier_version() -> None:
     bench = Bench(budget=14)
     bench.submit(prompt(24), 3)
@@ -244,11 +260,11 @@ def test_after_a_hash_hit_the_tokens_are_compared() -> None:
         )
         for i in range(2)
     ]
-    assert blocks.admit(seqs[0])
+    assert blocks.admit(seqs[0], blocks.find(seqs[0]))
     seqs[0].advance(9, 0)
     blocks.publish(seqs[0])
     blocks._blocks[seqs[0].block_table[1]].tokens = (9, 9, 9, 9)  # as if two chains collided
-    assert blocks.admit(seqs[1])
+    assert blocks.admit(seqs[1], blocks.find(seqs[1]))
     assert seqs[1].num_computed == 4
 
 

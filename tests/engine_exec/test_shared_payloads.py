@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 import os
 import time
 from concurrent.futures import Future
@@ -11,9 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import Rollout
+from rollout import rollout_pb2 as pb
 from rollout.engine import shared_payloads
 from rollout.engine.shared_payloads import PayloadMemory, PayloadViews
 from rollout.errors import TransferFailed
+from rollout.server.grpc_updates import HeldUpdates, UpdateStream, document
+from rollout.update_wire import header_to_wire, request_to_wire
+from rollout.updates import Begun, BucketHeader, UpdateRequest
 
 LARGE = 3 << 20
 
@@ -125,11 +132,74 @@ def test_rooms_that_nobody_has_any_more_are_given_back(memory, monkeypatch) -> N
     with memory._lock:  # as where the last reference goes while the lock is held
         rooms.clear()
     deadline = time.monotonic() + 5
-    assert memory.room(LARGE) is not None
     while os.fstat(memory.fd).st_size and time.monotonic() < deadline:
         time.sleep(0.05)
     assert os.fstat(memory.fd).st_size == 0
     assert not memory._rooms
+
+
+def test_rooms_together_are_bounded(memory, monkeypatch) -> None:
+    monkeypatch.setattr(shared_payloads, "MAX_ROOMS", 2 * LARGE)
+    first, second = memory.room(LARGE), memory.room(LARGE)
+    assert first is not None
+    assert second is not None
+    assert memory.room(LARGE) is None
+    assert memory.place({"a": torch.ones(LARGE)}) is not None  # what is here already is no room
+    del first
+    assert memory.room(LARGE) is not None
+
+
+def test_the_short_tensors_of_a_step_wait_for_nobody(memory) -> None:
+    with memory._lock:  # held where pages are made
+        assert memory.place({"a": torch.ones(9)}) is None
+
+
+def test_a_bucket_that_fails_keeps_no_room(memory) -> None:
+    """Before the garbage collector comes by: an idle engine may be long without one."""
+    taken = []
+
+    class Channel:
+        def begin(self, request):
+            return Begun(update_id="u", epoch=1, base_version=0, version=1)
+
+        def room(self, nbytes):
+            taken.append(nbytes)
+            return memory.room(nbytes)
+
+        def bucket(self, header, payload):
+            raise TransferFailed("refused")
+
+        def close(self): ...
+
+    header = BucketHeader(0, (), LARGE)
+    announced = json.dumps(header_to_wire(header)).encode()
+    request = UpdateRequest(update_id="u", bucket_bytes=LARGE, timeout=5.0)
+    commands = [
+        pb.UpdateCommand(begin=document(request_to_wire(request))),
+        pb.UpdateCommand(bucket=pb.Bucket(header_json=announced, payload_bytes=LARGE)),
+        pb.UpdateCommand(chunk=bytes(LARGE)),
+    ]
+
+    async def feed():
+        for command in commands:
+            yield command
+        await asyncio.sleep(60)
+
+    async def talk():
+        with pytest.raises(TransferFailed, match="refused"):
+            async for _ in UpdateStream(Channel(), HeldUpdates()).talk(feed()):
+                pass
+
+    gc.disable()
+    try:
+        asyncio.run(talk())
+        assert taken == [LARGE]
+        deadline = time.monotonic() + 5
+        while not memory._left and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert memory._left
+    finally:
+        gc.enable()
 
 
 def test_both_ranks_of_an_engine_load_what_lies_there(tiny, monkeypatch) -> None:

@@ -124,3 +124,10 @@ def test_a_journal_is_short() -> None:
     journal.note("w", torch.tensor([5]), SHARE * 4)
     journal.copy(source, target)
     assert torch.equal(source["w"], target["w"])
+
+
+def test_a_journal_keeps_no_longer_buffer_alive() -> None:
+    journal = PatchJournal()
+    journal.note("w", torch.arange(1 << 16)[:4], 1 << 20)
+    [kept] = journal._places["w"]
+    assert kept.untyped_storage().nbytes() == 16

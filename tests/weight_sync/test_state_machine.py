@@ -54,7 +54,7 @@ class Generating(Engine):
             seq_id=self.steps, request_id=str(self.steps), index=0, params=SamplingParams(),
             seed=0, prompt_token_ids=PROMPT,
         )  # fmt: skip
-        assert self.blocks.admit(seq)
+        assert self.blocks.admit(seq, self.blocks.find(seq))
         return seq
 
     def step(self, seq: Sequence, count: int) -> None:

@@ -93,7 +93,7 @@ class MultiprocessExecutor:
             if placed is not None and placed[1] is not None:
                 self._payloads.free(placed[1])
             raise
-        if placed is not None and tensors is not None:
+        if tensors and placed is not None:
             self._payloads.free_after(futures, placed[1], tensors)
         with self._state_lock:
             over = self._dead or (EngineClosed("the engine is closed") if self._closed else None)

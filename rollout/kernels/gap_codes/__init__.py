@@ -11,6 +11,7 @@ from torch import Tensor
 from rollout.kernels.op import op
 
 WIDTHS = (1, 2, 4)
+MOST = 1 << 62  # elements; sums of gaps cannot overflow before they are seen to be too large
 
 
 @op
@@ -39,9 +40,8 @@ def decode_gaps(codes: Tensor, width: int, count: int, numel: int) -> Tensor | N
     gaps = codes.cpu().numpy().view(f"<u{width}")
     ends = gaps != escape(width)
     complete = bool(ends[-1]) if len(gaps) else not count
-    if len(gaps) > numel or int(ends.sum()) != count or not complete:
+    if not len(gaps) <= numel <= MOST or int(ends.sum()) != count or not complete:
         return None
-    # At most 2^48 elements of at most 32 bits each in theory; in practice far fewer.
     positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(count, dtype=np.int64)
     if count and not 0 <= int(positions[-1]) < numel:
         return None

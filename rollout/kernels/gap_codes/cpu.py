@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.gap_codes import WIDTHS
+from rollout.kernels.gap_codes import MOST, WIDTHS
 from rollout.kernels.native import entry, library
 
 
@@ -27,7 +27,7 @@ def decode_gaps(codes: Tensor, width: int, count: int, numel: int) -> Tensor | N
     assert codes.dtype == torch.uint8
     assert width in WIDTHS
     assert len(codes) % width == 0
-    if count > len(codes) // width or len(codes) // width > numel:
+    if not count <= len(codes) // width <= numel <= MOST:
         return None
     codes = codes.contiguous()
     positions = torch.empty(count, dtype=torch.int64)

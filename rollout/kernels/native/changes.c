@@ -135,7 +135,7 @@ EXPORT void rollout_encode_gaps(const int64_t *positions, int64_t n, int32_t wid
 }
 
 /* The codes may be anything: nothing is written beyond `count`, and `at` cannot overflow, as it
- * stays below `numel` (under 2^48) plus one code. */
+ * stays below `numel` (at most 2^62) plus one code. */
 #define DECODE(T)                                                                                  \
     for (int64_t i = 0; i < n; i++) {                                                              \
         T code;                                                                                    \

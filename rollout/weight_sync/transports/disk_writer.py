@@ -152,6 +152,10 @@ class _Writing:
             self._failure = error
             return None
 
+    def give_up(self, failure: Exception) -> None:
+        """Make no more room: the source is only led to its end."""
+        self._failure = self._failure or failure
+
     def add(self, name: str, tensor: Tensor) -> None:
         if self._failure is not None:
             raise self._failure
@@ -225,6 +229,8 @@ def _stream(source: WeightSource, agreement: Agreement, writing: _Writing) -> Ro
         for name, tensor in items:
             if failure is None:
                 failure = _attempt(lambda n=name, t=tensor: writing.add(n, t), agreement)
+            else:
+                writing.give_up(failure)
     except RolloutError as error:
         failure = failure or error
     finally:
