@@ -129,7 +129,8 @@ class ShardUpdate:
         said = self._agreement.exchange(status, timeout, "digests")
         sent = [reply["sent"] for reply in said if reply["sent"] is not None]
         buckets, wire, changed = zip(*sent, strict=True)
-        books.end(metadata, _summed(reply["digests"] for reply in said), wire)
+        each = () if self._outlet is None else wire
+        books.end(metadata, _summed(reply["digests"] for reply in said), each)
         books.num_buckets, books.changed = sum(buckets), sum(changed)
 
     def _directly(self, outlet: Outlet, names: Sequence[str], phase: str) -> None:

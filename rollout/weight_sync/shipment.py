@@ -39,7 +39,7 @@ class Books:
     wire_bytes: int = 0
     num_buckets: int = 0
     changed: int = 0  # elements sent
-    sent: list[int] = field(default_factory=list)  # bytes by trainer rank, where several send
+    sent: list[int] = field(default_factory=list)  # bytes by trainer rank, where each sends
     gather_seconds: float = 0.0
     transfer_seconds: float = 0.0
     digest_seconds: float = 0.0
@@ -58,11 +58,13 @@ class Books:
         digests: Mapping[str, int],
         sent: Sequence[int],
     ) -> None:
-        """Every rank has sent its part: the digests of all, and the bytes of each that sends."""
+        """Everything has been sent: the digests of all ranks' parts, and (none where the first rank
+        alone sent) the bytes that each of them has.
+        """
         self.digests = dict(digests)
         self.num_bytes = sum(meta.nbytes for meta in metadata)
-        self.wire_bytes = sum(sent)
-        self.sent = list(sent) if len(sent) > 1 else []
+        if sent:
+            self.wire_bytes, self.sent = sum(sent), list(sent)
 
 
 class Shipment:
