@@ -30,7 +30,7 @@ def running(
         executor="multiprocess",
         tensor_parallel_size=ranks,
         num_threads=threads // ranks,
-        max_model_len=longest,
+        max_model_len=max(longest, CHUNK),
         block_size=BLOCK,
         weight_layout=layout,
     )
