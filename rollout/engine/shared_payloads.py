@@ -64,7 +64,8 @@ class PayloadMemory:
         memory, start = found
         held = np.frombuffer(memory, np.uint8, nbytes, start)
         room = torch.from_numpy(held)
-        self._rooms[room.data_ptr()] = start
+        with self._lock:
+            self._rooms[room.data_ptr()] = start
         # Called from any thread at any time, also one that holds the lock: it only takes a note.
         gone = weakref.finalize(held, self._left.append, (room.data_ptr(), start))
         gone.atexit = False
