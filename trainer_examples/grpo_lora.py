@@ -49,5 +49,12 @@ class LoraTrainer(Trainer):
 
 if __name__ == "__main__":
     sys.exit(
-        example(__file__, __doc__ or "", LoraTrainer, lr=1e-3, output=Path("demo_output/lora"))
+        example(
+            __file__,
+            __doc__ or "",
+            LoraTrainer,
+            lr=2e-3,
+            steps=150,
+            output=Path("demo_output/lora"),
+        )
     )
