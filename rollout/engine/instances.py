@@ -253,11 +253,10 @@ class ModelInstances:
     def _bring_up(self, live: CausalLM, shadow: CausalLM, held: int | None) -> None:
         """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
         apart, self._apart = self._apart, None  # the shadow's content ends here
+        written = PatchJournal(everything=True)
         if apart is not None and held is not None and {held, self._live_is} == apart[0]:
-            apart[1].copy(live.storages(), shadow.storages())
-            return
-        for x, y in pairs(live, shadow):
-            y.copy_(x)
+            written = apart[1]
+        written.copy(live.storages(), shadow.storages())
 
     def _exchange_kept(self) -> None:
         assert self._kept is not None

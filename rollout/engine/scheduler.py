@@ -251,14 +251,14 @@ class Coming:
 
     def look_up(self, seq: Sequence) -> Found | None:
         """What the cache has of ``seq``; None: half of the rest or more is being computed."""
-        tokens = tuple(seq.token_ids) if self._covered else ()
+        tokens = tuple(seq.token_ids)
         if tokens in self._covered and not (seq.block_table or seq.needs_prompt_logprobs):
             return None
         found = self._blocks.find(seq)
         other = self._by_next.get(found.missing)
         if other is None or not self._shares_half(seq, other, len(found.blocks)):
             return found
-        self._covered.add(tokens or tuple(seq.token_ids))
+        self._covered.add(tokens)
         return None
 
     def _shares_half(self, seq: Sequence, other: Sequence, blocks: int) -> bool:

@@ -118,15 +118,7 @@ class ModelConfig:
         is_mixtral = architecture == "MixtralForCausalLM"
         _refuse_unsupported(read, architecture)
         hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-        if architecture == "Qwen3ForCausalLM":
-            head_dim = read.count("head_dim")
-        else:
-            if not values.get("head_dim") and hidden % heads:
-                raise ConfigError(
-                    f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
-                    "set head_dim"
-                )
-            head_dim = read.count("head_dim", hidden // heads)
+        head_dim = _read_head_dim(read, architecture, hidden, heads)
         attention_bias = not is_mixtral and read.flag("attention_bias")
         qwen2_bias = True
         if architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias") is not None:
@@ -153,8 +145,6 @@ class ModelConfig:
             bos_token_id=values.get("bos_token_id"),
             moe=_read_moe(read, architecture),
         )
-        if head_dim % 2:
-            raise ConfigError(f"{file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
         if heads % config.num_kv_heads:
             raise ConfigError(
                 f"{file}: num_attention_heads {heads} must be a multiple of "
@@ -343,6 +333,21 @@ def _read_moe(read: _Reader, architecture: str) -> MoEConfig | None:
             f"{moe.num_experts} experts of {count}"
         )
     return moe
+
+
+def _read_head_dim(read: _Reader, architecture: str, hidden: int, heads: int) -> int:
+    if architecture == "Qwen3ForCausalLM":
+        head_dim = read.count("head_dim")
+    else:
+        if not read.values.get("head_dim") and hidden % heads:
+            raise ConfigError(
+                f"{read.file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
+                "set head_dim"
+            )
+        head_dim = read.count("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{read.file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return head_dim
 
 
 def _read_rope(read: _Reader, theta: float) -> RopeConfig:

@@ -15,13 +15,14 @@ class PatchJournal:
     """The elements of each parameter that a load has written: few of them, or all.
 
     Takes 4 bytes (8 in parameters of 2^31 elements) for each of those few, at most a 1 / 64 of all.
+    ``everything``: of a load that nobody has watched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, everything: bool = False) -> None:
         self._places: dict[str, list[Tensor]] = {}
         self._counts: dict[str, int] = {}
         self._whole: set[str] = set()
-        self._everything = False
+        self._everything = everything
 
     def note(self, param: str, places: Tensor, numel: int) -> None:
         """``places`` of the parameter's flattened storage of ``numel`` elements were written."""

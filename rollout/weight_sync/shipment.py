@@ -52,6 +52,12 @@ class Books:
         self.digest_seconds += time.perf_counter() - started
         return found
 
+    def digest_bucket(self, header: BucketHeader, payload: Tensor) -> None:
+        """The digests of a bucket that holds whole tensors and boxes of them, no changes."""
+        for entry in header.entries:
+            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
+            self.digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+
     def end(
         self,
         metadata: Sequence[TensorMeta],
@@ -239,9 +245,8 @@ class Shipment:
 
     def _ship(self, header: BucketHeader, payload: Tensor) -> None:
         """Digest what a bucket holds of whole tensors, before others can reach it, and send it."""
-        for entry in header.entries if self._by_bucket else ():
-            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-            self._books.digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+        if self._by_bucket:
+            self._books.digest_bucket(header, payload)
         self._send(header, payload)
 
     def _send(self, header: BucketHeader, payload: Tensor) -> None:

@@ -20,7 +20,6 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
-from rollout.kernels import digest
 from rollout.update_wire import (
     header_to_wire,
     meta_to_wire,
@@ -29,7 +28,7 @@ from rollout.updates import BucketHeader
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker
 from rollout.weight_sync.delta import Committed
-from rollout.weight_sync.digests import total
+from rollout.weight_sync.shipment import Books
 from rollout.weight_sync.source import PlacingSource, WeightSource, agreement_for, source_for
 from rollout.weight_sync.transports.disk import (
     FORMAT,
@@ -117,7 +116,7 @@ class _Writing:
         )
         self._sizes: list[int] = []
         self._tensors: list[TensorMeta] = []
-        self._digests: dict[str, int] = {}
+        self._books = Books()  # of its digests alone
         self._failure: Exception | None = None  # of making room, until the next tensor
         self._base: int | None = None
         self._below: Iterator[str] = iter(())  # names of the base that a reader has yet to meet
@@ -165,7 +164,8 @@ class _Writing:
         if self.committed is None:
             self._store_later(self._packer.add(name, tensor))
             return
-        self._digest(name, tensor, shape, Box.full(shape))  # of all, which may not be written
+        # Of all of it, which may not be written.
+        self._books.digest(name, tensor, shape, Box.full(shape))
         change = None
         if name in self._below:  # a reader goes through both once
             change = self.committed.delta(name, tensor, self._packer.bucket_bytes)
@@ -189,7 +189,7 @@ class _Writing:
             "label": self._label,
             "buckets": self._sizes,
             "tensors": [meta_to_wire(meta) for meta in self._tensors],
-            "digests": self._digests,
+            "digests": self._books.digests,
         }
         self._store.put(f"{folder(self._version)}/{MANIFEST}", json.dumps(document).encode())
         self.manifest = read_manifest(self._store, self._version)
@@ -205,14 +205,9 @@ class _Writing:
         for header, payload in made:
             self._puts.append(self._thread.submit(self._put, header, payload))
 
-    def _digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> None:
-        found = digest(values, shape, box)
-        self._digests[name] = total([self._digests.get(name, 0), found])
-
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
-        for entry in header.entries if self.committed is None else ():
-            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-            self._digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+        if self.committed is None:
+            self._books.digest_bucket(header, payload)
         head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
         head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
         head = LENGTH.pack(len(head)) + head
