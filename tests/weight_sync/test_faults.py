@@ -21,6 +21,7 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.faults import KINDS, Fault, Faulty, FaultyLink
+from rollout.weight_sync.transports import broadcast
 
 TIMEOUT = 1.0
 GONE = (TransferFailed, IncompleteUpdate, DeadlineExceeded)
@@ -95,6 +96,21 @@ def test_a_fault_of_the_road(trainer, engine, checkpoints, fault) -> None:
     good = trainer.send(checkpoints[2])
     assert good.version == engine.version
     assert good.digest == sum(engine.digests(TIMEOUT).values()) % 2**64
+
+
+def test_a_broken_link_is_told_as_what_broke_it(engine, checkpoints, monkeypatch) -> None:
+    """Whichever socket closes first: here the sender's own, before it hears of anything."""
+    joined = broadcast.join_group
+
+    def closed_by_peer(where, rank, timeout):
+        if rank == 0:
+            raise TransferFailed("connection closed by peer")
+        return joined(where, rank, timeout)
+
+    monkeypatch.setattr(broadcast, "join_group", closed_by_peer)
+    cut = Faulty("broadcast", Fault("cut", phase="connect"))
+    with pytest.raises(TransferFailed, match="channel was closed"):
+        Trainer(engine, "broadcast").send(checkpoints[1], transport=cut, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("fault", ON_CHANNEL, ids=name_of)

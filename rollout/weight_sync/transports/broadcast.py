@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
-from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.errors import DeadlineExceeded, TransferFailed
 from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
+from rollout.weight_sync.transports.group import drop, explained
 
 _POLL = 0.0005  # seconds between looks at a pending receive
-_GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
 
 
 class BroadcastSender:
@@ -49,31 +50,28 @@ class BroadcastSender:
         return None
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
-        self._group = join_group(self._server.info, 0, timeout)
+        with explained(channel):
+            self._group = join_group(self._server.info, 0, timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, None)
-        try:
+        with explained(channel, header.index), _link(header.index):
             preamble = _preamble(header, payload.device)
             self._pending[header.index] = [
                 self._group.broadcast([part], _options()) for part in (preamble, payload)
             ]
-        except RuntimeError as error:
-            raise _explained(channel, header.index, error) from error
 
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
         # The channel knows of a rank's error first; the group would only time out.
         channel.wait(index, timeout)
-        for work in self._pending.pop(index, ()):
-            try:
+        with explained(channel, index), _link(index):
+            for work in self._pending.pop(index, ()):
                 work.wait()
-            except RuntimeError as error:
-                raise _explained(channel, index, error) from error
 
     def close(self) -> None:
         self._pending.clear()
-        group, self._group = self._group, None
-        _drop(group)
+        held, self._group = [self._group], None
+        drop(held)
         self._server.close()
 
 
@@ -134,8 +132,8 @@ class BroadcastReceiver:
 
     def close(self) -> None:
         self._closed.set()
-        group, self._group = self._group, None
-        _drop(group)
+        held, self._group = [self._group], None
+        drop(held)
 
 
 def choose_backend(device: str, cuda_here: bool, shared: bool = False) -> str:
@@ -153,6 +151,16 @@ def shares_gpu(devices: tuple[str, ...]) -> bool:
     return gpu_uuid(torch.device("cuda", torch.cuda.current_device())) in filter(None, devices)
 
 
+@contextmanager
+def _link(index: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferFailed(
+            f"the link to the engine's ranks broke at bucket {index}: {error}"
+        ) from error
+
+
 def _preamble(header: BucketHeader, device: torch.device) -> Tensor:
     return torch.tensor([header.index, header.nbytes], dtype=torch.int64, device=device)
 
@@ -163,32 +171,3 @@ def _options() -> Any:
     options.rootTensor = 0
     options.asyncOp = True
     return options
-
-
-def _drop(group: Any) -> None:
-    """Let go of a group without waiting for its pending work, which only ends at its timeout."""
-    if group is None:
-        return
-    holder = [group]
-    del group
-    with suppress(RuntimeError):  # no memory for a thread: then it goes here, at once
-        threading.Thread(target=_end, args=(holder,), name="drop-group", daemon=True).start()
-
-
-def _end(holder: list[Any]) -> None:
-    """NCCL leaves a kernel waiting for a peer that is gone, unless it is told to abort."""
-    abort = getattr(holder[0], "abort", None)
-    if abort is not None and "NCCL" in type(holder[0]).__name__:
-        abort()
-    holder.clear()
-
-
-def _explained(channel: WeightChannel, index: int, error: RuntimeError) -> RolloutError:
-    """A rank's own error where the engine reports one in time, else the link's."""
-    try:
-        channel.wait(index, _GRACE)
-    except DeadlineExceeded:
-        pass
-    except RolloutError as reported:
-        return reported
-    return TransferFailed(f"the link to the engine's ranks broke at bucket {index}: {error}")

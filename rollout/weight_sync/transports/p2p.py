@@ -12,7 +12,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_gro
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.updates import BucketHeader, Message, SharedBuckets, WeightChannel, WeightInfo
 from rollout.weight_sync.bucket import ALIGNMENT
+from rollout.weight_sync.transports.group import drop, explained
 
-_GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
 _TAGS = 1 << 30
 
 
@@ -77,7 +76,7 @@ class P2PMember:
     def close(self) -> None:
         held, self._group = [self._group, self._posted], None
         self._posted = {}
-        _drop(held)
+        drop(held)
 
     def _broken(self, index: int, error: RuntimeError) -> TransferFailed:
         return TransferFailed(
@@ -123,7 +122,8 @@ class P2PSender:
         return self._member
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
-        self.member.connect(timeout)
+        with explained(channel):
+            self.member.connect(timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, None)
@@ -132,10 +132,8 @@ class P2PSender:
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
         # The channel knows of a rank's error first; the group would only time out.
         channel.wait(index, timeout)
-        try:
+        with explained(channel, index):
             self.member.free(index)
-        except TransferFailed as error:
-            raise _explained(channel, index, error) from error
 
     def close(self) -> None:
         if self._member is not None:
@@ -189,7 +187,7 @@ class P2PReceiver:
     def close(self) -> None:
         self._ends.put(TransferFailed(f"rank {self._rank}: aborted while receiving (phase: round)"))
         held, self._group = [self._group], None
-        _drop(held)
+        drop(held)
 
     def _wait_for(self, index: int, posted: list[tuple[Message, Any]], into: Tensor) -> None:
         """Runs in a thread of its own; ``into`` is held until gloo writes to it no more."""
@@ -236,20 +234,3 @@ class P2PReceiver:
 
 def _tag(index: int) -> int:
     return 1 + index % _TAGS
-
-
-def _drop(held: list[Any]) -> None:
-    """Let go of a group without waiting for its pending work, which only ends at its timeout."""
-    with suppress(RuntimeError):  # no memory for a thread: then it goes with its last reference
-        threading.Thread(target=held.clear, name="drop-group", daemon=True).start()
-
-
-def _explained(channel: WeightChannel, index: int, error: TransferFailed) -> RolloutError:
-    """A rank's own error where the engine reports one in time, else the link's."""
-    try:
-        channel.wait(index, _GRACE)
-    except DeadlineExceeded:
-        pass
-    except RolloutError as reported:
-        return reported
-    return error
