@@ -77,7 +77,10 @@ class Admission:
         ]
 
     def _sample(self, request: Request, index: int, stream: bool) -> Sample:
-        params = request.params
+        params, prompt = request.params, request.prompt_token_ids
+        longest = self._max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(prompt) + params.max_tokens)
         stops = frozenset(params.stop_token_ids)
         if params.seed is None:
             seed = self._seeds.getrandbits(_SEED_BITS)
@@ -89,13 +92,14 @@ class Admission:
             index=index,
             params=params,
             seed=seed,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=prompt,
+            max_len=longest,
             stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
         )
         self._next_seq_id += 1
         text = None
         if self._tokenizer is not None and params.detokenize:
-            text = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
+            text = Detokenizer(self._tokenizer, prompt, params)
         return Sample(seq, text, stepwise=stream or bool(params.stop))
 
     def _check_length(self, request: Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.engine.sampling_batch import Ints, SamplingBatch
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
+from rollout.errors import EngineError
 from rollout.models.forward import ForwardBatch
 
 _FORWARD = tuple(f.name for f in fields(ForwardBatch))
@@ -25,15 +26,20 @@ def encode_batch(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Arguments and tensors of ``step``; a pure function of the sequences.
 
-    Rows of logits: first one per entry that samples, then the prompt positions that are scored,
-    both in the order of the entries.
+    A batch with ``previous_rows`` is encoded while the step before it runs, by what its sequences
+    will be when that step is booked; the ranks put the tokens in. Rows of logits: first one per
+    entry that samples, then the prompt positions that are scored, both in the order of the entries.
     """
     entries = batch.entries
     count = len(entries)
     sequences = [entry.sequence for entry in entries]
     new = np.fromiter((entry.num_new for entry in entries), np.int64, count)
-    starts = np.fromiter((s.num_computed for s in sequences), np.int64, count)
     known = np.fromiter((len(s.token_ids) for s in sequences), np.int64, count)
+    coming = 0 if batch.previous_rows is None else 1  # tokens that each will have by then
+    if coming:
+        starts, known = known, known + 1
+    else:
+        starts = np.fromiter((s.num_computed for s in sequences), np.int64, count)
     query_starts = np.zeros(count + 1, np.int64)
     np.cumsum(new, out=query_starts[1:])
     owner = np.repeat(np.arange(count), new)
@@ -44,7 +50,7 @@ def encode_batch(
     samples = starts + new == known
     scored, targets, scored_top = _prompt_rows(entries, query_starts)
     arrays = {
-        "input_ids": _input_ids(entries, int(query_starts[-1])),
+        "input_ids": (np.full(count, -1) if coming else _input_ids(entries, int(query_starts[-1]))),
         "positions": positions,
         "slots": slots,
         "query_starts": query_starts.astype(np.int32),
@@ -54,18 +60,35 @@ def encode_batch(
     }
     drawing = [sequences[i] for i in np.flatnonzero(samples)]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    tensors.update(_sampling(drawing, targets, scored_top).tensors())
+    if batch.previous_rows is not None:
+        tensors["previous_rows"] = torch.tensor(batch.previous_rows)
+    tensors.update(_sampling(drawing, coming, targets, scored_top).tensors())
     return {"version": batch.version}, tensors
 
 
 def decode_batch(
     args: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[ForwardBatch, SamplingBatch]:
-    """What ``encode_batch`` described, on the CPU."""
+    """What ``encode_batch`` described, on the CPU; without the tokens of ``previous_rows``."""
     return (
         ForwardBatch(**{name: tensors[name] for name in _FORWARD}),
         SamplingBatch.from_tensors(tensors),
     )
+
+
+def with_drawn(
+    batch: ForwardBatch, tensors: Mapping[str, Tensor], drawn: Tensor | None
+) -> ForwardBatch:
+    """The batch with its tokens, where it was encoded before they were known.
+
+    ``drawn``: int64 [S], what the step before has drawn, on any device; None: it has failed.
+    """
+    rows = tensors.get("previous_rows")
+    if rows is None:
+        return batch
+    if drawn is None:
+        raise EngineError("the step before has failed, whose tokens this one was to continue")
+    return replace(batch, input_ids=drawn[rows.to(drawn.device)])
 
 
 def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:
@@ -105,7 +128,9 @@ def _prompt_rows(entries: list[ScheduledEntry], query_starts: Ints) -> tuple[Int
     return np.concatenate(rows), np.array(targets, np.int64), top
 
 
-def _sampling(drawing: list[Sequence], targets: Ints, scored_top: list[int]) -> SamplingBatch:
+def _sampling(
+    drawing: list[Sequence], coming: int, targets: Ints, scored_top: list[int]
+) -> SamplingBatch:
     params = [s.params for s in drawing]
     numbers = [
         (
@@ -119,15 +144,15 @@ def _sampling(drawing: list[Sequence], targets: Ints, scored_top: list[int]) -> 
         for p in params
     ]
     top = [-1 if p.logprobs is None else p.logprobs for p in params]
-    edits = _edits(drawing)
-    penalised = [i for i, row in enumerate(numbers) if row[3:] != (1.0, 0.0, 0.0)]
+    edits = _edits(drawing, coming)
+    penalised = [i for i, s in enumerate(drawing) if s.penalised]
     history = [drawing[i].token_ids for i in penalised]
     lengths = np.array([0, *map(len, history)], np.int64)
     return SamplingBatch(
         numbers=np.array(numbers, np.float32).reshape(-1, 6),
         top_k=np.array([p.top_k for p in params], np.int64),
         seeds=np.array([s.seed & _MASK for s in drawing], np.uint64).view(np.int64),
-        counters=np.array([len(s.token_ids) for s in drawing], np.int64),
+        counters=np.array([len(s.token_ids) + coming for s in drawing], np.int64),
         targets=targets,
         num_top=np.array(top + scored_top, np.int64),
         edit_rows=np.array([e[0] for e in edits], np.int64),
@@ -140,12 +165,12 @@ def _sampling(drawing: list[Sequence], targets: Ints, scored_top: list[int]) -> 
     )
 
 
-def _edits(drawing: list[Sequence]) -> list[tuple[int, int, float]]:
+def _edits(drawing: list[Sequence], coming: int) -> list[tuple[int, int, float]]:
     """(row, token, added to its logit): stops that come too early, and logit_bias."""
     edits: list[tuple[int, int, float]] = []
     for row, sequence in enumerate(drawing):
         params = sequence.params
-        if params.min_tokens > sequence.output_len:
+        if params.min_tokens > sequence.output_len + coming:
             edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
         if params.logit_bias:
             edits += [(row, token, bias) for token, bias in params.logit_bias.items()]

@@ -130,9 +130,9 @@ class BlockManager:
         seq.block_table.extend(self._allocate() for _ in range(need))
         return True
 
-    def grow(self, seq: Sequence) -> bool:
-        """Make room for all known tokens of ``seq``, or change nothing and say False."""
-        need = self._blocks_for(seq.num_tokens) - len(seq.block_table)
+    def grow(self, seq: Sequence, coming: int = 0) -> bool:
+        """Make room for all known and ``coming`` tokens, or change nothing and say False."""
+        need = self._blocks_for(seq.num_tokens + coming) - len(seq.block_table)
         if need > len(self._free):
             return False
         for _ in range(need):

@@ -134,7 +134,6 @@ class EngineCore:
             self.counters,
             epoch=self.epoch,
             eos_ids=self.eos_ids,
-            max_model_len=self.max_model_len,
             live_ids=self.admission.live_ids,
         )
         self._loop = StepLoop(
@@ -143,6 +142,7 @@ class EngineCore:
             self.outputs,
             block_size=config.block_size,
             step_timeout=max(config.timeout, config.start_timeout),
+            runs_ahead=config.async_scheduling,
             on_broken=self.mark_broken,
         )
 

@@ -82,16 +82,23 @@ class DecodeInputs:
         return count <= self.rows and width <= self.max_blocks
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
-        """Take over a decode batch (CPU) of at most ``size`` rows; the rest of them is padding."""
+        """Take over a decode batch (CPU) of at most ``size`` rows; the rest of them is padding.
+
+        Its ``input_ids`` may be on the device already, where the step before has drawn them.
+        """
         if self._copied is not None:
             self._copied.synchronize()  # the transfer of the step before
         count, width = batch.block_tables.shape
         ids, positions, slots, lengths = self._views(self._host)
-        ids[:count], positions[:count] = batch.input_ids, batch.positions
+        here = batch.input_ids.device == ids.device
+        ids[:count] = batch.input_ids if here else 0
+        positions[:count] = batch.positions
         slots[:count], lengths[:count] = batch.slots, batch.context_lens
         self._clear(count, size)
         self._host_tables[:count, :width] = batch.block_tables
         self._device.copy_(self._host, non_blocking=True)
+        if not here:
+            self._device[:count] = batch.input_ids
         self._tables[:count].copy_(self._host_tables[:count], non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.engine.sampler import Sampler, Samples
+from rollout.engine.sampler import Drawn, Sampler, Samples
 from rollout.engine.sampling_batch import MIN_P, TEMPERATURE, TOP_P, SamplingBatch
 from rollout.engine.uniforms import uniforms
 from rollout.generation import GREEDY_BELOW
@@ -28,26 +31,58 @@ class DeviceSampler(Sampler):
     """
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
-        special = len(batch.edit_rows) or len(batch.history_rows)
-        if special or not batch.num_rows or int(batch.num_top.max()) > 0:
-            return super().sample(logits, batch)
-        count = batch.num_sampled
+        return (
+            super().sample(logits, batch)
+            if _is_special(batch)
+            else self.draw(logits, batch).samples()
+        )
+
+    def draw(self, logits: Tensor, batch: SamplingBatch) -> Drawn:
+        if _is_special(batch):
+            return super().draw(logits, batch)
         settings = torch.from_numpy(_settings(batch)).to(logits.device, non_blocking=True)
         numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
         tokens, scores = draw_tokens(
             logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws
         )
-        found = torch.cat((tokens[:, None].double(), scores.double()), dim=1).cpu()
-        scores = found[:, 1:].float()
-        rows = len(found)
-        return Samples(
-            found[:, 0].long(),
-            scores[:, 0].contiguous(),
-            scores[:count, 1].contiguous(),
-            scores[:count, 2].contiguous(),
-            torch.zeros(rows, 0, dtype=torch.int32),
-            torch.zeros(rows, 0),
-        )
+        found = to_host(torch.cat((tokens[:, None].double(), scores.double()), dim=1))
+        return Drawn(tokens[: batch.num_sampled], lambda: _samples(found(), batch.num_sampled))
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start the copy of a tensor to the host; the result waits for it, from any thread."""
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    cuda: Any = torch.cuda  # parts of it have no types
+    copied = cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
+
+
+def _is_special(batch: SamplingBatch) -> bool:
+    """Whether a row has edits, penalties or alternatives, or there is none."""
+    edited = len(batch.edit_rows) or len(batch.history_rows)
+    return bool(edited) or not batch.num_rows or int(batch.num_top.max()) > 0
+
+
+def _samples(found: Tensor, count: int) -> Samples:
+    """``found``: float64 [R, 4], token and scores; the first ``count`` rows were drawn."""
+    scores, rows = found[:, 1:].float(), len(found)
+    return Samples(
+        found[:, 0].long(),
+        scores[:, 0].contiguous(),
+        scores[:count, 1].contiguous(),
+        scores[:count, 2].contiguous(),
+        torch.zeros(rows, 0, dtype=torch.int32),
+        torch.zeros(rows, 0),
+    )
 
 
 def _settings(batch: SamplingBatch) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

@@ -3,7 +3,9 @@
     boundary fns --> inbox --> [ take inbox -> schedule -> Executor.call("step") -> book -> sinks ]
 
 Everything that touches sequences or blocks runs in this thread, between two steps, in the order in
-which it was asked for.
+which it was asked for. With ``runs_ahead`` the ranks get the next step before the tokens of this
+one are booked, so that they need not wait for this thread; while anything is in the inbox none is
+begun ahead, and the inbox is taken when no step is under way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,6 +43,14 @@ _CLOSE_WAIT = 5.0  # seconds for a step under way to end before its ranks are en
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that the ranks have been given."""
+
+    batch: ScheduledBatch
+    futures: list[Future[Reply]]
+
+
 class StepLoop:
     """Drives one scheduler over one executor. Public methods are thread-safe.
 
@@ -55,11 +66,14 @@ class StepLoop:
         *,
         block_size: int,
         step_timeout: float,
+        runs_ahead: bool,
         on_broken: Callable[[str], None],
     ) -> None:
         self.gates = Gates(scheduler)
         self.dead: WorkerDied | None = None
         self.closed = False
+        self.runs_ahead = runs_ahead
+        self.steps_ahead = 0  # begun before the one ahead of them had ended
         self._executor = executor
         self._scheduler = scheduler
         self._outputs = outputs
@@ -67,6 +81,7 @@ class StepLoop:
         self._step_timeout = step_timeout
         self._on_broken = on_broken
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._ahead: _Begun | None = None
         self._ended = False
         self._ending = threading.Lock()
         self._drains: list[Future[None]] = []
@@ -137,8 +152,9 @@ class StepLoop:
                 worked = self._step()
                 self._outputs.publish()
                 self._notify_drained()
-                self._take_inbox(wait=not worked)
-                self._outputs.publish()
+                if self._ahead is None:
+                    self._take_inbox(wait=not worked)
+                    self._outputs.publish()
         finally:
             self.closed = True
             self._outputs.fail(self.dead or EngineClosed("the engine was shut down"))
@@ -185,40 +201,54 @@ class StepLoop:
 
     def _step(self) -> bool:
         """One step, if there is work; whatever goes wrong ends the requests it was about."""
+        begun, self._ahead = self._ahead, None
         if self.dead is not None:
             return False
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule() if begun is None else begun.batch
         if not batch.entries:
             return False
         try:
-            self._outputs.step(batch, self._execute(batch))
-        except WorkerDied as error:
+            begun = begun or self._begin(batch)
+            if self.runs_ahead and self._inbox.empty():
+                ahead = self._scheduler.schedule_ahead(batch)
+                if ahead.entries:
+                    self._ahead = self._begin(ahead)
+                    self.steps_ahead += 1
+            self._outputs.step(batch, self._end(begun))
+        except Exception as error:  # noqa: BLE001 - one bad step must not end the thread
+            self._ahead = None  # all it computes is of the requests that end here
+            self._failed(batch, error)
+        return True
+
+    def _failed(self, batch: ScheduledBatch, error: Exception) -> None:
+        if isinstance(error, WorkerDied):
             self.dead = self.dead or error
             self._outputs.fail(self.dead)
-        except EngineBroken as error:
+        elif isinstance(error, EngineBroken):
             self._on_broken(str(error))
             self._outputs.fail(error)
-        except Exception as error:  # one bad step must not end the thread
-            log.exception("a step failed")
+        else:
+            log.error("a step failed", exc_info=error)
             text = f"a step failed: {type(error).__name__}: {error}"
             failure = error if isinstance(error, RolloutError) else EngineError(text)
             self._outputs.fail(failure, {entry.sequence.request_id for entry in batch.entries})
-        return True
 
-    def _execute(self, batch: ScheduledBatch) -> StepOutput:
+    def _begin(self, batch: ScheduledBatch) -> _Begun:
         args, tensors = encode_batch(batch, self._block_size)
-        futures = self._executor.call("step", args, tensors)
+        return _Begun(batch, self._executor.call("step", args, tensors))
+
+    def _end(self, begun: _Begun) -> StepOutput:
         try:
-            replies = self._replies(futures)
+            replies = self._replies(begun.futures)
         except WorkerDied:
             raise
         except RolloutError as error:
-            _settle(futures, error)
+            _settle(begun.futures, error)
             raise
-        versions = [int(header["version"]) for header, _ in replies]
-        if any(version != batch.version for version in versions):
+        versions, expected = [int(header["version"]) for header, _ in replies], begun.batch.version
+        if any(version != expected for version in versions):
             raise EngineBroken(
-                f"ranks ran a step with weight versions {versions}, expected {batch.version}"
+                f"ranks ran a step with weight versions {versions}, expected {expected}"
             )
         return decode_step(replies[0])
 

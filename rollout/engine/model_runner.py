@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
-from rollout.engine.batch import decode_batch
+from rollout.engine.batch import decode_batch, with_drawn
 from rollout.engine.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
 from rollout.engine.device_sampler import make_sampler
 from rollout.engine.instances import ModelInstances
@@ -64,6 +64,7 @@ class ModelRunner:
         )
         self.kv = KVCache(self._kv_shape(), self.device)
         self.sampler = make_sampler(self.device)
+        self._drawn: Tensor | None = None  # by the last step, on the device
         self.load_seconds = time.perf_counter() - started
 
     def sizes(self) -> dict[str, Any]:
@@ -76,14 +77,33 @@ class ModelRunner:
             "seconds": self.load_seconds,
         }
 
-    def step(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> Reply:
-        """One forward pass and, on rank 0, a token for every row that samples."""
+    def step(
+        self, args: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int
+    ) -> Callable[[], Reply]:
+        """One forward pass and, on rank 0, a token for every row that samples.
+
+        The reply may wait for the device; the next step need not wait for the reply.
+        """
         batch, sampling = decode_batch(args, tensors)
+        drawn, self._drawn = self._drawn, None
         with torch.inference_mode():
+            if "previous_rows" in tensors:
+                batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
             logits = self.forward(batch)
             if self.tp.rank:
-                return {"version": version}, {}
-            return encode_step(version, self.sampler.sample(logits, sampling), sampling)
+                self._drawn = torch.zeros(
+                    sampling.num_sampled, dtype=torch.int64, device=self.device
+                )
+                return lambda: ({"version": version}, {})
+            now = self.sampler.draw(logits, sampling)
+            self._drawn = now.tokens
+            return lambda: encode_step(version, now.samples(), sampling)
+
+    def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
+        """The tokens of the step before; only rank 0 has drawn them. Collective."""
+        if drawn is None or self.tp.size == 1:
+            return drawn
+        return self.tp.all_gather(drawn)[: len(drawn)]
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the live weights for ``batch`` (CPU), on this rank's device; valid until the

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import ScheduledBatch, Sequence
+from rollout.engine.sequence import ScheduledBatch, Sequence, Status
 from rollout.engine.snapshot import Snapshot
 from rollout.engine.step_output import StepOutput
 from rollout.metrics import EngineCounters
@@ -30,7 +31,6 @@ class OutputProcessor:
         *,
         epoch: int,
         eos_ids: frozenset[int],
-        max_model_len: int,
         live_ids: set[str],
     ) -> None:
         self.requests: dict[str, RequestState] = {}
@@ -38,7 +38,6 @@ class OutputProcessor:
         self._counters = counters
         self._epoch = epoch
         self._eos_ids = eos_ids
-        self._max_model_len = max_model_len
         self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
@@ -53,7 +52,12 @@ class OutputProcessor:
             self._scheduler.add(state.sequences)
 
     def step(self, batch: ScheduledBatch, output: StepOutput) -> None:
-        """Book one computed step: KV first, then each new token and whether it is the last."""
+        """Book one computed step: KV first, then each new token and whether it is the last.
+
+        Sequences that ended while the step was under way are passed over.
+        """
+        if batch.previous_rows is not None:
+            batch, output = _of_the_running(batch, output)
         drawing = [entry.sequence for entry in batch.entries if entry.samples]
         self._book_prompt_logprobs(batch, output)
         self._scheduler.advance(batch)
@@ -73,7 +77,7 @@ class OutputProcessor:
                 seq.top.append(top or {token: raw})
             state, sample = self._samples[seq.seq_id]
             self._observe(state, sample, now)
-            if sample.judge(self._eos_ids, self._max_model_len):
+            if sample.judge(self._eos_ids):
                 self._close(state, sample)
             elif state.call.stream:
                 self._changed[state.request.request_id] = state
@@ -159,6 +163,15 @@ class OutputProcessor:
                     self._counters.finished["error"] += 1
         self._live_ids.difference_update(call.open)
         call.open.clear()
+
+
+def _of_the_running(batch: ScheduledBatch, output: StepOutput) -> tuple[ScheduledBatch, StepOutput]:
+    """A step begun ahead, all of whose entries draw a token, without those that have ended."""
+    rows = [i for i, e in enumerate(batch.entries) if e.sequence.status is Status.RUNNING]
+    if len(rows) == len(batch.entries):
+        return batch, output
+    entries = [batch.entries[row] for row in rows]
+    return replace(batch, entries=entries), output.rows(rows)
 
 
 def _deliver(call: Call, item: Snapshot | BaseException) -> bool:

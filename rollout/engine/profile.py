@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import rollout.engine.loop as loop_module
 from rollout.engine.detokenizer import Detokenizer
@@ -51,6 +51,7 @@ class EngineProfile:
     def _replace(self) -> None:
         loop, timed, replace = self._core.loop, self._spans.timed, self._watched.replace
         self._spans.thread = threading.get_ident()
+        replace(loop, "runs_ahead", lambda _: cast(Any, False))  # a step's parts follow one another
         replace(loop, "_step", lambda run: timed("step", run))
         replace(self._core.scheduler, "schedule", lambda run: timed("schedule", self._look(run)))
         replace(loop_module, "encode_batch", lambda run: timed("build", run))

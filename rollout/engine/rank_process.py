@@ -3,6 +3,9 @@
     reader thread --+-- stage_* --> staging thread --+--> replies, in any order,
        (socket)     +-- the rest -> main thread -----+    matched by the call's id
 
+With ``async_scheduling`` a thread of its own replies to steps, while the main thread begins the
+next one.
+
 The engine's end of the socket is this process's life line: when it closes, the process ends at
 once, even inside a collective.
 """
@@ -16,13 +19,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.engine.model_runner import Reply
 from rollout.engine.shared_payloads import PayloadViews
 from rollout.engine.staging_thread import StagingThread
 from rollout.engine.worker import Worker
@@ -58,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
     worker = Worker(config, TensorParallel(rank, size), options.shared_fd)
-    RankLoop(sock, worker, staging, PayloadViews(options.payload_fd)).run()
+    replies = StagingThread("rollout-replies") if config.async_scheduling else None
+    RankLoop(sock, worker, staging, PayloadViews(options.payload_fd), replies).run()
 
 
 class RankLoop:
@@ -70,9 +76,10 @@ class RankLoop:
         worker: Worker,
         staging: StagingThread,
         payloads: PayloadViews,
+        replies: StagingThread | None,
     ) -> None:
         self._sock, self._worker, self._staging = sock, worker, staging
-        self._payloads = payloads
+        self._payloads, self._replies = payloads, replies
         self._calls: SimpleQueue[Frame] = SimpleQueue()
         self._send_lock = threading.Lock()
 
@@ -118,26 +125,39 @@ class RankLoop:
 
     def _run(self, frame: Frame) -> None:
         header, tensors = frame
-        method = header["method"]
-        fatal = False
         try:
-            reply, values = self._worker.handle(method, header["args"], tensors)
-            answer = {"id": header["id"], "reply": reply}
-        except Exception as error:
-            internal = not isinstance(error, RolloutError)
-            if internal:
-                log.exception("%s failed", method)
-            # Other ranks may be inside this step's collectives: they are freed by our end alone.
-            fatal = internal and method == "step" and self._worker.tp.size > 1
-            values = {}
-            answer = {
-                "id": header["id"],
-                "error": to_wire(error),
-                "internal": internal,
-                "fatal": fatal,
-            }
+            reply = self._worker.begin(header["method"], header["args"], tensors)
+        except Exception as error:  # noqa: BLE001 - belongs to whoever called
+            self._refuse(header, error)
+            return
+        if self._replies is not None and header["method"] == "step":
+            self._replies.submit(lambda: self._reply(header, reply))
+        else:
+            self._reply(header, reply)
+
+    def _reply(self, header: dict[str, Any], reply: Callable[[], Reply]) -> None:
+        try:
+            values, tensors = reply()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._refuse(header, error)
+            return
         with self._send_lock:
-            send_frame(self._sock, answer, values)
+            send_frame(self._sock, {"id": header["id"], "reply": values}, tensors)
+
+    def _refuse(self, header: dict[str, Any], error: Exception) -> None:
+        internal = not isinstance(error, RolloutError)
+        if internal:
+            log.error("%s failed", header["method"], exc_info=error)
+        # Other ranks may be inside this step's collectives: they are freed by our end alone.
+        fatal = internal and header["method"] == "step" and self._worker.tp.size > 1
+        answer = {
+            "id": header["id"],
+            "error": to_wire(error),
+            "internal": internal,
+            "fatal": fatal,
+        }
+        with self._send_lock:
+            send_frame(self._sock, answer, {})
         if fatal:
             os._exit(1)
 

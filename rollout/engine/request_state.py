@@ -35,7 +35,7 @@ class Sample:
         self.stepwise = stepwise and text is not None
         self.last_time = 0.0
 
-    def judge(self, eos_ids: frozenset[int], max_model_len: int) -> bool:
+    def judge(self, eos_ids: frozenset[int]) -> bool:
         """Look at the newest token: does it end the sample? Sets the finish and stop reasons."""
         seq, params = self.sequence, self.sequence.params
         token, count = seq.token_ids[-1], seq.output_len
@@ -51,7 +51,7 @@ class Sample:
                 if stop is not None:
                     self._end("stop", stop)
                     return True
-        if count == params.max_tokens or seq.num_tokens >= max_model_len:
+        if seq.num_tokens >= seq.max_len:
             self._end("length", None)
             return True
         return False

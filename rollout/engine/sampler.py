@@ -6,6 +6,7 @@ vocabulary in an order that other rows cannot change, and the draw comes from a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,6 +41,14 @@ class Samples:
     top_logprobs: Tensor  # [R, k] float32
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step has drawn, perhaps while its device still computes it."""
+
+    tokens: Tensor  # [S] int64, on the device
+    samples: Callable[[], Samples]  # waits for all of it; to be called once, from any thread
+
+
 class Sampler:
     """Draws and scores; keeps a work area of bounded size between steps.
 
@@ -51,6 +60,11 @@ class Sampler:
 
     def __init__(self) -> None:
         self._area: Tensor | None = None
+
+    def draw(self, logits: Tensor, batch: SamplingBatch) -> Drawn:
+        """``sample``, for who has use for the tokens before the host knows them."""
+        samples = self.sample(logits, batch)
+        return Drawn(samples.tokens[: batch.num_sampled].to(logits.device), lambda: samples)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
         """``logits``: [R, vocabulary], any float dtype; computed in float32. Not changed."""

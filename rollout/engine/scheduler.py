@@ -23,6 +23,7 @@ from rollout.engine.block_manager import BlockManager, Found
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
+_RUNNING = Status.RUNNING
 
 
 class Scheduler:
@@ -80,6 +81,29 @@ class Scheduler:
         budget = self._schedule_running(batch.entries)
         if self.preemptions == before:
             self._admit(batch.entries, budget)
+        return batch
+
+    def schedule_ahead(self, last: ScheduledBatch) -> ScheduledBatch:
+        """The step after ``last``, which is still being computed; no entries: wait for it.
+
+        Only where its tokens decide nothing but who has ended: all that runs draws a token in
+        ``last``, nobody waits to be admitted, and there are blocks. A sequence that turns out to
+        have ended is computed once in vain.
+        """
+        batch = ScheduledBatch(version=self.blocks.version, previous_rows=[])
+        rows = [(row, e) for row, e in enumerate(last.entries) if e.sequence.status is _RUNNING]
+        if self.frozen or len(rows) < len(self.running) or self._next_heap() is not None:
+            return batch
+        going_on = []
+        for row, entry in rows:
+            seq = entry.sequence
+            if seq.penalised or seq.seq_id in self._unforked or not entry.draws_alone:
+                return batch
+            if seq.num_tokens + 1 < seq.max_len:
+                going_on.append((row, seq))
+        if all(self.blocks.grow(seq, coming=1) for _, seq in going_on):
+            batch.entries = [ScheduledEntry(seq, 1) for _, seq in going_on]
+            batch.previous_rows = [row for row, _ in going_on]
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:

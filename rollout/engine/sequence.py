@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,8 +21,9 @@ class Sequence:
     """A prompt and its growing output; ``seq_id`` rises with arrival and orders everything.
 
     ``token_ids`` is prompt then output; the KV of positions ``< num_computed`` lies in the blocks
-    of ``block_table`` (which may cover more). ``stop_ids`` end the sequence and are masked while
-    fewer than ``params.min_tokens`` tokens are out. ``seed`` is already this sample's own. The
+    of ``block_table`` (which may cover more). ``max_len`` tokens are the most there may be;
+    ``stop_ids`` end the sequence earlier, and are masked while fewer than ``params.min_tokens``
+    tokens are out. ``seed`` is already this sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
     plus the leading None.
@@ -36,9 +38,11 @@ class Sequence:
         "index",
         "kv_spans",
         "log_kept_mass",
+        "max_len",
         "num_cached_tokens",
         "num_computed",
         "params",
+        "penalised",
         "processed",
         "prompt_len",
         "prompt_logprobs",
@@ -63,15 +67,19 @@ class Sequence:
         params: SamplingParams,
         seed: int,
         prompt_token_ids: ReadOnly[int],
+        max_len: int = sys.maxsize,
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.seq_id = seq_id
         self.request_id = request_id
         self.index = index
         self.params = params
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.penalised = penalties != (1, 0, 0)
         self.seed = seed
         self.stop_ids = stop_ids
         self.prompt_len = len(prompt_token_ids)
+        self.max_len = max_len
         self.token_ids = list(prompt_token_ids)
         self.status = Status.WAITING
         self.num_computed = 0
@@ -164,6 +172,11 @@ class ScheduledEntry:
         return seq.num_computed + self.num_new == len(seq.token_ids)
 
     @property
+    def draws_alone(self) -> bool:
+        """Whether the step draws a token of this sequence and scores none."""
+        return self.samples and not self.sequence.needs_prompt_logprobs
+
+    @property
     def prompt_rows(self) -> range:
         """Positions whose logits give prompt logprobs (of the token after each); mostly empty."""
         if not self.sequence.needs_prompt_logprobs:
@@ -173,10 +186,16 @@ class ScheduledEntry:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's work; ``version`` is the weights' version that every rank must report back."""
+    """One step's work; ``version`` is the weights' version that every rank must report back.
+
+    ``previous_rows``, of a step that is begun before the one ahead of it has ended: for each entry
+    (which all have one token) the row of that step that draws it. Until that step is booked,
+    ``start``, ``stop`` and the lengths of its sequences are one less than they will be.
+    """
 
     entries: list[ScheduledEntry] = field(default_factory=list)
     version: int = 0
+    previous_rows: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,18 @@ class StepOutput:
     top: list[TopLogprobs | None]
     prompt_logprobs: list[TopLogprobs]
 
+    def rows(self, rows: list[int]) -> StepOutput:
+        """The entries ``rows`` alone, of a step that scores no prompt."""
+        return StepOutput(
+            version=self.version,
+            tokens=[self.tokens[row] for row in rows],
+            raw=[self.raw[row] for row in rows],
+            processed=[self.processed[row] for row in rows],
+            log_kept_mass=[self.log_kept_mass[row] for row in rows],
+            top=[self.top[row] for row in rows],
+            prompt_logprobs=[],
+        )
+
 
 def encode_step(
     version: int, samples: Samples, batch: SamplingBatch

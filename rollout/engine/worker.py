@@ -53,7 +53,6 @@ class Worker:
         self._profile: RankProfile | None = None
         self._stream: Any = None  # the staging thread's, on a GPU
         self._methods: dict[str, Callable[[Args, Tensors], Reply]] = {
-            "step": lambda args, tensors: self.runner.step(args, tensors, self.version),
             "start": self._plain(self.start),
             "init_kv": self._plain(self.init_kv),
             "commit": self._plain(self.commit),
@@ -77,15 +76,22 @@ class Worker:
             "digests": self._plain(self.digests),
         }
 
-    def handle(self, method: str, args: Args, tensors: Tensors) -> Reply:
-        """Run one call on the calling thread; raises whatever it raises."""
+    def begin(self, method: str, args: Args, tensors: Tensors) -> Callable[[], Reply]:
+        """Run one call on the calling thread, but for waiting for a device: the reply does that.
+
+        Either raises whatever it raises. Replies may be asked for in any thread, in this order.
+        """
+        if method == "step":
+            return self.runner.step(args, tensors, self.version)
         run = self._methods.get(method)
         if run is None:
-            known = ", ".join(self._methods)
+            known = ", ".join(("step", *self._methods))
             raise InvalidRequest(f"a rank has no method {method!r}; known: {known}")
         if method.startswith("stage_") and self.device.type == "cuda":
-            return self._beside(run, args, tensors)
-        return run(args, tensors)
+            reply = self._beside(run, args, tensors)
+        else:
+            reply = run(args, tensors)
+        return lambda: reply
 
     def _beside(self, run: Callable[[Args, Tensors], Reply], args: Args, tensors: Tensors) -> Reply:
         """On the staging thread's own stream: what it waits for must not hold up the steps."""

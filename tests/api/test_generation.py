@@ -173,6 +173,7 @@ def test_abort_ends_requests_by_id_and_all_at_once(face, engine, eventually):
 
 
 def test_ctrl_c_ends_the_wait_and_aborts_the_request(face, engine, eventually):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     engine.pause_generation()
     try:
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -182,6 +183,7 @@ def test_ctrl_c_ends_the_wait_and_aborts_the_request(face, engine, eventually):
         timer.join()
         eventually(lambda: engine.metrics().running + engine.metrics().waiting == 0)
     finally:
+        signal.signal(signal.SIGINT, before)
         engine.resume_generation()
 
 

@@ -35,6 +35,7 @@ class Ways:
     preemptions: int = 0
     cached_tokens: int = 0
     largest: int = 0
+    steps_ahead: int = 0
 
 
 def sequence(number: int, seed: int = 0) -> tuple[list[int], dict[str, Any]]:
@@ -115,6 +116,7 @@ def random_engine(rng: random.Random) -> dict[str, Any]:
         "enable_prefix_caching": rng.random() < 0.6,
         "max_num_seqs": rng.choice([1, 2, 5, 16, 64]),
         "num_threads": rng.choice([1, 1, 1, 2]),
+        "async_scheduling": rng.random() < 0.4,
     }
 
 
@@ -142,6 +144,7 @@ def compare(model: str, wanted: dict[int, Bits], seed: int, batches: int, ways: 
         stats = core.stats()
         ways.preemptions += stats.preemptions_total
         ways.cached_tokens += stats.prefix_cache_hits_total
+        ways.steps_ahead += core.loop.steps_ahead
     finally:
         core.close()
         torch.set_num_threads(threads)

@@ -35,6 +35,7 @@ def test_a_sequence_has_the_same_bits_under_every_schedule(
         compare(model, wanted, seed, BATCHES, ways)
     assert ways.preemptions > 0
     assert ways.cached_tokens > 0
+    assert ways.steps_ahead > 0
     assert ways.largest == 64
 
 

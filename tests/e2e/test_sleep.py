@@ -151,7 +151,7 @@ def test_any_order_of_sleeps_updates_and_rollbacks_follows_the_model(models, und
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=12, stateful_step_count=25, deadline=None, database=None,
+                max_examples=7, stateful_step_count=20, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )  # fmt: skip

@@ -15,21 +15,26 @@ from tiny_models import make_tokenizer
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
+from rollout.engine.staging_thread import StagingThread
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+@pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    """Starts engines; the same tests hold where the ranks get a step while one runs."""
     engines: list[EngineCore] = []
 
     def make(
         toy: ToyExecutor | None = None, tokenizer: bool = False, **settings: Any
     ) -> EngineCore:
         toy = toy or ToyExecutor()
+        if request.param:
+            toy.thread = StagingThread("toy-rank")
         fields = {"vocab_size": 320} if tokenizer else {}
         path = write_config(tmp_path, **fields)
         if tokenizer:
             make_tokenizer(320).save_pretrained(path)
         values = {"num_kv_blocks": 80, "block_size": toy.block_size, **settings}
+        values.setdefault("async_scheduling", request.param)
         core = EngineCore(EngineConfig(model=path, **values), executor=toy)
         engines.append(core)
         core.start()

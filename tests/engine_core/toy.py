@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine.batch import decode_batch
+from rollout.engine.batch import decode_batch, with_drawn
+from rollout.engine.staging_thread import StagingThread
 from rollout.errors import RolloutError, WorkerDied
 
 VOCAB = 97
@@ -69,11 +70,21 @@ def logprob_of(state: int) -> float:
 class ToyExecutor:
     """``size`` lockstep ranks in this process that share one set of pages.
 
-    ``lie`` makes the last rank report another version; ``gate`` holds steps while cleared.
+    ``lie`` makes the last rank report another version; ``gate`` holds steps while cleared. With
+    ``thread`` calls run there, in their order; ``begun`` counts the steps that were asked for.
     """
 
-    def __init__(self, size: int = 1, block_size: int = 4, free_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        size: int = 1,
+        block_size: int = 4,
+        free_bytes: int = 1 << 20,
+        thread: StagingThread | None = None,
+    ) -> None:
         self.size = size
+        self.thread = thread
+        self.begun = 0
+        self.drawn: Tensor | None = None
         self.block_size = block_size
         self.free_bytes = free_bytes
         self.on_death: Callable[[WorkerDied], None] | None = None
@@ -97,13 +108,17 @@ class ToyExecutor:
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> list[Future[Reply]]:
         futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
-        if method == "step" and not self.gate.is_set():
+        self.begun += method == "step"
+        if method == "step" and self.thread is None and not self.gate.is_set():
             threading.Thread(target=self._late_step, args=(args, tensors, futures)).start()
             return futures
         if method == "step" and self.split:
             for future, error in zip(futures, self.split, strict=True):
                 future.set_exception(error)
             self.split = []
+            return futures
+        if self.thread is not None:
+            self.thread.submit(lambda: self._wait_and_answer(method, args, tensors, futures))
             return futures
         self._answer(method, args, tensors or {}, futures)
         return futures
@@ -118,10 +133,18 @@ class ToyExecutor:
     def close(self) -> None:
         self.closed = True
         self.gate.set()
+        if self.thread is not None:
+            self.thread.close(5)
 
     def _late_step(self, args: Any, tensors: Any, futures: list[Future[Reply]]) -> None:
-        self.gate.wait(30)
-        self._answer("step", args, tensors, futures)
+        self._wait_and_answer("step", args, tensors, futures)
+
+    def _wait_and_answer(
+        self, method: str, args: Any, tensors: Any, futures: list[Future[Reply]]
+    ) -> None:
+        if method == "step":
+            self.gate.wait(30)
+        self._answer(method, args, tensors or {}, futures)
 
     def _answer(self, method: str, args: Any, tensors: Any, futures: list[Future[Reply]]) -> None:
         try:
@@ -172,6 +195,8 @@ class ToyExecutor:
             raise error
         self.steps += 1
         batch, sampling = decode_batch(args, tensors)
+        drawn, self.drawn = self.drawn, None
+        batch = with_drawn(batch, tensors, drawn)
         starts = batch.query_starts.tolist()
         contexts = [self._context(batch, s) for s in range(len(starts) - 1)]
         states: list[int] = []
@@ -193,6 +218,7 @@ class ToyExecutor:
     def _reply(self, states: list[int], sampling: Any) -> Reply:
         count = len(sampling.counters)
         tokens = [s % VOCAB for s in states[:count]] + sampling.targets.tolist()
+        self.drawn = torch.tensor(tokens[:count])
         logprobs = torch.tensor([logprob_of(s) for s in states], dtype=torch.float32)
         out = {
             "tokens": torch.tensor(tokens, dtype=torch.int64),

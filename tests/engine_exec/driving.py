@@ -39,8 +39,18 @@ def running(model, num_blocks=64, **settings):
 def step(executor, entries, version=0):
     """One step of ``[(sequence, num_new)]``; rank 0's output, and appends the tokens."""
     batch = ScheduledBatch([ScheduledEntry(s, n) for s, n in entries], version)
+    return end(batch, begin(executor, batch))
+
+
+def begin(executor, batch):
+    """The futures of a step."""
+    return executor.call("step", *encode_batch(batch, BLOCK))
+
+
+def end(batch, futures):
+    version = batch.version
     sampling = [e.sequence for e in batch.entries if e.samples]
-    replies = [f.result(30) for f in executor.call("step", *encode_batch(batch, BLOCK))]
+    replies = [f.result(30) for f in futures]
     assert {reply["version"] for reply, _ in replies} == {version}
     assert all(not tensors for _, tensors in replies[1:])
     out = decode_step(replies[0])
@@ -53,8 +63,11 @@ def step(executor, entries, version=0):
     return out
 
 
-def generate(executor, prompts, max_tokens, params=None, chunk=1000, version=0):
-    """Continue every prompt; prompts enter ``chunk`` tokens at a time beside decodes."""
+def generate(executor, prompts, max_tokens, params=None, chunk=1000, version=0, ahead=False):
+    """Continue every prompt; prompts enter ``chunk`` tokens at a time beside decodes.
+
+    ``ahead``: where all draw a token, the next step is begun before that one is looked at.
+    """
     params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens)
     sequences = []
     for i, prompt in enumerate(prompts):
@@ -70,11 +83,22 @@ def generate(executor, prompts, max_tokens, params=None, chunk=1000, version=0):
                 blocks=range(first, first + need),
             )
         )
+    begun = None
     while True:
         left = [s for s in sequences if s.output_len < max_tokens]
         if not left:
             return sequences
-        step(executor, [(s, min(chunk, s.num_tokens - s.num_computed)) for s in left], version)
+        if begun is None:
+            due = [ScheduledEntry(s, min(chunk, s.num_tokens - s.num_computed)) for s in left]
+            begun = ScheduledBatch(due, version)
+            futures = begin(executor, begun)
+        batch, ended, begun = begun, futures, None
+        go_on = min(max_tokens - s.output_len for s in left) > 1
+        if ahead and go_on and all(entry.samples for entry in batch.entries):
+            rows = list(range(len(left)))
+            begun = ScheduledBatch([ScheduledEntry(s, 1) for s in left], version, rows)
+            futures = begin(executor, begun)
+        end(batch, ended)
 
 
 def children() -> set[int]:

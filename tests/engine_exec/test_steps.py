@@ -2,21 +2,26 @@
 
 import pytest
 import torch
-from engine_exec.driving import generate, running, step
+from engine_exec.driving import BLOCK, generate, running, step
 from engine_exec.sampling import sequence
 
-from rollout.errors import EngineClosed, InvalidRequest
+from rollout.engine.batch import decode_batch, encode_batch, with_drawn
+from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+from rollout.errors import EngineClosed, EngineError, InvalidRequest
 from rollout.generation import SamplingParams
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 13, 4)]
 NEW = 12
 
 
-@pytest.fixture(scope="module", params=["inline", "tp1", "tp2"])
+@pytest.fixture(scope="module", params=["inline", "inline_ahead", "tp1", "tp2"])
 def executor(request, tiny, nothing_left):
-    kind = {"inline": "inline"}.get(request.param, "multiprocess")
-    size = 2 if request.param == "tp2" else 1
-    with running(tiny[0], executor=kind, tensor_parallel_size=size) as started:
+    settings = {
+        "executor": "inline" if "inline" in request.param else "multiprocess",
+        "tensor_parallel_size": 2 if request.param == "tp2" else 1,
+        "async_scheduling": request.param != "inline",
+    }
+    with running(tiny[0], **settings) as started:
         yield started
 
 
@@ -44,6 +49,23 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(executor, tiny, 
         expected = torch.log_softmax(logits, -1)[s.prompt_len - 1 : -1]
         expected = expected.gather(1, torch.tensor(s.output_token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(s.raw), expected, atol=1e-4, rtol=0)
+
+
+def test_steps_begun_before_the_last_one_has_ended_draw_the_same(executor):
+    params = SamplingParams(temperature=1.0, max_tokens=NEW, top_p=0.95)
+    in_turn = generate(executor, PROMPTS, NEW, params, chunk=3)
+    ahead = generate(executor, PROMPTS, NEW, params, chunk=3, ahead=True)
+    assert [s.token_ids for s in ahead] == [s.token_ids for s in in_turn]
+    assert [s.processed for s in ahead] == [s.processed for s in in_turn]
+
+
+def test_a_step_cannot_follow_one_that_has_failed():
+    one = ScheduledBatch([ScheduledEntry(sequence(SamplingParams()), 1)], previous_rows=[0])
+    args, tensors = encode_batch(one, BLOCK)
+    batch, _ = decode_batch(args, tensors)
+    assert with_drawn(batch, tensors, torch.tensor([7])).input_ids.tolist() == [7]
+    with pytest.raises(EngineError, match="the step before has failed"):
+        with_drawn(batch, tensors, None)
 
 
 def test_samples_do_not_depend_on_their_batch(executor):

@@ -91,6 +91,8 @@ def test_sums_over_random_partitions_equal_the_whole(
         boxes = list(_partition(Box.full(shape), random.Random(seed)))
         parts = [run(values[box.slices], shape, box) for box in boxes]
         assert sum(parts) % 2**64 == whole
+        if slow:
+            continue
         copies = [run(values[box.slices].clone(), shape, box) for box in boxes]
         assert copies == parts
 

@@ -23,6 +23,9 @@ _CLOSE_WAIT = 2.0  # seconds for a stage call under way to end
 class InlineExecutor:
     """Runs a call in the thread that makes it, under one lock; stage calls on a thread of theirs.
 
+    With ``async_scheduling`` calls run on a thread of the rank's, and a step's reply is waited for
+    on another, while the next one begins.
+
     ``on_death`` is never called: the rank lives as long as this process.
     """
 
@@ -38,6 +41,8 @@ class InlineExecutor:
         self._config = config
         self._worker: Worker | None = Worker(config, TensorParallel())
         self._staging = StagingThread("rollout-staging")
+        self._main = StagingThread("rollout-rank") if config.async_scheduling else None
+        self._replies = StagingThread("rollout-replies")
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -49,17 +54,30 @@ class InlineExecutor:
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> list[Future[Reply]]:
-        """The call's future; already done unless it is a stage call."""
+        """The call's future; done already where calls run in the thread that makes them."""
         future: Future[Reply] = Future()
         worker = self._worker
-        if worker is None:
+        thread = self._staging if method.startswith("stage_") else self._main
+
+        def run() -> None:
+            assert worker is not None
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                reply = worker.begin(method, args, tensors or {})
+            except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the reply
+                future.set_exception(error)
+                return
+            if thread is self._main and thread is not None:
+                self._replies.submit(lambda: _resolve(future, reply))
+            else:
+                _resolve(future, reply)
+
+        if worker is None or (thread is not None and not thread.submit(run)):
             future.set_exception(EngineClosed("the engine is closed"))
-        elif method.startswith("stage_"):
-            if not self._staging.submit(lambda: _run(worker, method, args, tensors, future)):
-                future.set_exception(EngineClosed("the engine is closed"))
-        else:
+        elif thread is None:
             with self._lock:
-                _run(worker, method, args, tensors, future)
+                run()
         return [future]
 
     def room(self, nbytes: int) -> Tensor | None:
@@ -70,21 +88,13 @@ class InlineExecutor:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-            self._staging.close(_CLOSE_WAIT)
+            for thread in (self._staging, self._main, self._replies):
+                if thread is not None:
+                    thread.close(_CLOSE_WAIT)
 
 
-def _run(
-    worker: Worker,
-    method: str,
-    args: Mapping[str, Any],
-    tensors: Mapping[str, Tensor] | None,
-    future: Future[Reply],
-) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+def _resolve(future: Future[Reply], reply: Callable[[], Reply]) -> None:
     try:
-        reply = worker.handle(method, args, tensors or {})
-    except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the reply
+        future.set_result(reply())
+    except Exception as error:  # noqa: BLE001 - belongs to whoever waits for it
         future.set_exception(error)
-    else:
-        future.set_result(reply)

@@ -1,0 +1,148 @@
+"""``async_scheduling``: the ranks get step N+1 while N runs, and nobody sees a difference.
+
+All of this folder's tests of the whole engine run in both ways; here is what only this one does.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_core.harness import PROMPT, Sink, Start, request, run
+from engine_core.toy import VOCAB, ToyExecutor
+
+from rollout.engine.core import EngineCore
+from rollout.generation import RequestOutput
+
+pytestmark = pytest.mark.parametrize("start", [True], ids=["ahead"], indirect=True)
+
+
+@pytest.fixture
+def toy() -> Iterator[ToyExecutor]:
+    toy = ToyExecutor()
+    yield toy
+    toy.gate.set()
+
+
+def halted(core: EngineCore, toy: ToyExecutor, *requests: Any) -> Sink:
+    """Requests that have given some tokens, and whose ranks stand still inside a step."""
+    sink = Sink(len(requests))
+    core.submit(requests, sink, stream=True)
+    sink.wait_for(3 * len(requests))
+    toy.gate.clear()
+    settle(toy)
+    return sink
+
+
+def settle(toy: ToyExecutor) -> None:
+    """Until no more steps are begun."""
+    seen, since = toy.begun, time.monotonic()
+    while time.monotonic() - since < 0.1:
+        if toy.begun != seen:
+            seen, since = toy.begun, time.monotonic()
+        time.sleep(0.005)
+
+
+def test_a_step_is_begun_while_one_runs_and_no_more_than_one(start: Start, toy: ToyExecutor):
+    core = start(toy)
+    sink = halted(core, toy, request(max_tokens=200))
+    assert toy.begun == toy.steps + 2
+    toy.gate.set()
+    sink.results()
+    assert core.loop.steps_ahead > 100
+    assert toy.begun == toy.steps == core.counters.steps
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}],
+    ids=str,
+)
+def test_penalties_need_the_last_token_first(start: Start, toy: ToyExecutor, params) -> None:
+    core = start(toy)
+    sink = halted(core, toy, request("a", max_tokens=100), request("b", max_tokens=100, **params))
+    assert toy.begun == toy.steps + 1
+    toy.gate.set()
+    sink.results()
+
+
+def test_what_was_asked_for_waits_for_the_step_that_was_begun(start: Start, toy: ToyExecutor):
+    """And no other one is begun before it."""
+    core = start(toy)
+    sink = halted(core, toy, request(max_tokens=200))
+    under_way = toy.begun
+    steps = core.at_step_boundary(lambda: (toy.begun, toy.steps))
+    toy.gate.set()
+    assert steps.result(5) == (under_way, under_way)
+    sink.results()
+
+
+def test_whoever_waits_is_admitted_before_a_step_is_begun(start: Start, toy: ToyExecutor) -> None:
+    core = start(toy, max_num_seqs=2)
+    sink = halted(core, toy, *[request(str(i), max_tokens=40) for i in range(3)])
+    assert toy.begun == toy.steps + 1
+    toy.gate.set()
+    sink.results()
+
+
+def test_a_sequence_that_ends_unforeseen_is_computed_once_in_vain(start: Start, toy) -> None:
+    core = start(toy)
+    plain = run(core, request(max_tokens=60))["a"].outputs[0]
+    in_turn, stop = toy.steps, plain.token_ids[30]
+    first = plain.token_ids.index(stop)
+    core.reset_prefix_cache()
+    cut = run(core, request(max_tokens=60, stop_token_ids=(stop,)))["a"].outputs[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.token_ids == plain.token_ids[: first + 1]
+    steps = core.at_step_boundary(lambda: toy.steps).result(5)  # after the one in vain
+    assert steps == in_turn + first + 1 + 1
+    assert cut.kv_spans[-1].stop == len(PROMPT) + first
+    assert core.blocks.usage == 0
+    core.scheduler.check_integrity()
+
+
+def outputs(core: EngineCore, seed: int) -> dict[str, Any]:
+    """What a fixed random set of requests gives, in three batches."""
+    rng, found = random.Random(seed), {}
+    for batch in range(3):
+        requests = [
+            request(
+                f"{batch}.{i}",
+                [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))],
+                max_tokens=rng.randint(1, 40),
+                n=rng.choice([1, 1, 1, 3]),
+                stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 3, 10]))),
+                min_tokens=rng.choice([0, 0, 1]),
+                logprobs=rng.choice([None, 0]),
+                prompt_logprobs=rng.choice([None, None, 0]),
+                **rng.choice([{}, {}, {}, {"presence_penalty": 0.1}]),
+            )
+            for i in range(rng.randint(1, 12))
+        ]
+        found |= {name: comparable(out) for name, out in run(core, *requests).items()}
+        core.scheduler.check_integrity()
+    return found
+
+
+def comparable(out: RequestOutput) -> Any:
+    return out.prompt_logprobs, [
+        (s.token_ids, s.logprobs, s.finish_reason, s.stop_reason, s.weight_versions, s.kv_spans)
+        for s in out.outputs
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_everything_comes_out_as_in_turn(start: Start, seed: int) -> None:
+    rng = random.Random(seed)
+    settings = {
+        "num_kv_blocks": rng.choice([24, 40, 80]),
+        "max_num_batched_tokens": rng.choice([4, 16, 2048]),
+        "max_num_seqs": rng.choice([2, 8, 64]),
+        "max_model_len": 80,
+    }
+    ahead, in_turn = start(**settings), start(async_scheduling=False, **settings)
+    assert outputs(ahead, seed) == outputs(in_turn, seed)
+    assert ahead.loop.steps_ahead > 0 == in_turn.loop.steps_ahead
