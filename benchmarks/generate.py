@@ -25,6 +25,8 @@ def main() -> None:
     arguments.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments.add_argument("--num-threads", type=int, default=None)
     arguments.add_argument("--weight-layout", default="auto")
+    arguments.add_argument("--executor", default="auto")
+    arguments.add_argument("--async-scheduling", action="store_true")
     arguments.add_argument("--kv-cache-gib", type=float, default=2.0, help="as peer_vllm.py")
     args = arguments.parse_args()
     run("rollout", args, lambda: started(args))
@@ -39,6 +41,8 @@ def started(args: Namespace) -> Iterator[Generate]:
         tensor_parallel_size=args.tensor_parallel_size,
         num_threads=args.num_threads,
         weight_layout=args.weight_layout,
+        executor=args.executor,
+        async_scheduling=args.async_scheduling,
         kv_cache_bytes=int(args.kv_cache_gib * 2**30),
         skip_tokenizer_init=True,
     ) as engine:

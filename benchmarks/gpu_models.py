@@ -287,30 +287,31 @@ def transformers_decode(name: str, batch: int, tokens: int) -> float:
 
 
 def engine_run(report: Any, name: str) -> None:
-    """Generate with the whole engine, then let a second process on the same GPU update it."""
-    from rollout import Rollout, SamplingParams
+    """Generate with the whole engine, then let a second process on the same GPU update it.
 
-    batches, tokens = ((1, 2), 4) if report.dry else ((1, 32, 256), 64)
+    And generate with an engine whose ranks get step N+1 while N runs: the same tokens.
+    """
+    from rollout import Rollout
+
     with config_directory(name) as folder:
+        settings: dict[str, Any] = {
+            "device": DEVICE.type,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 512,
+            "kv_cache_bytes": (1 << 24) if report.dry else 8 << 30,
+        }
+        with Rollout(str(folder), executor="multiprocess", **settings) as engine:
+            in_turn = _generation(report, engine, f"engine {name}")
+        with Rollout(
+            str(folder), executor="multiprocess", async_scheduling=True, **settings
+        ) as engine:
+            if _generation(report, engine, f"engine {name}, steps begun ahead") != in_turn:
+                raise AssertionError("steps begun ahead gave other tokens")
         began = time.perf_counter()
-        engine = Rollout(
-            str(folder),
-            device=DEVICE.type,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            kv_cache_bytes=(1 << 24) if report.dry else 8 << 30,
-        )
-        report.add(f"engine {name} start", time.perf_counter() - began, "s")
-        with engine:
-            params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=1)
-            for batch in batches:
-                prompts = [[(7 * i + j) % 250 + 1 for j in range(32)] for i in range(batch)]
-                engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
-                began = time.perf_counter()
-                engine.generate(prompts, params)
-                rate = batch * tokens / (time.perf_counter() - began)
-                report.add(f"engine {name}, {batch} x {tokens} tokens", rate, "tokens/s")
+        with Rollout(str(folder), **settings) as engine:
+            report.add(f"engine {name} start, in one process", time.perf_counter() - began, "s")
+            _generation(report, engine, f"engine {name} in one process")
             found = _child("update", {"address": engine.address, "model": name})
             if engine.weight_version != 2:
                 raise AssertionError(f"version {engine.weight_version} after two updates: {found}")
@@ -318,6 +319,24 @@ def engine_run(report: Any, name: str) -> None:
             rate = found["num_bytes"] / found["seconds"] / 1e9
             report.add(f"update from another process by {found['transport']}", rate, "GB/s")
             report.add("its commit", found["commit"] * 1e3, "ms")
+
+
+def _generation(report: Any, engine: Any, label: str) -> list[list[int]]:
+    """Report the rates of whole calls; all their tokens."""
+    from rollout import SamplingParams
+
+    batches, tokens = ((1, 2), 4) if report.dry else ((1, 32, 256), 64)
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=1)
+    drawn = []
+    for batch in batches:
+        prompts = [[(7 * i + j) % 250 + 1 for j in range(32)] for i in range(batch)]
+        engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+        began = time.perf_counter()
+        outputs = engine.generate(prompts, params)
+        rate = batch * tokens / (time.perf_counter() - began)
+        report.add(f"{label}, {batch} x {tokens} tokens", rate, "tokens/s")
+        drawn += [output.outputs[0].token_ids for output in outputs]
+    return drawn
 
 
 def nccl_run(report: Any) -> None:

@@ -201,7 +201,7 @@ def rivals(report: Any) -> None:
 
 
 def engine(report: Any) -> None:
-    """The whole engine, and an update from a second process on its GPU."""
+    """The whole engine, steps begun ahead, and an update from a second process on its GPU."""
     from gpu_models import engine_run
 
     engine_run(report, "tiny" if report.dry else "1b")
@@ -223,6 +223,6 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("decode-8b", 90, decode("8b")),
     ("logprobs", 30, logprobs),
     ("rivals", 60, rivals),
-    ("engine", 90, engine),
+    ("engine", 110, engine),
     ("nccl", 30, nccl),
 )

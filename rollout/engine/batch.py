@@ -88,7 +88,9 @@ def with_drawn(
         return batch
     if drawn is None:
         raise EngineError("the step before has failed, whose tokens this one was to continue")
-    return replace(batch, input_ids=drawn[rows.to(drawn.device)])
+    if not torch.equal(rows, torch.arange(len(drawn))):  # else no transfer is needed
+        drawn = drawn[rows.to(drawn.device)]
+    return replace(batch, input_ids=drawn)
 
 
 def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:

@@ -40,16 +40,21 @@ class DeviceSampler(Sampler):
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Drawn:
         if _is_special(batch):
             return super().draw(logits, batch)
-        settings = torch.from_numpy(_settings(batch)).to(logits.device, non_blocking=True)
+        settings = _to_device(torch.from_numpy(_settings(batch)), logits.device)
         numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
         tokens, scores = draw_tokens(
             logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws
         )
-        found = to_host(torch.cat((tokens[:, None].double(), scores.double()), dim=1))
+        found = _to_host(torch.cat((tokens[:, None].double(), scores.double()), dim=1))
         return Drawn(tokens[: batch.num_sampled], lambda: _samples(found(), batch.num_sampled))
 
 
-def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without a wait for what the device is at: only pinned memory is read that way."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """Start the copy of a tensor to the host; the result waits for it, from any thread."""
     if tensor.device.type == "cpu":
         return lambda: tensor

@@ -49,6 +49,14 @@ def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> 
         assert _tokens(apart) == ours
 
 
+@pytest.mark.parametrize("executor", ["inline", "multiprocess"])
+def test_steps_begun_ahead_draw_the_same(tiny_qwen3: Path, executor: str) -> None:
+    with _engine(tiny_qwen3) as in_turn:
+        wanted = _tokens(in_turn)
+    with _engine(tiny_qwen3, executor=executor, async_scheduling=True) as ahead:
+        assert _tokens(ahead) == wanted
+
+
 def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path) -> None:
     """The tokens after each are those of an engine that never captured anything."""
     from transformers import AutoModelForCausalLM
