@@ -19,7 +19,9 @@ from rollout.kernels.rotary_store import rotary_store
 from rollout.kernels.scan_logits import scan_logits
 from rollout.kernels.silu_mul import silu_mul
 from rollout.kernels.store_kv import store_kv
+from rollout.kernels.stream_copy import stream_copy
 from rollout.kernels.take_changes import take_changes
+from rollout.kernels.write_box import write_box
 
 __all__ = [
     "add_rms_norm",
@@ -42,5 +44,7 @@ __all__ = [
     "scan_logits",
     "silu_mul",
     "store_kv",
+    "stream_copy",
     "take_changes",
+    "write_box",
 ]

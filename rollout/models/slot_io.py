@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.kernels import digest, patch_places
+from rollout.kernels import digest, patch_places, write_box
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_table import WeightTable
 from rollout.positions import Kept, positions_in_whole, positions_inside
@@ -88,14 +88,14 @@ class SlotIO:
             self._journal.note_whole(slot.param)
         lead = max(0, len(slot.put.starts) - len(slot.take.starts))
         if box == slot.take:
-            spec.layout.write(storage, spec.shape, slot.put, value)
+            write_box(storage, spec.shape, slot.put, value, spec.layout)
         elif slot.put.shape == (1,) * lead + slot.take.shape:
             # The same shape, or one index of a stack of it.
             pairs = zip(slot.put.starts[lead:], slot.take.starts, strict=True)
             put = box.shifted(tuple(to - start for to, start in pairs))
             starts, stops = slot.put.starts[:lead], slot.put.stops[:lead]
             put = Box((*starts, *put.starts), (*stops, *put.stops))
-            spec.layout.write(storage, spec.shape, put, value)
+            write_box(storage, spec.shape, put, value, spec.layout)
         else:
             # A slot that reshapes: part of its box is no box of the parameter.
             everything = torch.arange(box.numel, device=value.device)

@@ -45,6 +45,16 @@ for case in all_cases():
                 a, b, rtol=relative, atol=absolute, msg=lambda m: f"{case} {dtype}: {m}"
             )
         count += 1
+from rollout.kernels import write_box
+from rollout.kernels.write_box import cpu as native_write
+from rollout.weights import Box, TileLayout
+native_write.LEAST = 1
+tiles, shape = TileLayout(16), (96, 150)
+value = torch.randn(shape, dtype=torch.bfloat16)
+wanted, got = (torch.empty(tiles.storage_shape(shape), dtype=torch.bfloat16) for _ in "ab")
+write_box.reference(wanted, shape, Box.full(shape), value, tiles)
+write_box(got, shape, Box.full(shape), value, tiles)
+assert torch.equal(got, wanted)
 print(count, native_status())
 """
 

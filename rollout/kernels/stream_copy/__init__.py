@@ -1,0 +1,14 @@
+"""Copying much more than the caches hold."""
+
+from torch import Tensor
+
+from rollout.kernels.op import op
+
+
+@op
+def stream_copy(into: Tensor, values: Tensor) -> Tensor:
+    """``into.copy_(values)``, of equal shapes; returns ``into``.
+
+    What is written is not expected to be read again soon.
+    """
+    return into.copy_(values)

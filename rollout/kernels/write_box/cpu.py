@@ -1,0 +1,49 @@
+"""Native ``write_box`` of large boxes that cut no tile."""
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.native import entry, library
+from rollout.kernels.stream_copy import stream_copy
+from rollout.kernels.stream_copy.cpu import LEAST
+from rollout.kernels.write_box import write_box as op
+from rollout.weights import Box, Layout, PlainLayout, Shape, TileLayout
+
+_LINE = 64  # bytes
+
+
+def available() -> bool:
+    return library() is not None
+
+
+def write_box(storage: Tensor, shape: Shape, box: Box, value: Tensor, layout: Layout) -> None:
+    if value.nbytes >= LEAST and value.dtype == storage.dtype and value.device.type == "cpu":
+        if isinstance(layout, PlainLayout):
+            stream_copy(storage[box.slices], value.reshape(box.shape))
+            return
+        if isinstance(layout, TileLayout) and _is_of_whole_tiles(storage, box, layout):
+            _write_tiles(storage, box, value.reshape(box.shape))
+            return
+    op.reference(storage, shape, box, value, layout)
+
+
+def _is_of_whole_tiles(storage: Tensor, box: Box, layout: TileLayout) -> bool:
+    (n0, k0), (n1, k1) = box.starts, box.stops
+    known = layout.rows == 16 and storage.element_size() == 2 and storage.is_contiguous()
+    return known and not (n0 % 16 or n1 % 16 or k0 % 2 or k1 % 2 or storage.data_ptr() % _LINE)
+
+
+def _write_tiles(storage: Tensor, box: Box, value: Tensor) -> None:
+    if value.stride(1) != 1 or value.stride(0) % 2 or value.data_ptr() % 4:
+        value = value.clone(memory_format=torch.contiguous_format)
+    (n0, k0), (n1, k1) = box.starts, box.stops
+    into = storage[n0 // 16 : n1 // 16, k0 // 2 : k1 // 2]
+    entry("write_tiles", "plplll" + "i")(
+        into.data_ptr(),
+        into.stride(0) // 2,
+        value.data_ptr(),
+        value.stride(0) // 2,
+        into.shape[0],
+        into.shape[1],
+        torch.get_num_threads(),
+    )
