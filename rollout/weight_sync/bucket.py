@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.kernels import stream_copy
 from rollout.updates import BucketEntry, BucketHeader
 from rollout.weight_sync.boxes import cut
 from rollout.weight_sync.delta import CodedDelta, decode, problem
@@ -178,7 +179,7 @@ class BucketPacker:
             into = room.view(tensor.dtype).view(box.shape)
             values = tensor[box.shifted(tuple(-n for n in part.box.starts)).slices]
             if into.data_ptr() != values.data_ptr() or not values.is_contiguous():
-                into.copy_(values)
+                stream_copy(into, values)
         entry = BucketEntry(part.name, tensor.dtype, part.shape, box, offset, nbytes)
         self._entries.append(entry)
         self._end = offset + nbytes

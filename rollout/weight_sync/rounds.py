@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed
+from rollout.kernels import stream_copy
 from rollout.update_wire import rendezvous_from_wire
 from rollout.updates import BucketEntry, BucketHeader
 from rollout.weight_sync.agreement import Agreement
@@ -128,7 +129,8 @@ class HeldBoxes:
         for name in sorted(wanted, key=lambda name: name != self._last[0]):  # what is read, first
             for entry, start in wanted[name]:
                 part = into[start : start + entry.nbytes]
-                part.view(entry.dtype).view(entry.box.shape).copy_(self._values(entry))
+                room = part.view(entry.dtype).view(entry.box.shape)
+                stream_copy(room, self._values(entry))
         return into[: payload_bytes(header, self._rank)]
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rollout.errors import SourceFailed
+from rollout.kernels import stream_copy
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
 from rollout.weight_sync.source import Room
@@ -106,7 +107,7 @@ class FSDP2Source:
         ]
         for rank, part in parts.items():
             if rank == sender:
-                part.copy_(local)
+                stream_copy(part, local)
             elif not part.is_contiguous():  # one at a time, so that there is one shard too many
                 columns = torch.empty_like(part, memory_format=torch.contiguous_format)
                 dist.recv(columns, src=rank, group=group)
