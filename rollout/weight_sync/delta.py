@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.kernels import decode_gaps, encode_gaps, take_changes
+from rollout.kernels import decode_gaps, encode_gaps, stream_copy, take_changes
 from rollout.kernels.gap_codes import WIDTHS, escape
 from rollout.positions import positions_in_whole
 from rollout.updates import BucketEntry
@@ -195,7 +195,7 @@ class Committed:
     def keep(self, name: str, tensor: Tensor) -> None:
         held = self.values.get(name)
         if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            held.copy_(tensor)
+            stream_copy(held, tensor)
         else:
             self.values[name] = torch.empty_like(
                 tensor, device="cpu", memory_format=torch.contiguous_format

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import RolloutError, SourceFailed
+from rollout.kernels import stream_copy
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.boxes import cut
@@ -73,7 +74,7 @@ class Shards:
             into = copies.values.get((meta.name, box))
             if into is None or into.dtype != values.dtype:
                 into = torch.empty_like(values)
-            found[meta.name, box] = into.copy_(values)
+            found[meta.name, box] = stream_copy(into, values)
         copies.values, copies.layout = found, self.layout
 
     def batches(self, most: int) -> Iterator[tuple[str, ...]]:
