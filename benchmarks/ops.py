@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout import kernels
 from rollout.kernels.native import native_status, use_huge_pages
-from rollout.weights import Box, TileLayout, WeightSlot
+from rollout.weights import PLAIN, Box, TileLayout, WeightSlot
 
 HEADS, KV_HEADS, DIM, BLOCK = 14, 2, 64, 32
 
@@ -241,12 +241,33 @@ def changes(rounds: int) -> None:
               f"   (plain torch {1e3 * theirs:6.2f} ms)")  # fmt: skip
 
 
+def copies(rounds: int) -> None:
+    """Weights into place, more of them than caches hold: as they are, and turned into tiles."""
+    shape, count = (5632, 2048), 16
+    values = [torch.randn(shape).to(torch.bfloat16) for _ in range(count)]
+    rows = [torch.zeros_like(value) for value in values]
+    for layout in (PLAIN, TileLayout(16)):
+        stored = [row.view(layout.storage_shape(shape)) for row in rows]
+
+        def write(run: Callable[..., Any], layout: Any = layout, stored: Any = stored) -> None:
+            for storage, value in zip(stored, values, strict=True):
+                run(storage, shape, Box.full(shape), value, layout)
+
+        ours, theirs = medians(
+            rounds, lambda: write(kernels.write_box), lambda: write(kernels.write_box.reference)
+        )
+        size = sum(value.nbytes for value in values) / 1e9
+        print(f"write_box {layout.name:5} of {count} x {shape}: {size / ours:5.1f} GB/s"
+              f"   (plain torch {size / theirs:5.1f} GB/s)")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--only", help="attention, linears, scans, filters, small_ops, digests or changes"
+        "--only",
+        help="attention, linears, scans, filters, small_ops, digests, changes or copies",
     )
     parser.add_argument("--quick", action="store_true", help="shorter prefills only")
     options = parser.parse_args()
@@ -262,6 +283,7 @@ def main() -> None:
             "small_ops": lambda: small_ops(options.rounds),
             "digests": lambda: digests(options.rounds),
             "changes": lambda: changes(options.rounds),
+            "copies": lambda: copies(options.rounds),
         }
         for name, run in parts.items():
             if options.only in (None, name):

@@ -41,8 +41,8 @@ class EngineConfig:
     by ranks. ``kv_cache_bytes``: of each rank, default on CPU min(4 GiB, a quarter of the free
     memory after the shadow is reserved). ``cuda_graphs`` auto | on | off (or a bool): capture
     decode steps on a GPU, padded to ``cuda_graph_sizes``, by default some up to ``max_num_seqs``.
-    ``async_scheduling``: give the ranks step N+1 while N runs; what arrives, is aborted or commits
-    meanwhile then waits for up to two steps instead of one.
+    ``async_scheduling``: give the ranks step N+1 while N runs, as long as all running requests
+    decode and none waits; what arrives, is aborted or commits may wait for two steps then.
     """
 
     model: str

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.memory import to_device
 from rollout.engine.sampling_batch import Ints, SamplingBatch
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
-from rollout.errors import EngineError
 from rollout.models.forward import ForwardBatch
 
 _FORWARD = tuple(f.name for f in fields(ForwardBatch))
@@ -63,7 +63,7 @@ def encode_batch(
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
     tensors.update(_sampling(drawing, coming, targets, scored_top).tensors())
-    return {"version": batch.version}, tensors
+    return {"version": batch.version, "number": batch.number}, tensors
 
 
 def decode_batch(
@@ -79,17 +79,16 @@ def decode_batch(
 def with_drawn(
     batch: ForwardBatch, tensors: Mapping[str, Tensor], drawn: Tensor | None
 ) -> ForwardBatch:
-    """The batch with its tokens, where it was encoded before they were known.
+    """A batch with ``previous_rows`` with its tokens.
 
-    ``drawn``: int64 [S], what the step before has drawn, on any device; None: it has failed.
+    ``drawn``: int64 [S], what the step before has drawn, on any device; None: it has failed. No
+    error of ours then: other ranks may have begun, and only the end of this one frees them.
     """
-    rows = tensors.get("previous_rows")
-    if rows is None:
-        return batch
     if drawn is None:
-        raise EngineError("the step before has failed, whose tokens this one was to continue")
+        raise RuntimeError("the step before is missing, whose tokens this one was to continue")
+    rows = tensors["previous_rows"]
     if not torch.equal(rows, torch.arange(len(drawn))):  # else no transfer is needed
-        drawn = drawn[rows.to(drawn.device)]
+        drawn = drawn[to_device(rows, drawn.device)]
     return replace(batch, input_ids=drawn)
 
 

@@ -101,7 +101,7 @@ class DecodeInputs:
             self._device[:count] = batch.input_ids
         self._tables[:count].copy_(self._host_tables[:count], non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(_cuda.current_stream(self._device.device))
 
     def batch(self, size: int) -> ForwardBatch:
         """The first ``size`` rows, on the device."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.engine.memory import to_device
 from rollout.engine.sampler import Drawn, Sampler, Samples
 from rollout.engine.sampling_batch import MIN_P, TEMPERATURE, TOP_P, SamplingBatch
 from rollout.engine.uniforms import uniforms
@@ -31,27 +32,18 @@ class DeviceSampler(Sampler):
     """
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
-        return (
-            super().sample(logits, batch)
-            if _is_special(batch)
-            else self.draw(logits, batch).samples()
-        )
+        return self.draw(logits, batch).samples()
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Drawn:
         if _is_special(batch):
             return super().draw(logits, batch)
-        settings = _to_device(torch.from_numpy(_settings(batch)), logits.device)
+        settings = to_device(torch.from_numpy(_settings(batch)), logits.device)
         numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
         tokens, scores = draw_tokens(
             logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws
         )
         found = _to_host(torch.cat((tokens[:, None].double(), scores.double()), dim=1))
         return Drawn(tokens[: batch.num_sampled], lambda: _samples(found(), batch.num_sampled))
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without a wait for what the device is at: only pinned memory is read that way."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
@@ -62,7 +54,7 @@ def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
     host.copy_(tensor, non_blocking=True)
     cuda: Any = torch.cuda  # parts of it have no types
     copied = cuda.Event()
-    copied.record()
+    copied.record(cuda.current_stream(tensor.device))
 
     def wait() -> Tensor:
         copied.synchronize()

@@ -156,6 +156,8 @@ class StepLoop:
                     self._take_inbox(wait=not worked)
                     self._outputs.publish()
         finally:
+            if self._ahead is not None:
+                wait(self._ahead.futures, _CLOSE_WAIT)
             self.closed = True
             self._outputs.fail(self.dead or EngineClosed("the engine was shut down"))
             with self._ending:
@@ -216,8 +218,10 @@ class StepLoop:
                     self.steps_ahead += 1
             self._outputs.step(batch, self._end(begun))
         except Exception as error:  # noqa: BLE001 - one bad step must not end the thread
-            self._ahead = None  # all it computes is of the requests that end here
+            next_one, self._ahead = self._ahead, None  # all of its requests end here, too
             self._failed(batch, error)
+            if next_one is not None and wait(next_one.futures, _SETTLE_WAIT).not_done:
+                self._on_broken(f"the step after one that failed did not end: {error}")
         return True
 
     def _failed(self, batch: ScheduledBatch, error: Exception) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 def available_bytes(device: torch.device) -> int:
@@ -62,3 +63,10 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:
         return []
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Moved without a wait for what a GPU is at: only pinned memory is read that way."""
+    if tensor.device == device or device.type == "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

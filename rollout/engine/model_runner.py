@@ -18,7 +18,7 @@ from rollout.engine.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
 from rollout.engine.device_sampler import make_sampler
 from rollout.engine.instances import ModelInstances
 from rollout.engine.kv_cache import KVCache, KVShape
-from rollout.engine.memory import available_bytes, release_unused
+from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.step_output import encode_step
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import open_checkpoint
@@ -64,7 +64,7 @@ class ModelRunner:
         )
         self.kv = KVCache(self._kv_shape(), self.device)
         self.sampler = make_sampler(self.device)
-        self._drawn: Tensor | None = None  # by the last step, on the device
+        self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
 
     def sizes(self) -> dict[str, Any]:
@@ -85,25 +85,25 @@ class ModelRunner:
         The reply may wait for the device; the next step need not wait for the reply.
         """
         batch, sampling = decode_batch(args, tensors)
-        drawn, self._drawn = self._drawn, None
+        number = args["number"]
+        drawn = self._drawn.pop(number - 1, None)
+        self._drawn.clear()
         with torch.inference_mode():
             if "previous_rows" in tensors:
                 batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
             logits = self.forward(batch)
             if self.tp.rank:
-                self._drawn = torch.zeros(
-                    sampling.num_sampled, dtype=torch.int64, device=self.device
-                )
+                self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
                 return lambda: ({"version": version}, {})
             now = self.sampler.draw(logits, sampling)
-            self._drawn = now.tokens
+            self._drawn[number] = now.tokens
             return lambda: encode_step(version, now.samples(), sampling)
 
     def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
         """The tokens of the step before; only rank 0 has drawn them. Collective."""
         if drawn is None or self.tp.size == 1:
             return drawn
-        return self.tp.all_gather(drawn)[: len(drawn)]
+        return self.tp.all_gather(to_device(drawn, self.device))[: len(drawn)]
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the live weights for ``batch`` (CPU), on this rank's device; valid until the

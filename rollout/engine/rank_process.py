@@ -27,9 +27,9 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.engine.job_thread import JobThread
 from rollout.engine.model_runner import Reply
 from rollout.engine.shared_payloads import PayloadViews
-from rollout.engine.staging_thread import StagingThread
 from rollout.engine.worker import Worker
 from rollout.errors import RolloutError, TransferFailed, to_wire
 from rollout.wire import Frame, LostPayloadError, recv_frame, send_frame
@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         format=f"rollout rank {rank}: %(levelname)s %(name)s: %(message)s",
     )
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    staging = StagingThread("rollout-staging", num_threads=1)
+    staging = JobThread("rollout-staging", num_threads=1)
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
     worker = Worker(config, TensorParallel(rank, size), options.shared_fd)
-    replies = StagingThread("rollout-replies") if config.async_scheduling else None
+    replies = JobThread("rollout-replies") if config.async_scheduling else None
     RankLoop(sock, worker, staging, PayloadViews(options.payload_fd), replies).run()
 
 
@@ -74,9 +74,9 @@ class RankLoop:
         self,
         sock: socket.socket,
         worker: Worker,
-        staging: StagingThread,
+        staging: JobThread,
         payloads: PayloadViews,
-        replies: StagingThread | None,
+        replies: JobThread | None,
     ) -> None:
         self._sock, self._worker, self._staging = sock, worker, staging
         self._payloads, self._replies = payloads, replies
@@ -131,7 +131,7 @@ class RankLoop:
             self._refuse(header, error)
             return
         if self._replies is not None and header["method"] == "step":
-            self._replies.submit(lambda: self._reply(header, reply))
+            self._replies.submit(lambda: self._reply_or_end(header, reply))
         else:
             self._reply(header, reply)
 
@@ -143,6 +143,14 @@ class RankLoop:
             return
         with self._send_lock:
             send_frame(self._sock, {"id": header["id"], "reply": values}, tensors)
+
+    def _reply_or_end(self, header: dict[str, Any], reply: Callable[[], Reply]) -> None:
+        """Beside the main thread, whose end would be this process's."""
+        try:
+            self._reply(header, reply)
+        except BaseException:
+            log.exception("a reply could not be sent")
+            os._exit(1)
 
     def _refuse(self, header: dict[str, Any], error: Exception) -> None:
         internal = not isinstance(error, RolloutError)

@@ -68,7 +68,7 @@ class RankProfile:
 
     def _replace(self) -> None:
         runner, timed, replace = self._runner, self._spans.timed, self._watched.replace
-        replace(runner, "step", lambda run: self._step(timed("step", run)))
+        replace(runner, "step", lambda run: self._step(timed("step", _to_its_end(run))))
         replace(runner, "forward", lambda run: timed("forward", run))
         replace(runner.sampler, "draw", lambda run: timed("sample", run))
         if runner.tp.size > 1:
@@ -88,6 +88,14 @@ class RankProfile:
             return reply
 
         return step
+
+
+def _to_its_end(begin: Any) -> Any:
+    def step(*args: Any) -> Any:
+        reply = begin(*args)()
+        return lambda: reply
+
+    return step
 
 
 def read_speed(device: torch.device) -> float:

@@ -45,7 +45,7 @@ class Samples:
 class Drawn:
     """What a step has drawn, perhaps while its device still computes it."""
 
-    tokens: Tensor  # [S] int64, on the device
+    tokens: Tensor  # [S] int64, on the device or not
     samples: Callable[[], Samples]  # waits for all of it; to be called once, from any thread
 
 
@@ -63,8 +63,8 @@ class Sampler:
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Drawn:
         """``sample``, for who has use for the tokens before the host knows them."""
-        samples = self.sample(logits, batch)
-        return Drawn(samples.tokens[: batch.num_sampled].to(logits.device), lambda: samples)
+        samples = Sampler.sample(self, logits, batch)
+        return Drawn(samples.tokens[: batch.num_sampled], lambda: samples)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
         """``logits``: [R, vocabulary], any float dtype; computed in float32. Not changed."""

@@ -41,6 +41,7 @@ class Scheduler:
         self.admitting = True
         self.running: list[Sequence] = []  # ascending seq_id
         self.preemptions = 0
+        self._number = 0
         self._max_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         # Heaps by seq_id; a finished sequence is dropped when it surfaces.
@@ -74,7 +75,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """The next step's work, with blocks reserved for it; no entries when nothing can run."""
-        batch = ScheduledBatch(version=self.blocks.version)
+        self._number += 1
+        batch = ScheduledBatch(version=self.blocks.version, number=self._number)
         if self.frozen:
             return batch
         before = self.preemptions
@@ -90,7 +92,9 @@ class Scheduler:
         ``last``, nobody waits to be admitted, and there are blocks. A sequence that turns out to
         have ended is computed once in vain.
         """
-        batch = ScheduledBatch(version=self.blocks.version, previous_rows=[])
+        batch = ScheduledBatch(
+            version=self.blocks.version, number=last.number + 1, previous_rows=[]
+        )
         rows = [(row, e) for row, e in enumerate(last.entries) if e.sequence.status is _RUNNING]
         if self.frozen or len(rows) < len(self.running) or self._next_heap() is not None:
             return batch
@@ -104,6 +108,7 @@ class Scheduler:
         if all(self.blocks.grow(seq, coming=1) for _, seq in going_on):
             batch.entries = [ScheduledEntry(seq, 1) for _, seq in going_on]
             batch.previous_rows = [row for row, _ in going_on]
+            self._number = batch.number
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:

@@ -188,13 +188,15 @@ class ScheduledEntry:
 class ScheduledBatch:
     """One step's work; ``version`` is the weights' version that every rank must report back.
 
-    ``previous_rows``, of a step that is begun before the one ahead of it has ended: for each entry
-    (which all have one token) the row of that step that draws it. Until that step is booked,
-    ``start``, ``stop`` and the lengths of its sequences are one less than they will be.
+    ``number`` counts up by one from step to step. ``previous_rows``, of a step that is begun before
+    the one ahead of it has ended: for each entry (which all have one token) the row of that step
+    that draws it. Until that step is booked, ``start``, ``stop`` and the lengths of its sequences
+    are less than they will be.
     """
 
     entries: list[ScheduledEntry] = field(default_factory=list)
     version: int = 0
+    number: int = 0
     previous_rows: list[int] | None = None
 
     @property

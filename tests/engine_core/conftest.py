@@ -15,7 +15,7 @@ from tiny_models import make_tokenizer
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.staging_thread import StagingThread
+from rollout.engine.job_thread import JobThread
 
 
 @pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
@@ -28,7 +28,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     ) -> EngineCore:
         toy = toy or ToyExecutor()
         if request.param:
-            toy.thread = StagingThread("toy-rank")
+            toy.thread = JobThread("toy-rank")
         fields = {"vocab_size": 320} if tokenizer else {}
         path = write_config(tmp_path, **fields)
         if tokenizer:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.batch import decode_batch, with_drawn
-from rollout.engine.staging_thread import StagingThread
+from rollout.engine.job_thread import JobThread
 from rollout.errors import RolloutError, WorkerDied
 
 VOCAB = 97
@@ -79,7 +79,7 @@ class ToyExecutor:
         size: int = 1,
         block_size: int = 4,
         free_bytes: int = 1 << 20,
-        thread: StagingThread | None = None,
+        thread: JobThread | None = None,
     ) -> None:
         self.size = size
         self.thread = thread
@@ -110,7 +110,8 @@ class ToyExecutor:
         futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
         self.begun += method == "step"
         if method == "step" and self.thread is None and not self.gate.is_set():
-            threading.Thread(target=self._late_step, args=(args, tensors, futures)).start()
+            late = (method, args, tensors, futures)
+            threading.Thread(target=self._wait_and_answer, args=late).start()
             return futures
         if method == "step" and self.split:
             for future, error in zip(futures, self.split, strict=True):
@@ -136,9 +137,6 @@ class ToyExecutor:
         if self.thread is not None:
             self.thread.close(5)
 
-    def _late_step(self, args: Any, tensors: Any, futures: list[Future[Reply]]) -> None:
-        self._wait_and_answer("step", args, tensors, futures)
-
     def _wait_and_answer(
         self, method: str, args: Any, tensors: Any, futures: list[Future[Reply]]
     ) -> None:
@@ -156,7 +154,7 @@ class ToyExecutor:
                 replies += others
             else:
                 replies *= self.size
-        except RolloutError as error:
+        except (RolloutError, RuntimeError) as error:
             for future in futures:
                 future.set_exception(error)
             return
@@ -196,7 +194,8 @@ class ToyExecutor:
         self.steps += 1
         batch, sampling = decode_batch(args, tensors)
         drawn, self.drawn = self.drawn, None
-        batch = with_drawn(batch, tensors, drawn)
+        if "previous_rows" in tensors:
+            batch = with_drawn(batch, tensors, drawn)
         starts = batch.query_starts.tolist()
         contexts = [self._context(batch, s) for s in range(len(starts) - 1)]
         states: list[int] = []

@@ -83,20 +83,23 @@ def generate(executor, prompts, max_tokens, params=None, chunk=1000, version=0, 
                 blocks=range(first, first + need),
             )
         )
-    begun = None
+    begun, number = None, 0
     while True:
         left = [s for s in sequences if s.output_len < max_tokens]
         if not left:
             return sequences
         if begun is None:
             due = [ScheduledEntry(s, min(chunk, s.num_tokens - s.num_computed)) for s in left]
-            begun = ScheduledBatch(due, version)
+            number += 1
+            begun = ScheduledBatch(due, version, number)
             futures = begin(executor, begun)
         batch, ended, begun = begun, futures, None
         go_on = min(max_tokens - s.output_len for s in left) > 1
         if ahead and go_on and all(entry.samples for entry in batch.entries):
-            rows = list(range(len(left)))
-            begun = ScheduledBatch([ScheduledEntry(s, 1) for s in left], version, rows)
+            rows = list(reversed(range(len(left))))  # in another order than before
+            entries = [ScheduledEntry(batch.entries[row].sequence, 1) for row in rows]
+            number += 1
+            begun = ScheduledBatch(entries, version, number, rows)
             futures = begin(executor, begun)
         end(batch, ended)
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from engine_exec.driving import BLOCK, generate, running, step
+from engine_exec.driving import begin, generate, running, step
 from engine_exec.sampling import sequence
 
-from rollout.engine.batch import decode_batch, encode_batch, with_drawn
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
-from rollout.errors import EngineClosed, EngineError, InvalidRequest
+from rollout.errors import EngineClosed, InvalidRequest
 from rollout.generation import SamplingParams
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 13, 4)]
@@ -59,13 +58,20 @@ def test_steps_begun_before_the_last_one_has_ended_draw_the_same(executor):
     assert [s.processed for s in ahead] == [s.processed for s in in_turn]
 
 
-def test_a_step_cannot_follow_one_that_has_failed():
-    one = ScheduledBatch([ScheduledEntry(sequence(SamplingParams()), 1)], previous_rows=[0])
-    args, tensors = encode_batch(one, BLOCK)
-    batch, _ = decode_batch(args, tensors)
-    assert with_drawn(batch, tensors, torch.tensor([7])).input_ids.tolist() == [7]
-    with pytest.raises(EngineError, match="the step before has failed"):
-        with_drawn(batch, tensors, None)
+def test_a_step_follows_no_other_than_the_one_before_it(tiny):
+    one = sequence(SamplingParams(), computed=0, blocks=range(2))
+    first = ScheduledBatch([ScheduledEntry(one, 3)], number=4)
+    with running(tiny[0], executor="inline") as executor:
+        for number, lost in ((5, False), (6, True)):
+            for future in begin(executor, first):
+                future.result(10)
+            entries = [ScheduledEntry(one, 1)]
+            follow = ScheduledBatch(entries, number=number, previous_rows=[0])
+            error = begin(executor, follow)[0].exception(10)
+            assert (error is not None) is lost
+            if lost:
+                assert isinstance(error, RuntimeError)
+                assert "the step before is missing" in str(error)
 
 
 def test_samples_do_not_depend_on_their_batch(executor):

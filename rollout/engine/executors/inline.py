@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.executors import Reply
-from rollout.engine.staging_thread import StagingThread
+from rollout.engine.job_thread import JobThread
 from rollout.engine.worker import Worker
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
 
@@ -40,9 +40,9 @@ class InlineExecutor:
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config
         self._worker: Worker | None = Worker(config, TensorParallel())
-        self._staging = StagingThread("rollout-staging")
-        self._main = StagingThread("rollout-rank") if config.async_scheduling else None
-        self._replies = StagingThread("rollout-replies")
+        self._staging = JobThread("rollout-staging")
+        self._main = JobThread("rollout-rank") if config.async_scheduling else None
+        self._replies = JobThread("rollout-replies")
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -68,9 +68,8 @@ class InlineExecutor:
             except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the reply
                 future.set_exception(error)
                 return
-            if thread is self._main and thread is not None:
-                self._replies.submit(lambda: _resolve(future, reply))
-            else:
+            beside = thread is not None and thread is self._main
+            if not (beside and self._replies.submit(lambda: _resolve(future, reply))):
                 _resolve(future, reply)
 
         if worker is None or (thread is not None and not thread.submit(run)):

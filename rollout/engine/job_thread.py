@@ -1,4 +1,4 @@
-"""The thread of a rank that stages updates while its main thread runs steps."""
+"""A thread of a rank beside the one that runs its steps: it stages updates, or replies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import torch
 
 
-class StagingThread:
+class JobThread:
     """Runs jobs one after the other, in the order given. Started by the first job.
 
     ``num_threads`` limits what its own operations use, so that steps keep their cores; it also
