@@ -27,29 +27,23 @@ def toy() -> Iterator[ToyExecutor]:
     toy.gate.set()
 
 
-def halted(core: EngineCore, toy: ToyExecutor, *requests: Any) -> Sink:
-    """Requests that have given some tokens, and whose ranks stand still inside a step."""
+def halted(core: EngineCore, toy: ToyExecutor, *requests: Any, under_way: int) -> Sink:
+    """Requests whose ranks stand still after five steps, with so many more begun."""
     sink = Sink(len(requests))
+    toy.halt_at = toy.steps + 5
     core.submit(requests, sink, stream=True)
-    sink.wait_for(3 * len(requests))
-    toy.gate.clear()
-    settle(toy)
-    return sink
-
-
-def settle(toy: ToyExecutor) -> None:
-    """Until no more steps are begun."""
-    seen, since = toy.begun, time.monotonic()
-    while time.monotonic() - since < 0.1:
-        if toy.begun != seen:
-            seen, since = toy.begun, time.monotonic()
+    deadline = time.monotonic() + 10
+    while toy.gate.is_set() or toy.begun - toy.steps < under_way:
+        assert time.monotonic() < deadline, f"{toy.begun} steps begun, {toy.steps} ended"
         time.sleep(0.005)
+    time.sleep(0.1)  # in which another one might begin
+    assert toy.begun - toy.steps == under_way
+    return sink
 
 
 def test_a_step_is_begun_while_one_runs_and_no_more_than_one(start: Start, toy: ToyExecutor):
     core = start(toy)
-    sink = halted(core, toy, request(max_tokens=200))
-    assert toy.begun == toy.steps + 2
+    sink = halted(core, toy, request(max_tokens=200), under_way=2)
     toy.gate.set()
     sink.results()
     assert core.loop.steps_ahead > 100
@@ -63,8 +57,8 @@ def test_a_step_is_begun_while_one_runs_and_no_more_than_one(start: Start, toy: 
 )
 def test_penalties_need_the_last_token_first(start: Start, toy: ToyExecutor, params) -> None:
     core = start(toy)
-    sink = halted(core, toy, request("a", max_tokens=100), request("b", max_tokens=100, **params))
-    assert toy.begun == toy.steps + 1
+    calls = request("a", max_tokens=100), request("b", max_tokens=100, **params)
+    sink = halted(core, toy, *calls, under_way=1)
     toy.gate.set()
     sink.results()
 
@@ -72,7 +66,7 @@ def test_penalties_need_the_last_token_first(start: Start, toy: ToyExecutor, par
 def test_what_was_asked_for_waits_for_the_step_that_was_begun(start: Start, toy: ToyExecutor):
     """And no other one is begun before it."""
     core = start(toy)
-    sink = halted(core, toy, request(max_tokens=200))
+    sink = halted(core, toy, request(max_tokens=200), under_way=2)
     under_way = toy.begun
     steps = core.at_step_boundary(lambda: (toy.begun, toy.steps))
     toy.gate.set()
@@ -82,8 +76,8 @@ def test_what_was_asked_for_waits_for_the_step_that_was_begun(start: Start, toy:
 
 def test_whoever_waits_is_admitted_before_a_step_is_begun(start: Start, toy: ToyExecutor) -> None:
     core = start(toy, max_num_seqs=2)
-    sink = halted(core, toy, *[request(str(i), max_tokens=40) for i in range(3)])
-    assert toy.begun == toy.steps + 1
+    calls = [request(str(i), max_tokens=40) for i in range(3)]
+    sink = halted(core, toy, *calls, under_way=1)
     toy.gate.set()
     sink.results()
 

@@ -84,6 +84,7 @@ class ToyExecutor:
         self.size = size
         self.thread = thread
         self.begun = 0
+        self.halt_at = 0  # the step after which it clears its gate itself
         self.drawn: Tensor | None = None
         self.block_size = block_size
         self.free_bytes = free_bytes
@@ -192,6 +193,8 @@ class ToyExecutor:
             error, self.fail_next = self.fail_next, None
             raise error
         self.steps += 1
+        if self.steps == self.halt_at:
+            self.gate.clear()
         batch, sampling = decode_batch(args, tensors)
         drawn, self.drawn = self.drawn, None
         if "previous_rows" in tensors:
