@@ -198,6 +198,10 @@ class TileLayout:
             raise ValueError(f"shape {shape} does not divide into tiles of {self.rows} x 2")
         return (n // self.rows, k // 2, self.rows, 2)
 
+    def is_of_whole_tiles(self, box: Box) -> bool:
+        """Whether the box cuts no block of rows and no pair."""
+        return not any(n % self.rows or k % 2 for n, k in (box.starts, box.stops))
+
     def _logical(self, storage: Tensor) -> Tensor:
         """``storage`` seen as [N/rows, rows, K/2, 2] without a copy."""
         return storage.permute(0, 2, 1, 3)
@@ -211,7 +215,7 @@ class TileLayout:
             return
         value = value.reshape(box.shape)
         (n0, k0), (n1, k1) = box.starts, box.stops
-        if not (n0 % self.rows or n1 % self.rows or k0 % 2 or k1 % 2):
+        if self.is_of_whole_tiles(box):
             pairs = self._pairs(storage)[n0 // self.rows : n1 // self.rows, :, k0 // 2 : k1 // 2]
             pairs.copy_(_as_pairs(value.to(storage.dtype)).reshape(pairs.shape))
             return

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import ScheduledBatch, Sequence, Status
+from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.engine.snapshot import Snapshot
 from rollout.engine.step_output import StepOutput
 from rollout.metrics import EngineCounters
@@ -167,7 +167,7 @@ class OutputProcessor:
 
 def _of_the_running(batch: ScheduledBatch, output: StepOutput) -> tuple[ScheduledBatch, StepOutput]:
     """A step begun ahead, all of whose entries draw a token, without those that have ended."""
-    rows = [i for i, e in enumerate(batch.entries) if e.sequence.status is Status.RUNNING]
+    rows = batch.rows_running
     if len(rows) == len(batch.entries):
         return batch, output
     entries = [batch.entries[row] for row in rows]

@@ -23,7 +23,6 @@ from rollout.engine.block_manager import BlockManager, Found
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
-_RUNNING = Status.RUNNING
 
 
 class Scheduler:
@@ -95,11 +94,12 @@ class Scheduler:
         batch = ScheduledBatch(
             version=self.blocks.version, number=last.number + 1, previous_rows=[]
         )
-        rows = [(row, e) for row, e in enumerate(last.entries) if e.sequence.status is _RUNNING]
+        rows = last.rows_running
         if self.frozen or len(rows) < len(self.running) or self._next_heap() is not None:
             return batch
         going_on = []
-        for row, entry in rows:
+        for row in rows:
+            entry = last.entries[row]
             seq = entry.sequence
             if seq.penalised or seq.seq_id in self._unforked or not entry.draws_alone:
                 return batch

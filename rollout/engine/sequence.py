@@ -200,5 +200,11 @@ class ScheduledBatch:
     previous_rows: list[int] | None = None
 
     @property
+    def rows_running(self) -> list[int]:
+        """Which entries' sequences still run; all, unless the step was begun ahead."""
+        running = Status.RUNNING
+        return [row for row, e in enumerate(self.entries) if e.sequence.status is running]
+
+    @property
     def num_tokens(self) -> int:
         return sum(entry.num_new for entry in self.entries)

@@ -22,7 +22,7 @@ def stream_copy(into: Tensor, values: Tensor) -> Tensor:
     if rows is None:
         return op.reference(into, values)
     count, size, to_stride, from_stride = rows
-    entry("stream_copy", "plplll" + "i")(
+    entry("stream_copy", "plpllli")(
         into.data_ptr(),
         to_stride,
         values.data_ptr(),

@@ -1,4 +1,4 @@
-"""Native ``write_box`` of large boxes that cut no tile."""
+"""Native ``write_box`` of large boxes, plain or of whole tiles."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from rollout.kernels.write_box import write_box as op
 from rollout.weights import Box, Layout, PlainLayout, Shape, TileLayout
 
 _LINE = 64  # bytes
+_ROWS = 16  # of a tile, as C has it
 
 
 def available() -> bool:
@@ -17,28 +18,26 @@ def available() -> bool:
 
 
 def write_box(storage: Tensor, shape: Shape, box: Box, value: Tensor, layout: Layout) -> None:
-    if value.nbytes >= LEAST and value.dtype == storage.dtype and value.device.type == "cpu":
-        if isinstance(layout, PlainLayout):
-            stream_copy(storage[box.slices], value.reshape(box.shape))
-            return
-        if isinstance(layout, TileLayout) and _is_of_whole_tiles(storage, box, layout):
-            _write_tiles(storage, box, value.reshape(box.shape))
-            return
-    op.reference(storage, shape, box, value, layout)
+    if isinstance(layout, PlainLayout):
+        stream_copy(storage[box.slices], value.reshape(box.shape))
+    elif isinstance(layout, TileLayout) and _is_known(storage, box, value, layout):
+        _write_tiles(storage, box, value.reshape(box.shape))
+    else:
+        op.reference(storage, shape, box, value, layout)
 
 
-def _is_of_whole_tiles(storage: Tensor, box: Box, layout: TileLayout) -> bool:
-    (n0, k0), (n1, k1) = box.starts, box.stops
-    known = layout.rows == 16 and storage.element_size() == 2 and storage.is_contiguous()
-    return known and not (n0 % 16 or n1 % 16 or k0 % 2 or k1 % 2 or storage.data_ptr() % _LINE)
+def _is_known(storage: Tensor, box: Box, value: Tensor, layout: TileLayout) -> bool:
+    large = value.nbytes >= LEAST and value.dtype == storage.dtype and value.device.type == "cpu"
+    known = layout.rows == _ROWS and storage.element_size() == 2 and storage.is_contiguous()
+    return large and known and not storage.data_ptr() % _LINE and layout.is_of_whole_tiles(box)
 
 
 def _write_tiles(storage: Tensor, box: Box, value: Tensor) -> None:
     if value.stride(1) != 1 or value.stride(0) % 2 or value.data_ptr() % 4:
         value = value.clone(memory_format=torch.contiguous_format)
     (n0, k0), (n1, k1) = box.starts, box.stops
-    into = storage[n0 // 16 : n1 // 16, k0 // 2 : k1 // 2]
-    entry("write_tiles", "plplll" + "i")(
+    into = storage[n0 // _ROWS : n1 // _ROWS, k0 // 2 : k1 // 2]
+    entry("write_tiles", "plpllli")(
         into.data_ptr(),
         into.stride(0) // 2,
         value.data_ptr(),
