@@ -12,6 +12,7 @@ from rollout.weights import PLAIN
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(96, 64), (67, 101), (130, 1000), (3, 5)], ids=str)
+@pytest.mark.usefixtures("dots_in_order")
 def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=rng).to(dtype)

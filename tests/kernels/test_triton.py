@@ -31,6 +31,7 @@ def test_tokens_without_a_slot_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("dots_in_order")
 def test_ordered_attention_of_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
     lengths = [70, 7]

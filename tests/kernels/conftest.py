@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.kernels.gpu_support import triton_runs
+
+
+@pytest.fixture
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies by numpy's BLAS, which on some CPUs gives a row other bits by
+    its place in the tile. Here it adds product by product, as a tensor core's tile has one order
+    for every row."""
+    if not triton_runs():
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: Any, a: Any, b: Any, total: Any, *_precision: Any) -> Any:
+        sums = total.data.copy()
+        for column, row in zip(a.data.T, b.data, strict=True):
+            sums += column[:, None] * row
+        return TensorHandle(sums, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
