@@ -11,6 +11,7 @@ from kernels.cases import DTYPES, Case, all_cases, attention, packed_linear
 from torch import Tensor
 
 import rollout.kernels as kernels
+from rollout.kernels.linear.cpu import level
 from rollout.kernels.op import Op
 
 TOLERANCE = {  # (relative, absolute) against float64
@@ -191,8 +192,8 @@ def _tolerance(case: Case, dtype: torch.dtype, name: str = "") -> tuple[float, f
         return 2e-4, 2e-4
     table = ATTENTION_TOLERANCE if case.op in ATTENTIONS else TOLERANCE
     relative, absolute = table[dtype]
-    if name == "triton" and case.op in ATTENTIONS:
-        # Tensor cores take chances of 16 bits: the error is one of the largest value, not of a sum
-        # in which values cancel.
+    if case.op in ATTENTIONS and (name == "triton" or (name == "cpu" and level() > 0)):
+        # Tensor cores and dot products take weights of 16 bits: the error is one of the largest
+        # value, not of a sum in which values cancel.
         absolute = max(absolute, torch.finfo(dtype).eps if dtype != torch.float32 else 0)
     return relative, absolute

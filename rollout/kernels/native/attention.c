@@ -2,8 +2,12 @@
  *
  * One work item is a KV head and a tile of up to ROWS rows (queries x the heads of the group) of
  * one sequence. It walks the keys from position 0 in tiles of KEYS: the tile's K is laid out
- * transposed and its V dense, both float32, and both products are the same small GEMM. So each
+ * transposed and its V dense, and both products are the same small GEMM. So each
  * page is read once per item: once for the whole group in decode.
+ *
+ * Both are float32; or, of bfloat16 where AVX-512 has its dot products, words of two neighbours of
+ * the dimension that is summed: the head's for Q K^T, the keys for weights x V, where the weights
+ * are rounded to bfloat16 as SDPA rounds them.
  *
  * Every row sums its keys in the same order whatever tile, batch or thread it is in: its bits
  * depend on its own sequence only. */
@@ -18,6 +22,11 @@
 #define ROW_BLOCK 4 /* 16 registers: 8 sums, 2 of B, a broadcast */
 #else
 #define ROW_BLOCK 8
+#endif
+#if VW == 16 && defined(__AVX512BF16__)
+#define DOTS 1
+#else
+#define DOTS 0
 #endif
 
 typedef struct {
@@ -40,9 +49,22 @@ typedef struct {
     const void *k_rows[KEYS], *v_rows[KEYS], *next_k[VW], *next_v[VW];
 } Scratch;
 
+#if DOTS
+INLINE vf dot(vf a, vf b, vf c) {
+    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+#else
+INLINE vf dot(vf a, vf b, vf c) { return (void)a, (void)b, c; }
+#endif
+INLINE vf repeat(const float *word) {
+    uint32_t bits;
+    memcpy(&bits, word, sizeof bits);
+    return (vf)(bits - (vu){0});
+}
+
 /* C[rows, 2 VW] (+)= A[rows, depth] B[depth, 2 VW] with everything in registers. */
 INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, const float *b,
-                      int ldb, float *c, int ldc, int add) {
+                      int ldb, float *c, int ldc, int add, int words) {
     vf sum[ROW_BLOCK][2];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -54,9 +76,10 @@ INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, co
         for (int j = 0; j < wide; j++) row[j] = load(b + (int64_t)k * ldb, j * VW, 0);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            vf x = splat(a[r * lda + k]);
+            vf x = repeat(a + r * lda + k);
 #pragma GCC unroll 2
-            for (int j = 0; j < wide; j++) sum[r][j] += x * row[j];
+            for (int j = 0; j < wide; j++)
+                sum[r][j] = words ? dot(x, row[j], sum[r][j]) : sum[r][j] + x * row[j];
         }
     }
 #pragma GCC unroll 8
@@ -66,41 +89,34 @@ INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, co
 }
 
 INLINE void gemm_rows(int rows, int wide, int depth, const float *a, int lda, const float *b,
-                      int ldb, float *c, int ldc, int add) {
+                      int ldb, float *c, int ldc, int add, int words) {
     switch (rows) {
-    case 1: gemm_tile(1, wide, depth, a, lda, b, ldb, c, ldc, add); break;
-    case 2: gemm_tile(2, wide, depth, a, lda, b, ldb, c, ldc, add); break;
-    case 3: gemm_tile(3, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 1: gemm_tile(1, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
+    case 2: gemm_tile(2, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
+    case 3: gemm_tile(3, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
 #if ROW_BLOCK == 8
-    case 4: gemm_tile(4, wide, depth, a, lda, b, ldb, c, ldc, add); break;
-    case 5: gemm_tile(5, wide, depth, a, lda, b, ldb, c, ldc, add); break;
-    case 6: gemm_tile(6, wide, depth, a, lda, b, ldb, c, ldc, add); break;
-    case 7: gemm_tile(7, wide, depth, a, lda, b, ldb, c, ldc, add); break;
+    case 4: gemm_tile(4, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
+    case 5: gemm_tile(5, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
+    case 6: gemm_tile(6, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
+    case 7: gemm_tile(7, wide, depth, a, lda, b, ldb, c, ldc, add, words); break;
 #endif
-    default: gemm_tile(ROW_BLOCK, wide, depth, a, lda, b, ldb, c, ldc, add);
+    default: gemm_tile(ROW_BLOCK, wide, depth, a, lda, b, ldb, c, ldc, add, words);
     }
 }
 
 /* columns: a multiple of VW. */
 INLINE void gemm(int rows, int columns, int depth, const float *a, int lda, const float *b, int ldb,
-                 float *c, int ldc, int add) {
+                 float *c, int ldc, int add, int words) {
     for (int n = 0; n < columns; n += 2 * VW)
         for (int r = 0; r < rows; r += ROW_BLOCK) {
             int count = rows - r < ROW_BLOCK ? rows - r : ROW_BLOCK;
-            const float *left = a + r * lda;
+            const float *left = a + r * lda, *right = b + n;
             float *to = c + r * ldc + n;
-            if (n + VW < columns) gemm_rows(count, 2, depth, left, lda, b + n, ldb, to, ldc, add);
-            else gemm_rows(count, 1, depth, left, lda, b + n, ldb, to, ldc, add);
+            if (n + VW < columns)
+                gemm_rows(count, 2, depth, left, lda, right, ldb, to, ldc, add, words);
+            else
+                gemm_rows(count, 1, depth, left, lda, right, ldb, to, ldc, add, words);
         }
-}
-
-/* Rows first .. rows of the tile: scores = Q K^T, and sums += weights V. */
-static void score(int first, int rows, int keys, int dim, Scratch *s) {
-    gemm(rows - first, keys, dim, s->q + first * dim, dim, s->kt[0], KEYS, s->scores[first], KEYS, 0);
-}
-static void weigh(int first, int rows, int keys, int padded, Scratch *s) {
-    gemm(rows - first, padded, keys, s->scores[first], KEYS, s->v, padded, s->sums + first * padded,
-         padded, 1);
 }
 
 #if defined(__clang__)
@@ -146,7 +162,9 @@ INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16)
         transpose(x);
 #pragma GCC unroll 16
         for (int i = 0; i < VW; i++) {
-            if (bf16) {
+            if (DOTS && bf16) {
+                store(s->kt[d / 2 + i], key, (vf)x[i], 0);
+            } else if (bf16) {
                 store(s->kt[d + 2 * i], key, (vf)(x[i] << 16), 0);
                 store(s->kt[d + 2 * i + 1], key, (vf)(x[i] & 0xffff0000u), 0);
             } else {
@@ -154,6 +172,20 @@ INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16)
             }
         }
     }
+}
+
+/* v[key][d], or words of two keys; after an odd last one comes zero. */
+INLINE void pack_values(const void **rows, int keys, int dim, int padded, Scratch *s, int bf16) {
+    int step = DOTS && bf16 ? 2 : 1;
+    for (int j = 0; j < keys; j += step)
+        for (int d = 0; d < dim; d += VW) {
+            vf x = load_at(rows[j], d, dim, bf16), next = splat(0);
+            if (step == 2) {
+                if (j + 1 < keys) next = load_at(rows[j + 1], d, dim, bf16);
+                x = (vf)((vu)x >> 16 | (vu)next);
+            }
+            store(s->v + j / step * padded, d, x, 0);
+        }
 }
 
 /* Where keys first .. first + count of a sequence lie; the pointers up to a multiple of VW repeat
@@ -178,9 +210,10 @@ INLINE void fetch(const void **rows, int count, int bytes) {
         for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows[j] + at);
 }
 
-/* Turn a row of scores into weights; the first `visible` (at least one) of `keys` count. */
-INLINE void soften(float *row, int visible, int keys, float *sums, int padded, float *peak,
-                   float *mass) {
+/* Turn a row of scores into weights, float32 or bfloat16 in their place; the first `visible` (at
+ * least one) of `keys` count. */
+INLINE void soften(float *row, int visible, int keys, float scale, float *sums, int padded,
+                   float *peak, float *mass, int words) {
     vf high = splat(-INFINITY);
     int j = 0;
     for (; j + VW <= visible; j += VW) high = vmax(high, load(row, j, 0));
@@ -189,12 +222,12 @@ INLINE void soften(float *row, int visible, int keys, float *sums, int padded, f
         store(row, j, x, 0);
         high = vmax(high, x);
     }
-    float top = reduce_max(high), before = *peak;
+    float top = reduce_max(high) * scale, before = *peak;
     if (!(top > before)) top = before;
     vf sum = splat(0.0f);
     for (j = 0; j < keys; j += VW) {
-        vf x = exp_negative(load(row, j, 0) - top);
-        store(row, j, x, 0);
+        vf x = exp_negative(load(row, j, 0) * scale - top);
+        store(row, j, x, words);
         sum += x;
     }
     *peak = top;
@@ -210,14 +243,18 @@ INLINE void soften(float *row, int visible, int keys, float *sums, int padded, f
 INLINE void attend(const Problem *p, int sequence, int head, int first_query, int queries,
                    Scratch *s, int bf16) {
     int group = p->heads / p->kv_heads, rows = queries * group, dim = p->dim;
-    int padded = (dim + VW - 1) / VW * VW, size = bf16 ? 2 : 4;
+    int padded = (dim + VW - 1) / VW * VW, size = bf16 ? 2 : 4, words = DOTS && bf16;
+    int depth = words ? (dim + 1) / 2 : dim;
     int first_row = p->starts[sequence] + first_query;
     int position = p->lengths[sequence] - (p->starts[sequence + 1] - first_row);
     for (int r = 0; r < rows; r++) {
         int64_t at = (first_row + r / group) * p->q_row + (head * group + r % group) * p->q_head;
         const void *q = (const char *)p->q + at * size;
-        for (int d = 0; d < dim; d += VW)
-            store_at(s->q + r * dim, d, dim, load_at(q, d, dim, bf16) * p->scale, 0);
+        s->q[r * depth + depth - 1] = 0;
+        if (words) memcpy(s->q + r * depth, q, (size_t)dim * 2);
+        else
+            for (int d = 0; d < dim; d += VW)
+                store_at(s->q + r * dim, d, dim, load_at(q, d, dim, bf16), 0);
         s->peak[r] = -INFINITY, s->mass[r] = 0;
     }
     memset(s->sums, 0, sizeof(float) * (size_t)(rows * padded));
@@ -235,18 +272,18 @@ INLINE void attend(const Problem *p, int sequence, int head, int first_query, in
             locate(p, sequence, head, key + KEYS, ahead, s->next_k, s->next_v, size);
             fetch(s->next_k, ahead, dim * size);
         }
-        for (int j = 0; j < keys; j++)
-            for (int d = 0; d < dim; d += VW)
-                store(s->v + j * padded, d, load_at(s->v_rows[j], d, dim, bf16), 0);
+        pack_values(s->v_rows, keys, dim, padded, s, bf16);
         /* Queries that lie before this tile see none of it. */
         int hidden = key > position ? (key - position) * group : 0;
-        score(hidden, rows, whole, dim, s);
+        gemm(rows - hidden, whole, depth, s->q + hidden * depth, depth, s->kt[0], KEYS,
+             s->scores[hidden], KEYS, 0, words);
         for (int r = hidden; r < rows; r++) {
             int visible = position + r / group + 1 - key;
-            soften(s->scores[r], visible < keys ? visible : keys, whole,
-                   s->sums + r * padded, padded, &s->peak[r], &s->mass[r]);
+            soften(s->scores[r], visible < keys ? visible : keys, whole, p->scale,
+                   s->sums + r * padded, padded, &s->peak[r], &s->mass[r], words);
         }
-        weigh(hidden, rows, keys, padded, s);
+        gemm(rows - hidden, padded, words ? (keys + 1) / 2 : keys, s->scores[hidden], KEYS, s->v,
+             padded, s->sums + hidden * padded, padded, 1, words);
     }
     for (int r = 0; r < rows; r++) {
         int64_t to = (int64_t)(first_row + r / group) * p->heads + head * group + r % group;

@@ -59,6 +59,8 @@ EXPORT int32_t rollout_linear_level(void) {
 /* float32 lanes of a vector: 16 AVX-512, 8 AVX2, 4 what every machine has. */
 EXPORT int32_t rollout_vector_width(void) { return VW; }
 
+INLINE int64_t claim(int64_t *claimed) { return __atomic_fetch_add(claimed, 1, __ATOMIC_RELAXED); }
+
 /* outputs: a multiple of 16 (of 32 where gated); inputs: even; `level` at most that of
  * rollout_linear_level. */
 EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
@@ -73,17 +75,22 @@ EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
     if (stretch < 2 * TILE) stretch = 2 * TILE;
     int64_t groups = (pairs + GROUP - 1) / GROUP, items = (rows + stretch - 1) / stretch * groups;
     if (items < 2 || rows * outputs * inputs < 65536) threads = 1;
+    int64_t claimed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Widened own = {.row = -1}; /* each thread widens the rows it multiplies */
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < items; i++) {
+        /* A thread knows its next item before it begins one, to fetch that item's tiles. */
+        int64_t next = claim(&claimed);
+        for (int64_t i = next; i < items; i = next) {
+            next = claim(&claimed);
+            int64_t after = next < items ? next % groups * GROUP : i % groups * GROUP;
             int64_t row = i / groups * stretch, pair = i % groups * GROUP;
             int64_t stop = row + stretch < rows ? row + stretch : rows;
             int count = (int)(pairs - pair < GROUP ? pairs - pair : GROUP);
             if (!level && own.row != row) widen_rows(&p, row, stop, &own);
             if (!level) float_item(&p, &own, pair, count);
-            else (level > 1 ? amx_item : dot_item)(&p, row, stop, pair, count);
+            else if (level > 1) amx_item(&p, row, stop, pair, count);
+            else dot_item(&p, row, stop, pair, count, after);
         }
     }
 }

@@ -155,14 +155,17 @@ static void float_item(const Linear *p, const Widened *from, int64_t pair, int p
 }
 
 #if VW == 16 && defined(__AVX512BF16__)
-#define DOT_ROWS 6 /* by four tiles */
+#define DOT_MANY 12 /* rows by the tiles of one pair */
+#define DOT_FEW 6   /* rows by those of two */
 
-INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t pair) {
+/* Rows by two or four tiles. Meanwhile as much is fetched as two tiles at next[]. */
+INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t pair,
+                      const uint16_t *const *next) {
     const uint16_t *x = p->x + row * p->x_row, *w[4];
-    float sums[2][DOT_ROWS * 2 * TILE];
-    __m512 sum[DOT_ROWS][4];
+    float sums[2][DOT_MANY * 2 * TILE];
+    __m512 sum[DOT_MANY][4];
     for (int t = 0; t < tiles; t++) w[t] = tile_at(p, pair + t / 2, t % 2);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_setzero_ps();
@@ -170,7 +173,9 @@ INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t
         __m512i words[4];
 #pragma GCC unroll 4
         for (int t = 0; t < tiles; t++) words[t] = _mm512_loadu_si512(w[t] + k * TILE);
-#pragma GCC unroll 8
+#pragma GCC unroll 2
+        for (int t = 0; t < 2; t++) __builtin_prefetch(next[t] + k * TILE, 0, 2);
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t x_pair;
             memcpy(&x_pair, x + r * p->x_row + k, sizeof x_pair);
@@ -180,7 +185,7 @@ INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t
                 sum[r][t] = _mm512_dpbf16_ps(sum[r][t], both, (__m512bh)words[t]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int t = 0; t < tiles; t++)
@@ -189,26 +194,61 @@ INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t
         finish(p, row, rows, pair + t / 2, tiles_in(p, pair + t / 2), sums[t / 2], 2 * TILE);
 }
 
-INLINE void dot_rows(int rows, int tiles, const Linear *p, int64_t row, int64_t pair) {
+static void dot_pairs(int rows, const Linear *p, int64_t row, int64_t pair,
+                      const uint16_t *const *next) {
     switch (rows) {
-    case 1: dot_tiles(1, tiles, p, row, pair); break;
-    case 2: dot_tiles(2, tiles, p, row, pair); break;
-    case 3: dot_tiles(3, tiles, p, row, pair); break;
-    case 4: dot_tiles(4, tiles, p, row, pair); break;
-    case 5: dot_tiles(5, tiles, p, row, pair); break;
-    default: dot_tiles(DOT_ROWS, tiles, p, row, pair);
+    case 1: dot_tiles(1, 4, p, row, pair, next); break;
+    case 2: dot_tiles(2, 4, p, row, pair, next); break;
+    case 3: dot_tiles(3, 4, p, row, pair, next); break;
+    case 4: dot_tiles(4, 4, p, row, pair, next); break;
+    case 5: dot_tiles(5, 4, p, row, pair, next); break;
+    default: dot_tiles(DOT_FEW, 4, p, row, pair, next);
     }
 }
 
-static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs) {
-    for (; row < stop; row += DOT_ROWS) {
-        int rows = stop - row < DOT_ROWS ? (int)(stop - row) : DOT_ROWS;
-        if (pairs == 2) dot_rows(rows, 4, p, row, pair);
-        else dot_rows(rows, 2, p, row, pair);
+static void dot_pair(int rows, const Linear *p, int64_t row, int64_t pair,
+                     const uint16_t *const *next) {
+    switch (rows) {
+    case 1: dot_tiles(1, 2, p, row, pair, next); break;
+    case 2: dot_tiles(2, 2, p, row, pair, next); break;
+    case 3: dot_tiles(3, 2, p, row, pair, next); break;
+    case 4: dot_tiles(4, 2, p, row, pair, next); break;
+    case 5: dot_tiles(5, 2, p, row, pair, next); break;
+    case 6: dot_tiles(6, 2, p, row, pair, next); break;
+    case 7: dot_tiles(7, 2, p, row, pair, next); break;
+    case 8: dot_tiles(8, 2, p, row, pair, next); break;
+    case 9: dot_tiles(9, 2, p, row, pair, next); break;
+    case 10: dot_tiles(10, 2, p, row, pair, next); break;
+    case 11: dot_tiles(11, 2, p, row, pair, next); break;
+    default: dot_tiles(DOT_MANY, 2, p, row, pair, next);
+    }
+}
+
+/* Rows that need one pass of W are bound by reading it; the passes of more would wait for W only in
+ * the first of them. So what this thread reads next, in the end of the pair `after`, is fetched
+ * meanwhile, a tile in each of two passes. */
+static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs,
+                     int64_t after) {
+    int64_t rows = stop - row, passes = (rows + DOT_MANY - 1) / DOT_MANY;
+    int64_t block = (rows + passes - 1) / passes;
+    if (pairs == 2 && rows <= DOT_FEW) {
+        const uint16_t *next[2] = {tile_at(p, pair, 0), tile_at(p, pair, 1)};
+        dot_pairs((int)rows, p, row, pair, next);
+        return;
+    }
+    for (int j = 0; j < pairs; j++, pair++) {
+        int64_t to = j + 1 < pairs ? pair + 1 : after;
+        for (int64_t r = row, pass = 0; r < stop; r += block, pass++) {
+            const uint16_t *next[2];
+            for (int t = 0; t < 2; t++)
+                next[t] = tile_at(p, passes == 1 || pass == t ? to : pair, t);
+            dot_pair((int)(stop - r < block ? stop - r : block), p, r, pair, next);
+        }
     }
 }
 #else
-static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs) {
-    (void)p, (void)row, (void)stop, (void)pair, (void)pairs;
+static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs,
+                     int64_t after) {
+    (void)p, (void)row, (void)stop, (void)pair, (void)pairs, (void)after;
 }
 #endif
