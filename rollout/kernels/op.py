@@ -33,6 +33,11 @@ def watch_ops(watch: Watch | None) -> None:
         each._by_device.clear()
 
 
+def are_watched() -> bool:
+    """Whether somebody watches: what calls native code past the ops must then call the ops."""
+    return _watch is not None
+
+
 class Op(Generic[P, R]):
     """Calls the implementation for the device of the first argument; same signature for all.
 

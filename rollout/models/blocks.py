@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from rollout.models.forward import ForwardBatch, LayerKV
@@ -74,3 +76,13 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(build)
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(build, build.config.hidden_size)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: Sequence[LayerKV]
+    ) -> tuple[Tensor, Tensor]:
+        """The blocks on embeddings [T, hidden]: the last one's output and the residual sum."""
+        residual: Tensor | None = None
+        for block, pages in zip(self.layers, kv, strict=True):
+            x, residual = block(x, residual, cos, sin, batch, pages)
+        assert residual is not None
+        return x, residual

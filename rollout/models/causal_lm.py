@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
+from rollout.kernels.op import are_watched
 from rollout.models.blocks import Decoder, DecoderBlock
 from rollout.models.config import ModelConfig
 from rollout.models.determinism import check_deterministic
@@ -16,6 +17,7 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, storage_of
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
+from rollout.models.native_blocks import NativeBlocks
 from rollout.models.registry import Registry
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_load import LoadReport, WeightLoad
@@ -47,6 +49,8 @@ class CausalLM(nn.Module):
         )
         blocks = [self.make_block(build, index) for index in range(config.num_layers)]
         self.model = Decoder(build, blocks)
+        fits = NativeBlocks.fits(build, blocks)
+        self.native_blocks = NativeBlocks(build, blocks) if fits else None
         self.lm_head = None if config.tied else Head(build)
         self.table: WeightTable = build_table(self, {HEAD: EMBEDDING} if config.tied else {})
         self.eval()
@@ -65,10 +69,10 @@ class CausalLM(nn.Module):
         """
         cos, sin = self.rotary(batch.positions)
         x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
-        residual: Tensor | None = None
-        for block, pages in zip(self.model.layers, kv, strict=True):
-            x, residual = block(x, residual, cos, sin, batch, pages)
-        assert residual is not None
+        if self.native_blocks is not None and not are_watched():
+            x, residual = self.native_blocks(x, cos, sin, batch, kv)
+        else:
+            x, residual = self.model(x, cos, sin, batch, kv)
         rows = batch.logit_rows
         x, _ = self.model.norm.add(x[rows], residual[rows])
         return self.head.logits(x)

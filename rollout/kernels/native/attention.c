@@ -11,6 +11,7 @@
  *
  * Every row sums its keys in the same order whatever tile, batch or thread it is in: its bits
  * depend on its own sequence only. */
+#include "ops.h"
 #include "vec.h"
 
 #include <stdlib.h>
@@ -28,16 +29,6 @@
 #else
 #define DOTS 0
 #endif
-
-typedef struct {
-    const void *q, *k, *v;
-    void *out;
-    const int32_t *starts, *lengths, *tables;
-    int64_t q_row, q_head; /* strides in elements */
-    int64_t kv_block, kv_head;
-    int32_t sequences, heads, kv_heads, dim, block, table_width;
-    float scale;
-} Problem;
 
 typedef struct {
     float kt[MAX_DIM + 2 * VW][KEYS];

@@ -8,6 +8,7 @@
  * has the same bits in any batch, on any number of threads. A few rows are bound by reading W once;
  * of many, a stretch of x stays in L2 while W passes. */
 #include "area.h"
+#include "ops.h"
 #include "vec.h"
 
 #define TILE 16

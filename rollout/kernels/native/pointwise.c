@@ -1,5 +1,6 @@
 /* The small ops between the matrix products. Rows may be strided; the last dimension is dense.
  * `rows` counts vectors: vector i lies at (i / heads) * outer + (i % heads) * inner elements. */
+#include "ops.h"
 #include "vec.h"
 
 #define PARALLEL_ELEMENTS 65536 /* below this the threads cost more than they save */
@@ -132,14 +133,6 @@ EXPORT void rollout_store_kv(const char *k, int64_t k_outer, int64_t k_inner, co
         }
     }
 }
-
-typedef struct {
-    const char *q, *k, *v, *cos, *sin; /* cos, sin: [tokens, width], dense */
-    char *out, *k_cache, *v_cache;     /* q rotated, dense; the caches as above */
-    const int64_t *slots;
-    int64_t q_outer, q_inner, k_outer, k_inner, v_outer, v_inner; /* elements */
-    int64_t tokens, heads, kv_heads, dim, width, block;
-} Turn;
 
 INLINE void turn(const Turn *p, int threads, int bf16, int wide) {
     int64_t size = bf16 ? 2 : 4, table = bf16 && !wide ? 2 : 4;

@@ -1,0 +1,85 @@
+/* Decoder blocks of bfloat16, op after op: what models/blocks.py composes, without Python and fresh
+ * tensors between the ops. The ops are those of the other files, so the bits are the same. */
+#include "ops.h"
+#include "vec.h"
+
+typedef struct {
+    const uint16_t *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
+    const uint16_t *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    uint16_t *k_cache, *v_cache;
+} Block; /* weights in tiles; biases and the norms of q and k may be null */
+
+typedef struct {
+    const Block *blocks;
+    uint16_t *residual; /* [tokens, hidden]: the embeddings; then all but the last block's output */
+    uint16_t *out;      /* [tokens, hidden]: the last block's output */
+    uint16_t *work;     /* tokens x the larger of inner and the columns of q, k, v and q, twice */
+    const void *cos, *sin;
+    const int64_t *slots;
+    const int32_t *starts, *lengths, *tables;
+    int64_t count, tokens, sequences, hidden, inner, heads, kv_heads, dim, rotary, page;
+    int64_t table_width;
+    float eps, scale;
+    int32_t wide, level, threads; /* wide: cos and sin are float32 */
+} Blocks;
+
+INLINE void multiply(const Blocks *p, const uint16_t *x, const uint16_t *w, const uint16_t *bias,
+                     uint16_t *out, int64_t outputs, int64_t inputs, int gated) {
+    rollout_linear(x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level, p->threads);
+}
+
+/* out = attention(out); the work area holds q, k, v, then q rotated, then q and k normalised. */
+static int32_t attend(const Blocks *p, const Block *b) {
+    int64_t q_columns = p->heads * p->dim, kv_columns = p->kv_heads * p->dim;
+    int64_t columns = q_columns + 2 * kv_columns, q_row = columns, k_row = columns;
+    uint16_t *qkv = p->work, *turned = qkv + p->tokens * columns;
+    const uint16_t *q = qkv, *k = qkv + q_columns;
+    multiply(p, p->out, b->qkv, b->qkv_bias, qkv, columns, p->hidden, 0);
+    if (b->q_norm) {
+        uint16_t *q_to = turned + p->tokens * q_columns, *k_to = q_to + p->tokens * q_columns;
+        rollout_rms_norm(q, columns, p->dim, b->q_norm, q_to, p->tokens * p->heads, p->heads,
+                         p->dim, p->eps, 1, p->threads);
+        rollout_rms_norm(k, columns, p->dim, b->k_norm, k_to, p->tokens * p->kv_heads, p->kv_heads,
+                         p->dim, p->eps, 1, p->threads);
+        q = q_to, k = k_to, q_row = q_columns, k_row = kv_columns;
+    }
+    Turn turn = {.q = (const char *)q, .k = (const char *)k, .cos = p->cos, .sin = p->sin};
+    turn.v = (const char *)(qkv + q_columns + kv_columns), turn.out = (char *)turned;
+    turn.k_cache = (char *)b->k_cache, turn.v_cache = (char *)b->v_cache, turn.slots = p->slots;
+    turn.q_outer = q_row, turn.k_outer = k_row, turn.v_outer = columns;
+    turn.q_inner = turn.k_inner = turn.v_inner = p->dim;
+    turn.tokens = p->tokens, turn.heads = p->heads, turn.kv_heads = p->kv_heads;
+    turn.dim = p->dim, turn.width = p->rotary, turn.block = p->page;
+    rollout_rotary_store(&turn, 1, p->wide, p->threads);
+
+    /* What it gives goes where q, k and v were. */
+    Problem problem = {.q = turned, .k = b->k_cache, .v = b->v_cache, .out = qkv};
+    problem.starts = p->starts, problem.lengths = p->lengths, problem.tables = p->tables;
+    problem.q_row = q_columns, problem.q_head = p->dim;
+    problem.kv_head = p->page * p->dim, problem.kv_block = p->kv_heads * problem.kv_head;
+    problem.sequences = (int32_t)p->sequences, problem.table_width = (int32_t)p->table_width;
+    problem.heads = (int32_t)p->heads, problem.kv_heads = (int32_t)p->kv_heads;
+    problem.dim = (int32_t)p->dim, problem.block = (int32_t)p->page, problem.scale = p->scale;
+    if (rollout_paged_attention(&problem, 1, p->threads)) return -1;
+    multiply(p, qkv, b->o, b->o_bias, p->out, p->hidden, q_columns, 0);
+    return 0;
+}
+
+/* Returns 0, or -1 where memory was refused. */
+EXPORT int32_t rollout_decoder_blocks(const Blocks *p) {
+    for (int64_t i = 0; i < p->count; i++) {
+        const Block *b = p->blocks + i;
+        if (i)
+            rollout_add_rms_norm(p->out, p->residual, b->input_norm, p->out, p->residual,
+                                 p->tokens, p->hidden, p->eps, 1, p->threads);
+        else
+            rollout_rms_norm(p->residual, p->hidden, 0, b->input_norm, p->out, p->tokens, 1,
+                             p->hidden, p->eps, 1, p->threads);
+        if (attend(p, b)) return -1;
+        rollout_add_rms_norm(p->out, p->residual, b->post_norm, p->out, p->residual, p->tokens,
+                             p->hidden, p->eps, 1, p->threads);
+        multiply(p, p->out, b->gate_up, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
+        multiply(p, p->work, b->down, b->down_bias, p->out, p->hidden, p->inner, 0);
+    }
+    return 0;
+}

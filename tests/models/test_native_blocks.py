@@ -1,0 +1,113 @@
+"""The native run of all blocks gives the bits that they give op by op."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import Session, loaded
+from tiny_models import write_tiny
+from torch import Tensor
+
+from rollout.distributed import TensorParallel
+from rollout.kernels.linear import cpu as linear
+from rollout.kernels.op import watch_ops
+from rollout.models.causal_lm import CausalLM
+from rollout.models.config import ModelConfig
+from rollout.models.native_blocks import NativeBlocks
+
+pytestmark = pytest.mark.skipif(not linear.available(), reason="no native kernels here")
+
+STEPS = [[7, 3, 20], [1, 0, 1], [0, 3, 5], [1, 0, 1], [1, 0, 6]]
+SHAPES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "seven queries per key, one block": {
+        "hidden_size": 112,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "num_layers": 1,
+    },
+    "inner layer smaller than q, k and v, tied": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 48,
+        "tied": True,
+    },
+}
+BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {}}
+
+
+def _run(model: CausalLM) -> list[Tensor]:
+    """Logits of every step and the KV cache after the last."""
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in (10, 6, 33)]
+    session = Session(model, sequences)
+    logits = [part for step in STEPS for part in session.advance(step)]
+    return logits + [pages for kv in session.kv for pages in (kv.k, kv.v)]
+
+
+def _model(path: Path, arch: str = "qwen3", layout: str = "tiles", **shape: Any) -> CausalLM:
+    source = write_tiny(path, arch, dtype=torch.bfloat16, **shape)
+    config = ModelConfig.from_directory(path)
+    return loaded(config, TensorParallel(), source.state_dict(), torch.bfloat16, layout)
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arch", BIASES)
+def test_blocks_in_one_call_have_the_bits_of_op_by_op(
+    tmp_path: Path, arch: str, shape: str
+) -> None:
+    model = _model(tmp_path, arch, **SHAPES[shape], **BIASES[arch])
+    assert model.native_blocks is not None
+    together = _run(model)
+    model.native_blocks = None
+    assert _equal(together, _run(model))
+
+
+def test_weights_that_moved_are_found(tmp_path: Path) -> None:
+    """Sleep and wake give parameters other memory."""
+    model = _model(tmp_path)
+    before = _run(model)
+    for parameter in model.parameters():
+        old, parameter.data = parameter.data, parameter.data.clone()
+        old.zero_()
+    assert _equal(before, _run(model))
+
+
+def test_who_watches_ops_sees_them(tmp_path: Path) -> None:
+    model, seen = _model(tmp_path), set[str]()
+
+    def watch(name: str, run: Any) -> Any:
+        seen.add(name)
+        return run
+
+    unwatched = _run(model)
+    watch_ops(watch)
+    try:
+        watched = _run(model)
+    finally:
+        watch_ops(None)
+    assert _equal(watched, unwatched)
+    assert {"paged_attention", "gated_linear", "add_rms_norm", "rotary_store"} <= seen
+
+
+def test_what_the_native_code_is_not_made_for_runs_op_by_op(tmp_path: Path) -> None:
+    assert _model(tmp_path / "plain", layout="plain").native_blocks is None
+    assert _model(tmp_path / "mixture", "qwen3_moe").native_blocks is None
+    assert _model(tmp_path / "odd", intermediate_size=120).native_blocks is None
+    model = _model(tmp_path / "own")
+    blocks = list(model.model.layers)
+    assert NativeBlocks.fits(model.build, blocks)
+
+    class Own(type(blocks[1])):  # type: ignore[misc]
+        pass
+
+    blocks[1].__class__ = Own
+    assert not NativeBlocks.fits(model.build, blocks)
