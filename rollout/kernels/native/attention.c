@@ -312,25 +312,15 @@ static int owner_of(const int64_t *before, int count, int64_t tile) {
     return low;
 }
 
-/* Returns 0, or -1 where memory for the tile counts or the scratch was refused. */
-EXPORT int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t threads) {
+/* Marks the team as failed where memory for the tile counts or the scratch was refused. */
+void attention_part(Team *t, const Problem *p, int32_t bf16) {
     int queries = ROWS / (p->heads / p->kv_heads);
     int64_t *before = count_tiles(p, queries);
-    if (!before) return -1;
-    int64_t items = before[p->sequences] * p->kv_heads;
-    if (items < threads) threads = items ? (int32_t)items : 1;
-    int32_t failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        Scratch *scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
-        if (!scratch) {
-#pragma omp atomic write
-            failed = -1;
-        }
+    Scratch *scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
+    if (before && scratch) {
         /* The last tiles of a prefill see the most keys: they go first. */
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = items - 1; i >= 0; i--) {
-            if (!scratch) continue;
+        int64_t items = before[p->sequences] * p->kv_heads;
+        for (int64_t i; (i = items - 1 - claim(t)) >= 0;) {
             int64_t tile = i / p->kv_heads;
             int sequence = owner_of(before, p->sequences, tile);
             int first = (int)(tile - before[sequence]) * queries;
@@ -338,8 +328,17 @@ EXPORT int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t t
             (bf16 ? attend_bf16 : attend_f32)(p, sequence, (int)(i % p->kv_heads), first,
                                               left < queries ? left : queries, scratch);
         }
-        free(scratch);
+    } else {
+        __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
     }
+    free(scratch);
     free(before);
-    return failed;
+}
+
+/* Returns 0, or -1 where memory was refused. */
+EXPORT int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t threads) {
+    Team team = {0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    attention_part(&team, p, bf16);
+    return team.failed ? -1 : 0;
 }

@@ -23,24 +23,49 @@ typedef struct {
     int32_t wide, level, threads; /* wide: cos and sin are float32 */
 } Blocks;
 
-INLINE void multiply(const Blocks *p, const uint16_t *x, const uint16_t *w, const uint16_t *bias,
-                     uint16_t *out, int64_t outputs, int64_t inputs, int gated) {
-    rollout_linear(x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level, p->threads);
+/* A thread of the team, and how many there are. */
+typedef struct {
+    Team *team;
+    int32_t size;
+} Thread;
+
+static void multiply(Thread t, const Blocks *p, const uint16_t *x, const uint16_t *w,
+                     const uint16_t *bias, uint16_t *out, int64_t outputs, int64_t inputs,
+                     int gated) {
+    linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level);
+    meet(t.team, t.size);
+}
+
+/* out = norm(out + residual), residual = out + residual; of the first block norm(residual). */
+static void normalise(Thread t, const Blocks *p, const uint16_t *weight, int first) {
+    Norm norm = {.x = p->out, .residual = p->residual, .weight = weight, .out = p->out};
+    norm.total = p->residual, norm.outer = p->hidden, norm.rows = p->tokens, norm.heads = 1;
+    norm.dim = p->hidden, norm.eps = p->eps;
+    if (first) norm.x = p->residual, norm.residual = 0;
+    norm_part(t.team, &norm, 1);
+    meet(t.team, t.size);
+}
+
+/* Heads of the fused projection, normalised into dense ones. */
+static void normalise_heads(Thread t, const Blocks *p, const uint16_t *x, int64_t columns,
+                            const uint16_t *weight, uint16_t *out, int64_t heads) {
+    Norm norm = {.x = x, .weight = weight, .out = out, .outer = columns, .inner = p->dim};
+    norm.rows = p->tokens * heads, norm.heads = heads, norm.dim = p->dim, norm.eps = p->eps;
+    norm_part(t.team, &norm, 1);
+    meet(t.team, t.size);
 }
 
 /* out = attention(out); the work area holds q, k, v, then q rotated, then q and k normalised. */
-static int32_t attend(const Blocks *p, const Block *b) {
+static void attend(Thread t, const Blocks *p, const Block *b) {
     int64_t q_columns = p->heads * p->dim, kv_columns = p->kv_heads * p->dim;
     int64_t columns = q_columns + 2 * kv_columns, q_row = columns, k_row = columns;
     uint16_t *qkv = p->work, *turned = qkv + p->tokens * columns;
     const uint16_t *q = qkv, *k = qkv + q_columns;
-    multiply(p, p->out, b->qkv, b->qkv_bias, qkv, columns, p->hidden, 0);
+    multiply(t, p, p->out, b->qkv, b->qkv_bias, qkv, columns, p->hidden, 0);
     if (b->q_norm) {
         uint16_t *q_to = turned + p->tokens * q_columns, *k_to = q_to + p->tokens * q_columns;
-        rollout_rms_norm(q, columns, p->dim, b->q_norm, q_to, p->tokens * p->heads, p->heads,
-                         p->dim, p->eps, 1, p->threads);
-        rollout_rms_norm(k, columns, p->dim, b->k_norm, k_to, p->tokens * p->kv_heads, p->kv_heads,
-                         p->dim, p->eps, 1, p->threads);
+        normalise_heads(t, p, q, columns, b->q_norm, q_to, p->heads);
+        normalise_heads(t, p, k, columns, b->k_norm, k_to, p->kv_heads);
         q = q_to, k = k_to, q_row = q_columns, k_row = kv_columns;
     }
     Turn turn = {.q = (const char *)q, .k = (const char *)k, .cos = p->cos, .sin = p->sin};
@@ -50,7 +75,8 @@ static int32_t attend(const Blocks *p, const Block *b) {
     turn.q_inner = turn.k_inner = turn.v_inner = p->dim;
     turn.tokens = p->tokens, turn.heads = p->heads, turn.kv_heads = p->kv_heads;
     turn.dim = p->dim, turn.width = p->rotary, turn.block = p->page;
-    rollout_rotary_store(&turn, 1, p->wide, p->threads);
+    turn_part(t.team, &turn, 1, p->wide);
+    meet(t.team, t.size);
 
     /* What it gives goes where q, k and v were. */
     Problem problem = {.q = turned, .k = b->k_cache, .v = b->v_cache, .out = qkv};
@@ -60,26 +86,26 @@ static int32_t attend(const Blocks *p, const Block *b) {
     problem.sequences = (int32_t)p->sequences, problem.table_width = (int32_t)p->table_width;
     problem.heads = (int32_t)p->heads, problem.kv_heads = (int32_t)p->kv_heads;
     problem.dim = (int32_t)p->dim, problem.block = (int32_t)p->page, problem.scale = p->scale;
-    if (rollout_paged_attention(&problem, 1, p->threads)) return -1;
-    multiply(p, qkv, b->o, b->o_bias, p->out, p->hidden, q_columns, 0);
-    return 0;
+    attention_part(t.team, &problem, 1);
+    meet(t.team, t.size);
+    multiply(t, p, qkv, b->o, b->o_bias, p->out, p->hidden, q_columns, 0);
+}
+
+static void run(Thread t, const Blocks *p) {
+    for (int64_t i = 0; i < p->count && !t.team->failed; i++) {
+        const Block *b = p->blocks + i;
+        normalise(t, p, b->input_norm, !i);
+        attend(t, p, b);
+        normalise(t, p, b->post_norm, 0);
+        multiply(t, p, p->out, b->gate_up, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
+        multiply(t, p, p->work, b->down, b->down_bias, p->out, p->hidden, p->inner, 0);
+    }
 }
 
 /* Returns 0, or -1 where memory was refused. */
 EXPORT int32_t rollout_decoder_blocks(const Blocks *p) {
-    for (int64_t i = 0; i < p->count; i++) {
-        const Block *b = p->blocks + i;
-        if (i)
-            rollout_add_rms_norm(p->out, p->residual, b->input_norm, p->out, p->residual,
-                                 p->tokens, p->hidden, p->eps, 1, p->threads);
-        else
-            rollout_rms_norm(p->residual, p->hidden, 0, b->input_norm, p->out, p->tokens, 1,
-                             p->hidden, p->eps, 1, p->threads);
-        if (attend(p, b)) return -1;
-        rollout_add_rms_norm(p->out, p->residual, b->post_norm, p->out, p->residual, p->tokens,
-                             p->hidden, p->eps, 1, p->threads);
-        multiply(p, p->out, b->gate_up, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
-        multiply(p, p->work, b->down, b->down_bias, p->out, p->hidden, p->inner, 0);
-    }
-    return 0;
+    Team team = {0};
+#pragma omp parallel num_threads(p->threads) if (p->threads > 1)
+    run((Thread){&team, omp_get_num_threads()}, p);
+    return team.failed ? -1 : 0;
 }

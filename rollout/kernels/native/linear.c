@@ -22,6 +22,7 @@ typedef struct {
     int64_t x_row, rows, outputs, inputs; /* outputs of W */
     int64_t within, between; /* elements from the first tile of a pair to its second, to the next */
     int64_t pairs;
+    int64_t stretch, groups, items; /* rows and groups of pairs that make an item */
     int32_t gated, odd; /* odd: the last pair has no second tile */
 } Linear;
 
@@ -60,38 +61,53 @@ EXPORT int32_t rollout_linear_level(void) {
 /* float32 lanes of a vector: 16 AVX-512, 8 AVX2, 4 what every machine has. */
 EXPORT int32_t rollout_vector_width(void) { return VW; }
 
-INLINE int64_t claim(int64_t *claimed) { return __atomic_fetch_add(claimed, 1, __ATOMIC_RELAXED); }
-
-/* outputs: a multiple of 16 (of 32 where gated); inputs: even; `level` at most that of
- * rollout_linear_level. */
-EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
-                           const uint16_t *bias, uint16_t *out, int64_t rows, int64_t outputs,
-                           int64_t inputs, int32_t gated, int32_t level, int32_t threads) {
+static Linear prepared(const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
+                       uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                       int32_t level) {
     int64_t tile = inputs * TILE, tiles = outputs / TILE, pairs = (tiles + 1) / 2;
     Linear p = {.x = x, .w = w, .bias = bias, .out = out, .x_row = x_row, .rows = rows};
     p.outputs = outputs, p.inputs = inputs, p.pairs = pairs, p.odd = tiles % 2, p.gated = gated;
     p.within = gated ? pairs * tile : tile, p.between = gated ? tile : 2 * tile;
     int64_t fit = level ? CACHED / (inputs * 2) : CACHED_FLOATS / inputs;
-    int64_t stretch = level ? fit / (2 * TILE) * (2 * TILE) : fit / MANY * MANY;
-    if (stretch < 2 * TILE) stretch = 2 * TILE;
-    int64_t groups = (pairs + GROUP - 1) / GROUP, items = (rows + stretch - 1) / stretch * groups;
-    if (items < 2 || rows * outputs * inputs < 65536) threads = 1;
-    int64_t claimed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        Widened own = {.row = -1}; /* each thread widens the rows it multiplies */
-        /* A thread knows its next item before it begins one, to fetch that item's tiles. */
-        int64_t next = claim(&claimed);
-        for (int64_t i = next; i < items; i = next) {
-            next = claim(&claimed);
-            int64_t after = next < items ? next % groups * GROUP : i % groups * GROUP;
-            int64_t row = i / groups * stretch, pair = i % groups * GROUP;
-            int64_t stop = row + stretch < rows ? row + stretch : rows;
-            int count = (int)(pairs - pair < GROUP ? pairs - pair : GROUP);
-            if (!level && own.row != row) widen_rows(&p, row, stop, &own);
-            if (!level) float_item(&p, &own, pair, count);
-            else if (level > 1) amx_item(&p, row, stop, pair, count);
-            else dot_item(&p, row, stop, pair, count, after);
-        }
+    p.stretch = level ? fit / (2 * TILE) * (2 * TILE) : fit / MANY * MANY;
+    if (p.stretch < 2 * TILE) p.stretch = 2 * TILE;
+    p.groups = (pairs + GROUP - 1) / GROUP;
+    p.items = (rows + p.stretch - 1) / p.stretch * p.groups;
+    return p;
+}
+
+static void share_out(Team *t, const Linear *p, int32_t level) {
+    Widened own = {.row = -1}; /* each thread widens the rows it multiplies */
+    /* A thread knows its next item before it begins one, to fetch that item's tiles. */
+    int64_t next = claim(t);
+    for (int64_t i = next; i < p->items; i = next) {
+        next = claim(t);
+        int64_t after = (next < p->items ? next : i) % p->groups * GROUP;
+        int64_t row = i / p->groups * p->stretch, pair = i % p->groups * GROUP;
+        int64_t stop = row + p->stretch < p->rows ? row + p->stretch : p->rows;
+        int count = (int)(p->pairs - pair < GROUP ? p->pairs - pair : GROUP);
+        if (!level && own.row != row) widen_rows(p, row, stop, &own);
+        if (!level) float_item(p, &own, pair, count);
+        else if (level > 1) amx_item(p, row, stop, pair, count);
+        else dot_item(p, row, stop, pair, count, after);
     }
+}
+
+/* outputs: a multiple of 16 (of 32 where gated); inputs: even; `level` at most that of
+ * rollout_linear_level. */
+void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
+                 uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                 int32_t level) {
+    Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, level);
+    share_out(t, &p, level);
+}
+
+EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
+                           const uint16_t *bias, uint16_t *out, int64_t rows, int64_t outputs,
+                           int64_t inputs, int32_t gated, int32_t level, int32_t threads) {
+    Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, level);
+    Team team = {0};
+    if (p.items < 2 || rows * outputs * inputs < 65536) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    share_out(&team, &p, level);
 }

@@ -2,6 +2,8 @@
 #ifndef ROLLOUT_OPS_H
 #define ROLLOUT_OPS_H
 
+#include "team.h"
+
 #include <stdint.h>
 
 /* Causal attention over pages; see attention.c. */
@@ -24,16 +26,21 @@ typedef struct {
     int64_t tokens, heads, kv_heads, dim, width, block;
 } Turn;
 
-void rollout_rms_norm(const void *x, int64_t outer, int64_t inner, const void *weight, void *out,
-                      int64_t rows, int64_t heads, int64_t dim, float eps, int32_t bf16,
-                      int32_t threads);
-void rollout_add_rms_norm(const void *x, const void *residual, const void *weight, void *out,
-                          void *total, int64_t rows, int64_t dim, float eps, int32_t bf16,
-                          int32_t threads);
-void rollout_rotary_store(const Turn *p, int32_t bf16, int32_t wide, int32_t threads);
-int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t threads);
-void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
-                    uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                    int32_t level, int32_t threads);
+/* Root-mean-square norm of x, or of x + residual, which goes to `total`. Vector i of x lies at
+ * (i / heads) * outer + (i % heads) * inner elements; the others are dense. */
+typedef struct {
+    const void *x, *residual, *weight; /* residual may be null */
+    void *out, *total;
+    int64_t outer, inner, rows, heads, dim;
+    float eps;
+} Norm;
+
+/* What each thread of a team calls; the op is done when they have met. */
+void norm_part(Team *t, const Norm *p, int32_t bf16);
+void turn_part(Team *t, const Turn *p, int32_t bf16, int32_t wide);
+void attention_part(Team *t, const Problem *p, int32_t bf16);
+void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
+                 uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                 int32_t level);
 
 #endif

@@ -4,6 +4,7 @@
 #include "vec.h"
 
 #define PARALLEL_ELEMENTS 65536 /* below this the threads cost more than they save */
+#define PART 4096               /* elements that a thread claims at once */
 
 INLINE const void *at(const void *p, int64_t i, int bf16) {
     return (const char *)p + i * (bf16 ? 2 : 4);
@@ -28,30 +29,42 @@ INLINE void norm_row(const void *x, const void *residual, void *total, const voi
     }
 }
 
-INLINE void norm(const void *x, int64_t outer, int64_t inner, const void *residual, void *total,
-                 const void *weight, void *out, int64_t rows, int64_t heads, int64_t dim, float eps,
-                 int threads, int bf16) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < rows; i++)
-        norm_row(at(x, i / heads * outer + i % heads * inner, bf16),
-                 residual ? at(residual, i * dim, bf16) : 0, (void *)at(total, i * dim, bf16),
-                 weight, (void *)at(out, i * dim, bf16), dim, eps, bf16);
+INLINE void norm(Team *t, const Norm *p, int bf16) {
+    int64_t share = p->dim < PART ? PART / p->dim : 1;
+    for (int64_t first; (first = claim(t) * share) < p->rows;)
+        for (int64_t i = first; i < first + share && i < p->rows; i++)
+            norm_row(at(p->x, i / p->heads * p->outer + i % p->heads * p->inner, bf16),
+                     p->residual ? at(p->residual, i * p->dim, bf16) : 0,
+                     (void *)at(p->total, i * p->dim, bf16), p->weight,
+                     (void *)at(p->out, i * p->dim, bf16), p->dim, p->eps, bf16);
 }
 
-EXPORT void rollout_rms_norm(const void *x, int64_t outer, int64_t inner, const void *weight, void *out,
-                      int64_t rows, int64_t heads, int64_t dim, float eps, int32_t bf16,
-                      int32_t threads) {
-    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
-    if (bf16) norm(x, outer, inner, 0, 0, weight, out, rows, heads, dim, eps, threads, 1);
-    else norm(x, outer, inner, 0, 0, weight, out, rows, heads, dim, eps, threads, 0);
+void norm_part(Team *t, const Norm *p, int32_t bf16) {
+    if (bf16) norm(t, p, 1);
+    else norm(t, p, 0);
+}
+
+static void run_norm(const Norm *p, int32_t bf16, int32_t threads) {
+    Team team = {0};
+    if (p->rows * p->dim < PARALLEL_ELEMENTS) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    norm_part(&team, p, bf16);
+}
+
+EXPORT void rollout_rms_norm(const void *x, int64_t outer, int64_t inner, const void *weight,
+                             void *out, int64_t rows, int64_t heads, int64_t dim, float eps,
+                             int32_t bf16, int32_t threads) {
+    Norm p = {.x = x, .weight = weight, .out = out, .outer = outer, .inner = inner, .rows = rows};
+    p.heads = heads, p.dim = dim, p.eps = eps;
+    run_norm(&p, bf16, threads);
 }
 
 EXPORT void rollout_add_rms_norm(const void *x, const void *residual, const void *weight, void *out,
-                          void *total, int64_t rows, int64_t dim, float eps, int32_t bf16,
-                          int32_t threads) {
-    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
-    if (bf16) norm(x, dim, 0, residual, total, weight, out, rows, 1, dim, eps, threads, 1);
-    else norm(x, dim, 0, residual, total, weight, out, rows, 1, dim, eps, threads, 0);
+                                 void *total, int64_t rows, int64_t dim, float eps, int32_t bf16,
+                                 int32_t threads) {
+    Norm p = {.x = x, .residual = residual, .weight = weight, .out = out, .total = total};
+    p.outer = dim, p.rows = rows, p.heads = 1, p.dim = dim, p.eps = eps;
+    run_norm(&p, bf16, threads);
 }
 
 /* One head: the rotated pair (i, i + half), every product and the sum rounded as torch does. */
@@ -134,28 +147,34 @@ EXPORT void rollout_store_kv(const char *k, int64_t k_outer, int64_t k_inner, co
     }
 }
 
-INLINE void turn(const Turn *p, int threads, int bf16, int wide) {
+INLINE void turn(const Turn *p, int64_t t, int bf16, int wide) {
     int64_t size = bf16 ? 2 : 4, table = bf16 && !wide ? 2 : 4;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t t = 0; t < p->tokens; t++) {
-        const char *cos = p->cos + t * p->width * table, *sin = p->sin + t * p->width * table;
-        for (int64_t h = 0; h < p->heads; h++)
-            rotate_head(p->q + (t * p->q_outer + h * p->q_inner) * size, cos, sin,
-                        p->out + (t * p->heads + h) * p->dim * size, p->dim, p->width, bf16, wide);
-        int64_t page = p->slots[t] / p->block, offset = p->slots[t] % p->block;
-        for (int64_t h = 0; h < p->kv_heads; h++) {
-            int64_t to = ((page * p->kv_heads + h) * p->block + offset) * p->dim * size;
-            rotate_head(p->k + (t * p->k_outer + h * p->k_inner) * size, cos, sin, p->k_cache + to,
-                        p->dim, p->width, bf16, wide);
-            memcpy(p->v_cache + to, p->v + (t * p->v_outer + h * p->v_inner) * size,
-                   (size_t)(p->dim * size));
-        }
+    const char *cos = p->cos + t * p->width * table, *sin = p->sin + t * p->width * table;
+    for (int64_t h = 0; h < p->heads; h++)
+        rotate_head(p->q + (t * p->q_outer + h * p->q_inner) * size, cos, sin,
+                    p->out + (t * p->heads + h) * p->dim * size, p->dim, p->width, bf16, wide);
+    int64_t page = p->slots[t] / p->block, offset = p->slots[t] % p->block;
+    for (int64_t h = 0; h < p->kv_heads; h++) {
+        int64_t to = ((page * p->kv_heads + h) * p->block + offset) * p->dim * size;
+        rotate_head(p->k + (t * p->k_outer + h * p->k_inner) * size, cos, sin, p->k_cache + to,
+                    p->dim, p->width, bf16, wide);
+        memcpy(p->v_cache + to, p->v + (t * p->v_outer + h * p->v_inner) * size,
+               (size_t)(p->dim * size));
     }
 }
 
+void turn_part(Team *team, const Turn *p, int32_t bf16, int32_t wide) {
+    int64_t token = (p->heads + p->kv_heads) * p->dim, share = token < PART ? PART / token : 1;
+    for (int64_t first; (first = claim(team) * share) < p->tokens;)
+        for (int64_t t = first; t < first + share && t < p->tokens; t++)
+            if (!bf16) turn(p, t, 0, 0);
+            else if (wide) turn(p, t, 1, 1);
+            else turn(p, t, 1, 0);
+}
+
 EXPORT void rollout_rotary_store(const Turn *p, int32_t bf16, int32_t wide, int32_t threads) {
+    Team team = {0};
     if (p->tokens * (p->heads + p->kv_heads) * p->dim < PARALLEL_ELEMENTS) threads = 1;
-    if (!bf16) turn(p, threads, 0, 0);
-    else if (wide) turn(p, threads, 1, 1);
-    else turn(p, threads, 1, 0);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    turn_part(&team, p, bf16, wide);
 }

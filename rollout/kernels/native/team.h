@@ -1,0 +1,47 @@
+/* Threads that share out an op by claiming its parts, and may go on to the next one together:
+ * meeting costs a fraction of ending a parallel region and beginning another. */
+#ifndef ROLLOUT_TEAM_H
+#define ROLLOUT_TEAM_H
+
+#include <sched.h>
+#include <stdint.h>
+
+#define SPINS 1000 /* looks, before others may have the core: tens of microseconds */
+
+typedef struct {
+    int64_t claimed __attribute__((aligned(64))); /* parts of the op at hand */
+    int32_t arrived __attribute__((aligned(64)));
+    int32_t meetings __attribute__((aligned(64)));
+    int32_t failed;
+} Team;
+
+static inline int64_t claim(Team *t) {
+    return __atomic_fetch_add(&t->claimed, 1, __ATOMIC_RELAXED);
+}
+
+/* All `size` threads of a team have come, and what any did before is seen by all; parts count from
+ * 0 again. */
+static inline void meet(Team *t, int32_t size) {
+    int32_t meeting = __atomic_load_n(&t->meetings, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&t->arrived, 1, __ATOMIC_ACQ_REL) == size) {
+        t->arrived = 0, t->claimed = 0;
+        __atomic_store_n(&t->meetings, meeting + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int looks = 0; __atomic_load_n(&t->meetings, __ATOMIC_ACQUIRE) == meeting; looks++) {
+        if (looks > SPINS) sched_yield();
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        else __asm__ volatile("yield");
+#endif
+    }
+}
+
+#if defined(_OPENMP)
+int omp_get_num_threads(void);
+#else
+static inline int omp_get_num_threads(void) { return 1; }
+#endif
+
+#endif
