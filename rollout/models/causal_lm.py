@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -49,8 +50,6 @@ class CausalLM(nn.Module):
         )
         blocks = [self.make_block(build, index) for index in range(config.num_layers)]
         self.model = Decoder(build, blocks)
-        fits = NativeBlocks.fits(build, blocks)
-        self.native_blocks = NativeBlocks(build, blocks) if fits else None
         self.lm_head = None if config.tied else Head(build)
         self.table: WeightTable = build_table(self, {HEAD: EMBEDDING} if config.tied else {})
         self.eval()
@@ -58,6 +57,11 @@ class CausalLM(nn.Module):
     def make_block(self, build: Build, index: int) -> DecoderBlock:
         """The decoder block number ``index``."""
         raise NotImplementedError(f"{type(self).__name__} must make its blocks")
+
+    @functools.cached_property
+    def native_blocks(self) -> NativeBlocks | None:
+        """Looked for at the first forward pass, when the blocks are what they will be."""
+        return NativeBlocks.of(self.build, list(self.model.layers))
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:

@@ -1,4 +1,4 @@
-"""All decoder blocks of a step in one native call, where each of their ops would be one."""
+"""All decoder blocks of a step in one native call, of several ranks in two a block."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from rollout.kernels import paged_attention
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry
+from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP
 from rollout.models.blocks import DecoderBlock, GatedMLP
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.base import Build
+from rollout.models.layers.linear import MergedColumnLinear, QKVLinear, RowLinear
+from rollout.models.layers.norm import RMSNorm
 from rollout.weights import TileLayout
 
-MAX_HEAD_DIM = 256  # MAX_DIM of attention.c
-MAX_GROUP = 64  # query heads of a KV head: ROWS there
+O_BIAS, DOWN_BIAS = 6, 11  # in _weights
 
 
 class _Blocks(ctypes.Structure):
@@ -28,46 +30,53 @@ class _Blocks(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("blocks", "residual", "out", "work", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("slots", "starts", "lengths", "tables")),
-        *((name, ctypes.c_int64) for name in ("count", "tokens", "sequences", "hidden", "inner")),
+        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "hidden", "inner")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotary", "page")),
-        ("table_width", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("table_width", "begin", "end")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         *((name, ctypes.c_int32) for name in ("wide", "level", "threads")),
     )
 
 
 class NativeBlocks:
-    """Runs the blocks of one instance, with the bits that they give op by op."""
+    """Runs the blocks of one instance, with the bits and all-reduces that they have op by op."""
 
     def __init__(self, build: Build, blocks: Sequence[DecoderBlock]) -> None:
-        """``blocks``: such that ``fits``."""
         self._build, config = build, build.config
         attention = blocks[0].self_attn
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
-        self._scale, self._inner = attention.scale, _mlp(blocks[0]).down_proj.inputs
+        self._scale, self._inner = attention.scale, _mlp(blocks[0]).down_proj.local
         columns = (2 * self._heads + 2 * self._kv_heads) * config.head_dim
         if config.qk_norm:
             columns += (self._heads + self._kv_heads) * config.head_dim
         self._work_columns = max(self._inner, columns)
         self._weights = [_weights(block) for block in blocks]
+        # More ranks than one sum after each half, and add biases to the sum.
+        self._biases: list[Tensor | None] = []
+        if build.tp.size > 1:
+            for weights in self._weights:
+                for place in (O_BIAS, DOWN_BIAS):
+                    self._biases.append(weights[place])
+                    weights[place] = None
 
     @staticmethod
-    def fits(build: Build, blocks: Sequence[nn.Module]) -> bool:
-        """Whether the native code is made for these: bfloat16 in tiles, one rank, and nothing in
-        them that somebody replaced."""
+    def of(build: Build, blocks: Sequence[nn.Module]) -> NativeBlocks | None:
+        """For the blocks of one instance, if the native code is made for them: bfloat16 in tiles,
+        alike, and nothing in them that somebody replaced or watches."""
         config = build.config
-        return (
+        inner = config.intermediate_size // build.tp.size
+        fits = (
             build.device.type == "cpu"
             and build.dtype == torch.bfloat16
-            and build.tp.size == 1
             and not build.deterministic
             and linear.available()
-            and config.head_dim <= MAX_HEAD_DIM
+            and config.head_dim <= MAX_DIM
             and config.num_heads <= MAX_GROUP * config.num_kv_heads
-            and config.intermediate_size % linear.TILE_ROWS == 0
+            and inner % linear.TILE_ROWS == 0
             and len(blocks) > 0
-            and all(_is_plain(block) for block in blocks)
+            and all(_is_plain(block, inner, config.qk_norm) for block in blocks)
         )
+        return NativeBlocks(build, cast("Sequence[DecoderBlock]", blocks)) if fits else None
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: Sequence[LayerKV]
@@ -85,13 +94,20 @@ class NativeBlocks:
         problem = _Blocks(
             ctypes.addressof(addresses),
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
-            *(len(self._weights), tokens, len(lengths), hidden, self._inner),
-            *(self._heads, self._kv_heads, dim, cos.shape[1], page, tables.shape[1]),
+            *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
+            *(cos.shape[1], page, tables.shape[1], 0, 2 * len(self._weights)),
             *(self._build.config.rms_norm_eps, self._scale),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
         )
-        if entry("decoder_blocks", "p", "i")(ctypes.addressof(problem)):
-            raise MemoryError("decoder blocks: no memory for attention's scratch, 0.5 MB a thread")
+        if self._build.tp.size == 1:
+            _run(problem)
+            return out, x
+        for half, bias in enumerate(self._biases):
+            problem.begin, problem.end = half, half + 1
+            _run(problem)
+            self._build.tp.all_reduce(out)
+            if bias is not None:
+                out.add_(bias)
         return out, x
 
     def _addresses(self, kv: Sequence[LayerKV]) -> ctypes.Array[ctypes.c_void_p]:
@@ -103,7 +119,12 @@ class NativeBlocks:
         return (ctypes.c_void_p * len(found))(*found)
 
 
-def _is_plain(block: nn.Module) -> bool:
+def _run(problem: _Blocks) -> None:
+    if entry("decoder_blocks", "p", "i")(ctypes.addressof(problem)):
+        raise MemoryError("decoder blocks: no memory for attention's scratch, 0.5 MB a thread")
+
+
+def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
     """Exactly the modules that the native code stands for, their linears in tiles."""
     if type(block) is not DecoderBlock or type(_mlp(block)) is not GatedMLP:
         return False
@@ -111,8 +132,20 @@ def _is_plain(block: nn.Module) -> bool:
     if type(attention) is not Attention or attention.attend is not paged_attention:
         return False
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    norms = [block.input_layernorm, block.post_attention_layernorm]
+    for norm in (attention.q_norm, attention.k_norm):
+        if (norm is not None) != qk_norm:
+            return False
+        norms += [] if norm is None else [norm]
     layouts = [each.specs["weight"].layout for each in linears]
-    return all(isinstance(x, TileLayout) and x.rows == linear.TILE_ROWS for x in layouts)
+    return (
+        [type(each) for each in linears] == [QKVLinear, RowLinear, MergedColumnLinear, RowLinear]
+        and all(type(norm) is RMSNorm for norm in norms)
+        and all(isinstance(x, TileLayout) and x.rows == linear.TILE_ROWS for x in layouts)
+        and mlp.down_proj.local == inner
+        and mlp.down_proj.reduce
+        and not any(each._forward_hooks or each._forward_pre_hooks for each in block.modules())
+    )
 
 
 def _mlp(block: DecoderBlock) -> GatedMLP:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_threads import Session, loaded
+from rank_threads import Session, loaded, run_ranks
 from tiny_models import write_tiny
 from torch import Tensor
 
@@ -27,13 +27,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 112,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
-        "head_dim": 24,
+        "head_dim": 32,
         "num_layers": 1,
     },
     "inner layer smaller than q, k and v, tied": {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
-        "intermediate_size": 48,
+        "intermediate_size": 32,
         "tied": True,
     },
 }
@@ -64,11 +64,19 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_blocks_in_one_call_have_the_bits_of_op_by_op(
     tmp_path: Path, arch: str, shape: str
 ) -> None:
-    model = _model(tmp_path, arch, **SHAPES[shape], **BIASES[arch])
-    assert model.native_blocks is not None
-    together = _run(model)
-    model.native_blocks = None
-    assert _equal(together, _run(model))
+    source = write_tiny(tmp_path, arch, dtype=torch.bfloat16, **SHAPES[shape], **BIASES[arch])
+    config, weights = ModelConfig.from_directory(tmp_path), source.state_dict()
+
+    def work(tp: TensorParallel) -> bool:
+        model = loaded(config, tp, weights, torch.bfloat16, "tiles")
+        assert model.native_blocks is not None
+        together, reduced = _run(model), tp.all_reduces
+        model.native_blocks = None
+        apart = _run(model)
+        return _equal(together, apart) and tp.all_reduces == 2 * reduced
+
+    for size in (1, 2):
+        assert all(run_ranks(size, work))
 
 
 def test_weights_that_moved_are_found(tmp_path: Path) -> None:
@@ -98,16 +106,41 @@ def test_who_watches_ops_sees_them(tmp_path: Path) -> None:
     assert {"paged_attention", "gated_linear", "add_rms_norm", "rotary_store"} <= seen
 
 
+def test_the_bits_do_not_depend_on_threads(tmp_path: Path) -> None:
+    model, before = _model(tmp_path), torch.get_num_threads()
+    wanted = _run(model)
+    try:
+        for threads in (2, 3, 8):  # more than this machine has cores, perhaps
+            torch.set_num_threads(threads)
+            assert _equal(wanted, _run(model))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = _model(tmp_path, rope_parameters=rope)
+    assert model.rotary.dim == 8
+    together = _run(model)
+    assert model.native_blocks is not None
+    model.native_blocks = None
+    assert _equal(together, _run(model))
+
+
 def test_what_the_native_code_is_not_made_for_runs_op_by_op(tmp_path: Path) -> None:
     assert _model(tmp_path / "plain", layout="plain").native_blocks is None
     assert _model(tmp_path / "mixture", "qwen3_moe").native_blocks is None
     assert _model(tmp_path / "odd", intermediate_size=120).native_blocks is None
     model = _model(tmp_path / "own")
     blocks = list(model.model.layers)
-    assert NativeBlocks.fits(model.build, blocks)
+    assert NativeBlocks.of(model.build, blocks)
 
-    class Own(type(blocks[1])):  # type: ignore[misc]
+    hook = blocks[0].self_attn.register_forward_hook(lambda *_: None)
+    assert NativeBlocks.of(model.build, blocks) is None
+    hook.remove()
+
+    class Own(type(blocks[1].input_layernorm)):  # type: ignore[misc]
         pass
 
-    blocks[1].__class__ = Own
-    assert not NativeBlocks.fits(model.build, blocks)
+    blocks[1].input_layernorm.__class__ = Own
+    assert NativeBlocks.of(model.build, blocks) is None

@@ -316,11 +316,14 @@ static int owner_of(const int64_t *before, int count, int64_t tile) {
 void attention_part(Team *t, const Problem *p, int32_t bf16) {
     int queries = ROWS / (p->heads / p->kv_heads);
     int64_t *before = count_tiles(p, queries);
-    Scratch *scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
-    if (before && scratch) {
-        /* The last tiles of a prefill see the most keys: they go first. */
-        int64_t items = before[p->sequences] * p->kv_heads;
-        for (int64_t i; (i = items - 1 - claim(t)) >= 0;) {
+    int64_t items = before ? before[p->sequences] * p->kv_heads : 1; /* 1: to be failed at */
+    Scratch *scratch = 0;
+    /* The last tiles of a prefill see the most keys: they go first. */
+    for (int64_t i; (i = items - 1 - claim(t)) >= 0;) {
+        if (!scratch) scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
+        if (!before || !scratch) {
+            __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
+        } else {
             int64_t tile = i / p->kv_heads;
             int sequence = owner_of(before, p->sequences, tile);
             int first = (int)(tile - before[sequence]) * queries;
@@ -328,8 +331,6 @@ void attention_part(Team *t, const Problem *p, int32_t bf16) {
             (bf16 ? attend_bf16 : attend_f32)(p, sequence, (int)(i % p->kv_heads), first,
                                               left < queries ? left : queries, scratch);
         }
-    } else {
-        __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
     }
     free(scratch);
     free(before);

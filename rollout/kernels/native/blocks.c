@@ -1,5 +1,6 @@
 /* Decoder blocks of bfloat16, op after op: what models/blocks.py composes, without Python and fresh
  * tensors between the ops. The ops are those of the other files, so the bits are the same. */
+#define _GNU_SOURCE /* sched_getaffinity */
 #include "ops.h"
 #include "vec.h"
 
@@ -13,12 +14,13 @@ typedef struct {
     const Block *blocks;
     uint16_t *residual; /* [tokens, hidden]: the embeddings; then all but the last block's output */
     uint16_t *out;      /* [tokens, hidden]: the last block's output */
-    uint16_t *work;     /* tokens x the larger of inner and the columns of q, k, v and q, twice */
+    uint16_t *work;     /* tokens x the larger of inner and of q, k, v and q's columns (+ q, k) */
     const void *cos, *sin;
     const int64_t *slots;
     const int32_t *starts, *lengths, *tables;
-    int64_t count, tokens, sequences, hidden, inner, heads, kv_heads, dim, rotary, page;
+    int64_t tokens, sequences, hidden, inner, heads, kv_heads, dim, rotary, page;
     int64_t table_width;
+    int64_t begin, end; /* halves to run: 2 i is the attention of block i, 2 i + 1 what follows */
     float eps, scale;
     int32_t wide, level, threads; /* wide: cos and sin are float32 */
 } Blocks;
@@ -32,7 +34,8 @@ typedef struct {
 static void multiply(Thread t, const Blocks *p, const uint16_t *x, const uint16_t *w,
                      const uint16_t *bias, uint16_t *out, int64_t outputs, int64_t inputs,
                      int gated) {
-    linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level);
+    linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level,
+                t.size);
     meet(t.team, t.size);
 }
 
@@ -92,19 +95,30 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
 }
 
 static void run(Thread t, const Blocks *p) {
-    for (int64_t i = 0; i < p->count && !t.team->failed; i++) {
-        const Block *b = p->blocks + i;
-        normalise(t, p, b->input_norm, !i);
-        attend(t, p, b);
-        normalise(t, p, b->post_norm, 0);
+    for (int64_t half = p->begin; half < p->end && !t.team->failed; half++) {
+        const Block *b = p->blocks + half / 2;
+        normalise(t, p, half % 2 ? b->post_norm : b->input_norm, !half);
+        if (half % 2 == 0) {
+            attend(t, p, b);
+            continue;
+        }
         multiply(t, p, p->out, b->gate_up, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
         multiply(t, p, p->work, b->down, b->down_bias, p->out, p->hidden, p->inner, 0);
     }
 }
 
+/* Threads of this process that can run at once. */
+static int32_t cores(void) {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    return INT32_MAX;
+}
+
 /* Returns 0, or -1 where memory was refused. */
 EXPORT int32_t rollout_decoder_blocks(const Blocks *p) {
-    Team team = {0};
+    Team team = {.crowded = cores() < p->threads};
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1)
     run((Thread){&team, omp_get_num_threads()}, p);
     return team.failed ? -1 : 0;

@@ -76,13 +76,12 @@ static Linear prepared(const uint16_t *x, int64_t x_row, const uint16_t *w, cons
     return p;
 }
 
-static void share_out(Team *t, const Linear *p, int32_t level) {
+static void share_out(Team *t, const Linear *p, int32_t level, int32_t threads) {
     Widened own = {.row = -1}; /* each thread widens the rows it multiplies */
-    /* A thread knows its next item before it begins one, to fetch that item's tiles. */
-    int64_t next = claim(t);
-    for (int64_t i = next; i < p->items; i = next) {
-        next = claim(t);
-        int64_t after = (next < p->items ? next : i) % p->groups * GROUP;
+    for (int64_t i; (i = claim(t)) < p->items;) {
+        /* What this thread will claim next, as long as all take about as long. */
+        int64_t next = i + threads < p->items ? i + threads : i;
+        int64_t after = next % p->groups * GROUP;
         int64_t row = i / p->groups * p->stretch, pair = i % p->groups * GROUP;
         int64_t stop = row + p->stretch < p->rows ? row + p->stretch : p->rows;
         int count = (int)(p->pairs - pair < GROUP ? p->pairs - pair : GROUP);
@@ -97,9 +96,9 @@ static void share_out(Team *t, const Linear *p, int32_t level) {
  * rollout_linear_level. */
 void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
                  uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                 int32_t level) {
+                 int32_t level, int32_t threads) {
     Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, level);
-    share_out(t, &p, level);
+    share_out(t, &p, level, threads);
 }
 
 EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
@@ -109,5 +108,5 @@ EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
     Team team = {0};
     if (p.items < 2 || rows * outputs * inputs < 65536) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    share_out(&team, &p, level);
+    share_out(&team, &p, level, threads);
 }

@@ -158,7 +158,7 @@ static void float_item(const Linear *p, const Widened *from, int64_t pair, int p
 #define DOT_MANY 12 /* rows by the tiles of one pair */
 #define DOT_FEW 6   /* rows by those of two */
 
-/* Rows by two or four tiles. Meanwhile as much is fetched as two tiles at next[]. */
+/* Rows by two or four tiles. Meanwhile as much is fetched as two tiles, at next[], if any. */
 INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t pair,
                       const uint16_t *const *next) {
     const uint16_t *x = p->x + row * p->x_row, *w[4];
@@ -174,7 +174,7 @@ INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t
 #pragma GCC unroll 4
         for (int t = 0; t < tiles; t++) words[t] = _mm512_loadu_si512(w[t] + k * TILE);
 #pragma GCC unroll 2
-        for (int t = 0; t < 2; t++) __builtin_prefetch(next[t] + k * TILE, 0, 2);
+        for (int t = 0; next && t < 2; t++) __builtin_prefetch(next[t] + k * TILE, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t x_pair;
@@ -194,15 +194,14 @@ INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t
         finish(p, row, rows, pair + t / 2, tiles_in(p, pair + t / 2), sums[t / 2], 2 * TILE);
 }
 
-static void dot_pairs(int rows, const Linear *p, int64_t row, int64_t pair,
-                      const uint16_t *const *next) {
+static void dot_pairs(int rows, const Linear *p, int64_t row, int64_t pair) {
     switch (rows) {
-    case 1: dot_tiles(1, 4, p, row, pair, next); break;
-    case 2: dot_tiles(2, 4, p, row, pair, next); break;
-    case 3: dot_tiles(3, 4, p, row, pair, next); break;
-    case 4: dot_tiles(4, 4, p, row, pair, next); break;
-    case 5: dot_tiles(5, 4, p, row, pair, next); break;
-    default: dot_tiles(DOT_FEW, 4, p, row, pair, next);
+    case 1: dot_tiles(1, 4, p, row, pair, 0); break;
+    case 2: dot_tiles(2, 4, p, row, pair, 0); break;
+    case 3: dot_tiles(3, 4, p, row, pair, 0); break;
+    case 4: dot_tiles(4, 4, p, row, pair, 0); break;
+    case 5: dot_tiles(5, 4, p, row, pair, 0); break;
+    default: dot_tiles(DOT_FEW, 4, p, row, pair, 0);
     }
 }
 
@@ -224,16 +223,15 @@ static void dot_pair(int rows, const Linear *p, int64_t row, int64_t pair,
     }
 }
 
-/* Rows that need one pass of W are bound by reading it; the passes of more would wait for W only in
- * the first of them. So what this thread reads next, in the end of the pair `after`, is fetched
- * meanwhile, a tile in each of two passes. */
+/* A few rows are bound by reading W once, which the hardware does well. More would wait for it in
+ * the first of their passes and multiply in all, so what comes next is fetched meanwhile, a tile in
+ * each of two passes: the next pair, and at the end of the item the first one of `after`. */
 static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs,
                      int64_t after) {
     int64_t rows = stop - row, passes = (rows + DOT_MANY - 1) / DOT_MANY;
     int64_t block = (rows + passes - 1) / passes;
     if (pairs == 2 && rows <= DOT_FEW) {
-        const uint16_t *next[2] = {tile_at(p, pair, 0), tile_at(p, pair, 1)};
-        dot_pairs((int)rows, p, row, pair, next);
+        dot_pairs((int)rows, p, row, pair);
         return;
     }
     for (int j = 0; j < pairs; j++, pair++) {

@@ -41,6 +41,6 @@ void turn_part(Team *t, const Turn *p, int32_t bf16, int32_t wide);
 void attention_part(Team *t, const Problem *p, int32_t bf16);
 void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
                  uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                 int32_t level);
+                 int32_t level, int32_t threads);
 
 #endif

@@ -5,18 +5,29 @@
 
 #include <sched.h>
 #include <stdint.h>
+#include <time.h>
 
-#define SPINS 1000 /* looks, before others may have the core: tens of microseconds */
+#define SPINS 1000 /* looks before others may have the core: tens of microseconds */
+#define YIELDS 1000
+#define NAP 50000 /* ns, after so many of those */
 
 typedef struct {
     int64_t claimed __attribute__((aligned(64))); /* parts of the op at hand */
     int32_t arrived __attribute__((aligned(64)));
     int32_t meetings __attribute__((aligned(64)));
-    int32_t failed;
+    int32_t failed, crowded; /* crowded: there are fewer cores than threads, so nobody spins */
 } Team;
 
 static inline int64_t claim(Team *t) {
     return __atomic_fetch_add(&t->claimed, 1, __ATOMIC_RELAXED);
+}
+
+static inline void pause_core(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
 }
 
 /* All `size` threads of a team have come, and what any did before is seen by all; parts count from
@@ -28,13 +39,11 @@ static inline void meet(Team *t, int32_t size) {
         __atomic_store_n(&t->meetings, meeting + 1, __ATOMIC_RELEASE);
         return;
     }
-    for (int looks = 0; __atomic_load_n(&t->meetings, __ATOMIC_ACQUIRE) == meeting; looks++) {
-        if (looks > SPINS) sched_yield();
-#if defined(__x86_64__)
-        else __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        else __asm__ volatile("yield");
-#endif
+    int looks = t->crowded ? SPINS : 0;
+    for (; __atomic_load_n(&t->meetings, __ATOMIC_ACQUIRE) == meeting; looks++) {
+        if (looks < SPINS) pause_core();
+        else if (looks < SPINS + YIELDS) sched_yield();
+        else nanosleep(&(struct timespec){.tv_nsec = NAP}, 0), looks = SPINS + YIELDS;
     }
 }
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from rollout.kernels.native import BF16, entry, library
 from rollout.kernels.paged_attention import paged_attention as op
 
-_MAX_DIM, _MAX_GROUP = 256, 64  # MAX_DIM and ROWS in attention.c
+MAX_DIM, MAX_GROUP = 256, 64  # head dimension, query heads of a KV head: MAX_DIM, ROWS there
 
 
 class _Problem(ctypes.Structure):
-    """``Problem`` in attention.c."""
+    """``Problem`` in ops.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "starts", "lengths")),
@@ -46,9 +46,8 @@ def paged_attention(
     bf16 = BF16.get(q.dtype)
     alike = q.dtype == k_cache.dtype == v_cache.dtype
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
-    if not (bf16 is not None and alike and dense and dim <= _MAX_DIM) or (
-        heads > _MAX_GROUP * kv_heads
-    ):
+    fits = dim <= MAX_DIM and heads <= MAX_GROUP * kv_heads and scale > 0
+    if bf16 is None or not (alike and dense and fits):
         return op.reference(q, k_cache, v_cache, query_starts, context_lens, block_tables, scale)
     if q.stride(2) != 1:
         q = q.contiguous()

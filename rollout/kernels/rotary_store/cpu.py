@@ -11,7 +11,7 @@ from rollout.kernels.store_kv.cpu import store_kv
 
 
 class _Turn(ctypes.Structure):
-    """``Turn`` in pointwise.c."""
+    """``Turn`` in ops.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),

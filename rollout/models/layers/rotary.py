@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from rollout.errors import ConfigError
 from rollout.models.config import RopeConfig
 
 
@@ -36,6 +37,11 @@ class Rotary:
     ) -> None:
         self.max_len = max_len
         self.dim = int(head_dim * rope.partial)
+        if self.dim % 2 or not 0 < self.dim <= head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {rope.partial} of head_dim {head_dim} rotates {self.dim} "
+                "dims: it must give an even number from 2 to head_dim"
+            )
         if device.type == "meta":
             self.table = torch.empty(max_len, 2, self.dim, dtype=dtype, device=device)
             return
