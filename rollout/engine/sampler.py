@@ -96,24 +96,28 @@ def _slice_of(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What ``scan_logits`` gives of rows."""
+    """What ``scan_logits`` gives of rows, and the log of their sum of exponentials, float64."""
 
     best: Tensor
     ids: Tensor
     sums: Tensor
     mass: Tensor
+    lse: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, temperature: Tensor | None = None) -> _Scan:
-        return cls(*scan_logits(logits, temperature))
+        best, ids, sums, mass = scan_logits(logits, temperature)
+        return cls(best, ids, sums, mass, best.double() + mass.log())
 
     def first(self, count: int) -> _Scan:
-        return _Scan(self.best[:count], self.ids[:count], self.sums[:count], self.mass[:count])
+        if count == len(self.best):
+            return self
+        parts = (self.best, self.ids, self.sums, self.mass, self.lse)
+        return _Scan(*(part[:count] for part in parts))
 
-    @property
-    def lse(self) -> Tensor:
-        """Log of the sum of exponentials, float64."""
-        return self.best.double() + self.mass.log()
+    def scores(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Log-softmax of ``logits``, whose scan this is, at a token of each row; float64."""
+        return logits.gather(1, tokens[:, None])[:, 0].double() - self.lse
 
 
 def _runs(batch: SamplingBatch) -> list[tuple[int, int, bool]]:
@@ -132,12 +136,14 @@ def _sample(logits: Tensor, batch: SamplingBatch, values: Tensor | None) -> Samp
     """``values``: the logits that tokens are drawn from, where those are not the model's own."""
     count, device = batch.num_sampled, logits.device
     raw = _Scan.of(logits)
-    if values is None:
-        tokens, processed, log_kept = _draw(logits[:count], raw.first(count), batch)
-    else:
-        tokens, processed, log_kept = _draw(values[:count], _Scan.of(values[:count]), batch)
-    chosen = torch.cat([tokens, torch.from_numpy(batch.targets).to(device)])
-    scores = logits.gather(1, chosen[:, None])[:, 0].double() - raw.lse
+    source = logits[:count] if values is None else values[:count]
+    scan = raw.first(count) if values is None else _Scan.of(source)
+    tokens, processed, log_kept = _draw(source, scan, batch)
+    targets = torch.from_numpy(batch.targets).to(device)
+    chosen = torch.cat([tokens, targets]) if len(targets) else tokens
+    scores = raw.scores(logits, chosen)
+    if processed is None:
+        processed = scores[:count] if values is None else scan.scores(source, tokens)
     top_ids, top_logprobs = _alternatives(logits, raw.lse, batch.num_top)
     return Samples(
         chosen.cpu(),
@@ -149,8 +155,13 @@ def _sample(logits: Tensor, batch: SamplingBatch, values: Tensor | None) -> Samp
     )
 
 
-def _draw(values: Tensor, scan: _Scan, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S]."""
+def _draw(
+    values: Tensor, scan: _Scan, batch: SamplingBatch
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S].
+
+    No logprobs where neither temperature nor filter changed them: they are those of ``scan``.
+    """
     device, temperature = values.device, batch.numbers[:, TEMPERATURE]
     greedy = temperature < GREEDY_BELOW
     scale, edges = None, None
@@ -166,6 +177,8 @@ def _draw(values: Tensor, scan: _Scan, batch: SamplingBatch) -> tuple[Tensor, Te
         draws = torch.from_numpy(uniforms(batch.seeds, batch.counters)).to(device)
         drawn = draw_logits(values, scale, edges, scan.best, sums.double(), draws)
         tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
+    if scale is None and edges is None:
+        return tokens, None, log_kept
     scores = values.gather(1, tokens[:, None])[:, 0].float()
     if scale is not None:
         scores = scores / scale
