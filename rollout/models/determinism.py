@@ -9,9 +9,9 @@ import torch
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
 from rollout.kernels.native import library, native_status
+from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP
 from rollout.models.layers.base import Build
 
-MAX_DIM, MAX_GROUP = 256, 64  # what the native attention takes; its reference keeps no order
 MAX_RANKS = 2  # the sum of two is the same in any order
 
 

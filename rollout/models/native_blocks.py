@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rollout.kernels import paged_attention
+from rollout.kernels import ordered_attention, paged_attention
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry
 from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP
@@ -22,6 +22,7 @@ from rollout.models.layers.norm import RMSNorm
 from rollout.weights import TileLayout
 
 O_BIAS, DOWN_BIAS = 6, 11  # in _weights
+ATTENTIONS = (paged_attention, ordered_attention)  # one native code, in one order
 
 
 class _Blocks(ctypes.Structure):
@@ -68,7 +69,6 @@ class NativeBlocks:
         fits = (
             build.device.type == "cpu"
             and build.dtype == torch.bfloat16
-            and not build.deterministic
             and linear.available()
             and config.head_dim <= MAX_DIM
             and config.num_heads <= MAX_GROUP * config.num_kv_heads
@@ -129,7 +129,7 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
     if type(block) is not DecoderBlock or type(_mlp(block)) is not GatedMLP:
         return False
     attention, mlp = block.self_attn, _mlp(block)
-    if type(attention) is not Attention or attention.attend is not paged_attention:
+    if type(attention) is not Attention or attention.attend not in ATTENTIONS:
         return False
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     norms = [block.input_layernorm, block.post_attention_layernorm]

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout.distributed import TensorParallel
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.op import watch_ops
-from rollout.models.causal_lm import CausalLM
+from rollout.models.causal_lm import CausalLM, build_model
 from rollout.models.config import ModelConfig
 from rollout.models.native_blocks import NativeBlocks
 
@@ -59,16 +59,18 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=("default", "deterministic"))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arch", BIASES)
 def test_blocks_in_one_call_have_the_bits_of_op_by_op(
-    tmp_path: Path, arch: str, shape: str
+    tmp_path: Path, arch: str, shape: str, deterministic: bool
 ) -> None:
     source = write_tiny(tmp_path, arch, dtype=torch.bfloat16, **SHAPES[shape], **BIASES[arch])
     config, weights = ModelConfig.from_directory(tmp_path), source.state_dict()
 
     def work(tp: TensorParallel) -> bool:
-        model = loaded(config, tp, weights, torch.bfloat16, "tiles")
+        model = build_model(config, tp, torch.bfloat16, "cpu", "tiles", deterministic=deterministic)
+        model.load_weights(weights.items())
         assert model.native_blocks is not None
         together, reduced = _run(model), tp.all_reduces
         model.native_blocks = None
