@@ -9,7 +9,7 @@ import torch
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
 from rollout.kernels.native import library, native_status
-from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP
+from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP, takes_heads
 from rollout.models.layers.base import Build
 
 MAX_RANKS = 2  # the sum of two is the same in any order
@@ -22,7 +22,7 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
     """
     config = build.config
     on_gpu = build.device.type == "cuda"
-    wide = config.head_dim > MAX_DIM or config.num_heads > MAX_GROUP * config.num_kv_heads
+    wide = not takes_heads(config.num_heads, config.num_kv_heads, config.head_dim)
     checks = {
         f"device {build.device.type} (use 'cpu' or 'cuda')": build.device.type
         not in ("cpu", "meta", "cuda"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rollout.kernels import ordered_attention, paged_attention
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry
-from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP
+from rollout.kernels.paged_attention.cpu import takes_heads
 from rollout.models.blocks import DecoderBlock, GatedMLP
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
@@ -70,8 +70,7 @@ class NativeBlocks:
             build.device.type == "cpu"
             and build.dtype == torch.bfloat16
             and linear.available()
-            and config.head_dim <= MAX_DIM
-            and config.num_heads <= MAX_GROUP * config.num_kv_heads
+            and takes_heads(config.num_heads, config.num_kv_heads, config.head_dim)
             and inner % linear.TILE_ROWS == 0
             and len(blocks) > 0
             and all(_is_plain(block, inner, config.qk_norm) for block in blocks)

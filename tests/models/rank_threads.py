@@ -41,9 +41,18 @@ def loaded(
     dtype: torch.dtype = torch.float32,
     layout: str = "plain",
     expert_parallel: bool = False,
+    deterministic: bool = False,
 ) -> CausalLM:
     """A model of this rank with ``weights`` loaded."""
-    model = build_model(config, tp, dtype, "cpu", layout, expert_parallel=expert_parallel)
+    model = build_model(
+        config,
+        tp,
+        dtype,
+        "cpu",
+        layout,
+        expert_parallel=expert_parallel,
+        deterministic=deterministic,
+    )
     model.load_weights(weights.items())
     return model
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout.distributed import TensorParallel
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.op import watch_ops
-from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.causal_lm import CausalLM
 from rollout.models.config import ModelConfig
 from rollout.models.native_blocks import NativeBlocks
 
@@ -69,8 +69,7 @@ def test_blocks_in_one_call_have_the_bits_of_op_by_op(
     config, weights = ModelConfig.from_directory(tmp_path), source.state_dict()
 
     def work(tp: TensorParallel) -> bool:
-        model = build_model(config, tp, torch.bfloat16, "cpu", "tiles", deterministic=deterministic)
-        model.load_weights(weights.items())
+        model = loaded(config, tp, weights, torch.bfloat16, "tiles", deterministic=deterministic)
         assert model.native_blocks is not None
         together, reduced = _run(model), tp.all_reduces
         model.native_blocks = None

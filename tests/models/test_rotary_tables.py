@@ -1,10 +1,13 @@
 """Rotary tables against those transformers computes, near and beyond the original length."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
 from rollout.models.layers.rotary import Rotary
 
@@ -94,24 +97,33 @@ def test_short_sequences_of_an_engine_limited_to_the_original_length_match_trans
     assert torch.equal(torch.stack(ours(torch.arange(9))), torch.stack((cos[0], sin[0])))
 
 
+CONFIG = {
+    **BASE,
+    "architectures": ["LlamaForCausalLM"],
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "linear", "factor": 1.0},
+    "partial_rotary_factor": 0.25,
+}
+
+
 def test_a_partial_rotation_turns_the_first_dims_alone():
-    values = {
-        **BASE,
-        "architectures": ["LlamaForCausalLM"],
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-        "rope_scaling": {"type": "linear", "factor": 1.0},
-        "partial_rotary_factor": 0.25,
-    }
-    rope = ModelConfig.from_hf(values).rope
+    rope = ModelConfig.from_hf(CONFIG).rope
     assert rope.partial == 0.25
     ours = Rotary(rope, 32, 64, 64, torch.float32, torch.device("cpu"))
     cos, _ = ours(torch.tensor([3]))
     angles = 3 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
     assert torch.allclose(cos[0], angles.repeat(2).cos())
+
+
+@pytest.mark.parametrize("partial", [0.3, 0.0, 1.5])  # 9 dims, none, more than a head has
+def test_a_rotation_that_no_head_can_make_is_refused(partial):
+    rope = replace(ModelConfig.from_hf(CONFIG).rope, partial=partial)
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        Rotary(rope, 32, 64, 64, torch.float32, torch.device("cpu"))
 
 
 def test_tables_are_cast_after_float32_arithmetic():

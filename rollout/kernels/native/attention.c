@@ -24,11 +24,6 @@
 #else
 #define ROW_BLOCK 8
 #endif
-#if VW == 16 && defined(__AVX512BF16__)
-#define DOTS 1
-#else
-#define DOTS 0
-#endif
 
 typedef struct {
     float kt[MAX_DIM + 2 * VW][KEYS];
@@ -39,19 +34,6 @@ typedef struct {
     float peak[ROWS], mass[ROWS];
     const void *k_rows[KEYS], *v_rows[KEYS], *next_k[VW], *next_v[VW];
 } Scratch;
-
-#if DOTS
-INLINE vf dot(vf a, vf b, vf c) {
-    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-}
-#else
-INLINE vf dot(vf a, vf b, vf c) { return (void)a, (void)b, c; }
-#endif
-INLINE vf repeat(const float *word) {
-    uint32_t bits;
-    memcpy(&bits, word, sizeof bits);
-    return (vf)(bits - (vu){0});
-}
 
 /* C[rows, 2 VW] (+)= A[rows, depth] B[depth, 2 VW] with everything in registers. */
 INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, const float *b,

@@ -10,6 +10,7 @@
  * counter until it is woken or the deadline has come. */
 #define _GNU_SOURCE /* sched_getcpu */
 #include "vec.h"
+#include "wait.h"
 
 #include <sched.h>
 #include <time.h>
@@ -45,14 +46,6 @@ static int64_t now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
 }
 
 static int core(void) {

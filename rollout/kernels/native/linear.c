@@ -51,7 +51,7 @@ INLINE void finish(const Linear *p, int64_t row, int rows, int64_t pair, int til
 /* 2: AMX; 1: bfloat16 dot products of AVX-512; 0: plain vectors. */
 EXPORT int32_t rollout_linear_level(void) {
     if (amx_allowed()) return 2;
-#if VW == 16 && defined(__AVX512BF16__)
+#if DOTS
     return 1;
 #else
     return 0;

@@ -154,7 +154,7 @@ static void float_item(const Linear *p, const Widened *from, int64_t pair, int p
     }
 }
 
-#if VW == 16 && defined(__AVX512BF16__)
+#if DOTS
 #define DOT_MANY 12 /* rows by the tiles of one pair */
 #define DOT_FEW 6   /* rows by those of two */
 
@@ -163,33 +163,30 @@ INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t
                       const uint16_t *const *next) {
     const uint16_t *x = p->x + row * p->x_row, *w[4];
     float sums[2][DOT_MANY * 2 * TILE];
-    __m512 sum[DOT_MANY][4];
+    vf sum[DOT_MANY][4];
     for (int t = 0; t < tiles; t++) w[t] = tile_at(p, pair + t / 2, t % 2);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int t = 0; t < tiles; t++) sum[r][t] = _mm512_setzero_ps();
+        for (int t = 0; t < tiles; t++) sum[r][t] = splat(0);
     for (int64_t k = 0; k < p->inputs; k += 2) {
-        __m512i words[4];
+        vf words[4];
 #pragma GCC unroll 4
-        for (int t = 0; t < tiles; t++) words[t] = _mm512_loadu_si512(w[t] + k * TILE);
+        for (int t = 0; t < tiles; t++) words[t] = load(w[t] + k * TILE, 0, 0);
 #pragma GCC unroll 2
         for (int t = 0; next && t < 2; t++) __builtin_prefetch(next[t] + k * TILE, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            int32_t x_pair;
-            memcpy(&x_pair, x + r * p->x_row + k, sizeof x_pair);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(x_pair);
+            vf both = repeat(x + r * p->x_row + k);
 #pragma GCC unroll 4
-            for (int t = 0; t < tiles; t++)
-                sum[r][t] = _mm512_dpbf16_ps(sum[r][t], both, (__m512bh)words[t]);
+            for (int t = 0; t < tiles; t++) sum[r][t] = dot(both, words[t], sum[r][t]);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int t = 0; t < tiles; t++)
-            _mm512_storeu_ps(sums[t / 2] + r * 2 * TILE + t % 2 * TILE, sum[r][t]);
+            store(sums[t / 2] + r * 2 * TILE + t % 2 * TILE, 0, sum[r][t], 0);
     for (int t = 0; t < tiles; t += 2)
         finish(p, row, rows, pair + t / 2, tiles_in(p, pair + t / 2), sums[t / 2], 2 * TILE);
 }

@@ -3,6 +3,8 @@
 #ifndef ROLLOUT_TEAM_H
 #define ROLLOUT_TEAM_H
 
+#include "wait.h"
+
 #include <sched.h>
 #include <stdint.h>
 #include <time.h>
@@ -22,14 +24,6 @@ static inline int64_t claim(Team *t) {
     return __atomic_fetch_add(&t->claimed, 1, __ATOMIC_RELAXED);
 }
 
-static inline void pause_core(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 /* All `size` threads of a team have come, and what any did before is seen by all; parts count from
  * 0 again. */
 static inline void meet(Team *t, int32_t size) {
@@ -41,7 +35,7 @@ static inline void meet(Team *t, int32_t size) {
     }
     int looks = t->crowded ? SPINS : 0;
     for (; __atomic_load_n(&t->meetings, __ATOMIC_ACQUIRE) == meeting; looks++) {
-        if (looks < SPINS) pause_core();
+        if (looks < SPINS) relax();
         else if (looks < SPINS + YIELDS) sched_yield();
         else nanosleep(&(struct timespec){.tv_nsec = NAP}, 0), looks = SPINS + YIELDS;
     }

@@ -20,6 +20,12 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
+#if VW == 16 && defined(__AVX512BF16__)
+#define DOTS 1 /* there are dot products of bfloat16 */
+#else
+#define DOTS 0
+#endif
+
 typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
@@ -34,6 +40,12 @@ typedef uint16_t vh __attribute__((vector_size(VW * 2)));
 #endif
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+/* The word at `word`, whatever it holds, in all lanes. */
+INLINE vf repeat(const void *word) {
+    uint32_t bits;
+    memcpy(&bits, word, sizeof bits);
+    return (vf)(bits - (vu){0});
+}
 #if VW == 16
 INLINE vf blend(vi mask, vf yes, vf no) {
     return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)no, (__m512)yes);
@@ -92,7 +104,7 @@ INLINE vu grow(vh h) { return __builtin_convertvector(h, vu); }
 INLINE vh shrink(vu u) { return __builtin_convertvector(u, vh); }
 #endif
 INLINE vf widen(vh h) { return (vf)(grow(h) << 16); }
-#if VW == 16 && defined(__AVX512BF16__)
+#if DOTS
 INLINE vh narrow(vf v) { return (vh)_mm512_cvtneps_pbh((__m512)v); } /* denormals become zero */
 #else
 INLINE vh narrow(vf v) {
@@ -101,6 +113,14 @@ INLINE vh narrow(vf v) {
     vu nan = (vu)(v != v);
     return shrink((u & ~nan) | (nan & 0x7fc0));
 }
+#endif
+/* Of words of two bfloat16: a0 * b0 + a1 * b1 + c in each lane. Only where DOTS. */
+#if DOTS
+INLINE vf dot(vf a, vf b, vf c) {
+    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+#else
+INLINE vf dot(vf a, vf b, vf c) { return (void)a, (void)b, c; }
 #endif
 INLINE vf round_to(vf v, int bf16) { return bf16 ? widen(narrow(v)) : v; }
 

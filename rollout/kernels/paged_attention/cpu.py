@@ -28,6 +28,11 @@ def available() -> bool:
     return library() is not None
 
 
+def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether the native code is made for heads of that size and number."""
+    return dim <= MAX_DIM and heads <= MAX_GROUP * kv_heads
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -46,7 +51,7 @@ def paged_attention(
     bf16 = BF16.get(q.dtype)
     alike = q.dtype == k_cache.dtype == v_cache.dtype
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
-    fits = dim <= MAX_DIM and heads <= MAX_GROUP * kv_heads and scale > 0
+    fits = takes_heads(heads, kv_heads, dim) and scale > 0
     if bf16 is None or not (alike and dense and fits):
         return op.reference(q, k_cache, v_cache, query_starts, context_lens, block_tables, scale)
     if q.stride(2) != 1:
