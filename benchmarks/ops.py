@@ -95,6 +95,25 @@ def attention(rounds: int, quick: bool) -> None:
             )
 
 
+def long_contexts(rounds: int, threads: int) -> None:
+    """One sequence's decode with ``threads``, beside one thread."""
+    for context in (4096, 32768):
+        arguments = paged(1, 1, context, torch.bfloat16)
+        one_head = [x[:, :1].contiguous() for x in arguments[1:3]]  # the KV of one head
+        arguments = (arguments[0][:, : HEADS // KV_HEADS], *one_head, *arguments[3:])
+
+        def run(count: int, arguments: tuple[Any, ...] = arguments) -> None:
+            torch.set_num_threads(count)
+            kernels.paged_attention(*arguments)
+
+        shared, alone = medians(rounds, lambda: run(threads), lambda: run(1))
+        print(
+            f"paged_attention decode B=1 ctx={context} 1 KV head: {threads} threads "
+            f"{shared * 1e6:9.1f} us   one {alone * 1e6:9.1f} us   ratio {alone / shared:5.2f}"
+        )
+    torch.set_num_threads(threads)
+
+
 def small_ops(rounds: int) -> None:
     for batch in (1, 8, 32):
         x, residual = torch.randn(2, batch, 896).bfloat16()
@@ -267,7 +286,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--only",
-        help="attention, linears, scans, filters, small_ops, digests, changes or copies",
+        help="attention, contexts, linears, scans, filters, small_ops, digests, changes or copies",
     )
     parser.add_argument("--quick", action="store_true", help="shorter prefills only")
     options = parser.parse_args()
@@ -277,6 +296,7 @@ def main() -> None:
     with torch.inference_mode():
         parts = {
             "attention": lambda: attention(options.rounds, options.quick),
+            "contexts": lambda: long_contexts(options.rounds, options.threads),
             "linears": lambda: linears(options.rounds),
             "scans": lambda: scans(options.rounds),
             "filters": lambda: filters(options.rounds),

@@ -179,6 +179,7 @@ def _attentions() -> Iterator[Case]:
         "one KV head for 64": ([(3, 90), (1, 65)], {"heads": 64, "kv_heads": 1, "dim": 16}),
         "one KV head for 70": ([(3, 90), (1, 65)], {"heads": 70, "kv_heads": 1, "dim": 16}),
         "long context": ([(1, 5000), (65, 4096)], {"heads": 2, "kv_heads": 1}),
+        "a tile that spans of keys divide": ([(70, 1060)], {"heads": 2, "kv_heads": 1}),
         "steep": ([(1, 300), (90, 300)], {"scale": 2.0}),
     }
     for name, (sequences, shape) in batches.items():

@@ -67,7 +67,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
     dtype: torch.dtype, threads: int
 ) -> None:
     """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
-    lengths = [200, 67, 131]
+    lengths = [200, 68, 131, 2100]
     q, k, v, starts, context, tables, scale = attention(
         [(n, n) for n in lengths], heads=14, dtype=dtype
     )
@@ -75,7 +75,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
     together = run(q, k, v, starts, context, tables, scale)
     for s, length in enumerate(lengths):
         rows, start = q[starts[s] : starts[s + 1]], 0
-        for chunk in (64, 2, 1, length - 67):
+        for chunk in (64, 2, 1, length - 68, 1):
             stop = start + chunk
             alone = run(
                 rows[start:stop],
@@ -91,7 +91,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
 
 
 def test_attention_is_the_same_for_any_number_of_threads() -> None:
-    arguments = attention([(90, 90), (1, 300), (1, 5)], dtype=torch.bfloat16)
+    arguments = attention([(90, 90), (1, 3000), (1, 5), (1, 1024)], dtype=torch.bfloat16)
     run, before = _native(kernels.paged_attention), torch.get_num_threads()
     try:
         results = []

@@ -40,12 +40,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {}}
 
 
-def _run(model: CausalLM) -> list[Tensor]:
+def _run(
+    model: CausalLM, lengths: tuple[int, ...] = (10, 6, 33), steps: list[list[int]] = STEPS
+) -> list[Tensor]:
     """Logits of every step and the KV cache after the last."""
     generator = torch.Generator().manual_seed(3)
-    sequences = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in (10, 6, 33)]
+    sequences = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
     session = Session(model, sequences)
-    logits = [part for step in STEPS for part in session.advance(step)]
+    logits = [part for step in steps for part in session.advance(step)]
     return logits + [pages for kv in session.kv for pages in (kv.k, kv.v)]
 
 
@@ -114,6 +116,18 @@ def test_the_bits_do_not_depend_on_threads(tmp_path: Path) -> None:
         for threads in (2, 3, 8):  # more than this machine has cores, perhaps
             torch.set_num_threads(threads)
             assert _equal(wanted, _run(model))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_long_context_is_shared_out_in_every_block(tmp_path: Path) -> None:
+    model, before = _model(tmp_path, max_position_embeddings=4096), torch.get_num_threads()
+    long: Any = ((2103, 1030), [[2100, 1027], [1, 1], [1, 1], [1, 1]])
+    try:
+        torch.set_num_threads(3)
+        together = _run(model, *long)
+        model.native_blocks = None
+        assert _equal(together, _run(model, *long))
     finally:
         torch.set_num_threads(before)
 

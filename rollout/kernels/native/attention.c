@@ -9,6 +9,10 @@
  * the dimension that is summed: the head's for Q K^T, the keys for weights x V, where the weights
  * are rounded to bfloat16 as SDPA rounds them.
  *
+ * A softmax runs over SPAN keys, then the spans are added up in their order. The spans of a decoded
+ * token are items of their own, so that one long context occupies all threads; whoever ends the
+ * last adds them up.
+ *
  * Every row sums its keys in the same order whatever tile, batch or thread it is in: its bits
  * depend on its own sequence only. */
 #include "ops.h"
@@ -18,6 +22,7 @@
 
 #define ROWS 64
 #define KEYS 128
+#define SPAN 1024 /* a multiple of KEYS */
 #define MAX_DIM 256
 #if VW == 8
 #define ROW_BLOCK 4 /* 16 registers: 8 sums, 2 of B, a broadcast */
@@ -25,15 +30,31 @@
 #define ROW_BLOCK 8
 #endif
 
+/* A softmax so far, of each row: its largest score, the weights' sum, and weights x V. */
+typedef struct {
+    float *peak, *mass, *sums;
+} State;
+
 typedef struct {
     float kt[MAX_DIM + 2 * VW][KEYS];
     float v[KEYS * MAX_DIM];
     float q[ROWS * MAX_DIM];
-    float sums[ROWS * MAX_DIM];
     float scores[ROWS][KEYS];
-    float peak[ROWS], mass[ROWS];
+    float states[2][ROWS * (MAX_DIM + 2)];
     const void *k_rows[KEYS], *v_rows[KEYS], *next_k[VW], *next_v[VW];
 } Scratch;
+
+/* Up to ROWS rows: queries x the heads of a KV head's group. */
+typedef struct {
+    int sequence, head, first_query, queries;
+} Tile;
+
+INLINE int whole_vectors(int count) { return (count + VW - 1) / VW * VW; }
+INLINE int state_size(int rows, int padded) { return 2 * whole_vectors(rows) + rows * padded; }
+INLINE State state_at(float *at, int rows) {
+    int room = whole_vectors(rows);
+    return (State){at, at + room, at + 2 * room};
+}
 
 /* C[rows, 2 VW] (+)= A[rows, depth] B[depth, 2 VW] with everything in registers. */
 INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, const float *b,
@@ -213,36 +234,47 @@ INLINE void soften(float *row, int visible, int keys, float scale, float *sums, 
     for (int d = 0; d < padded; d += VW) store(sums, d, load(sums, d, 0) * shrink, 0);
 }
 
-INLINE void attend(const Problem *p, int sequence, int head, int first_query, int queries,
-                   Scratch *s, int bf16) {
-    int group = p->heads / p->kv_heads, rows = queries * group, dim = p->dim;
-    int padded = (dim + VW - 1) / VW * VW, size = bf16 ? 2 : 4, words = DOTS && bf16;
-    int depth = words ? (dim + 1) / 2 : dim;
-    int first_row = p->starts[sequence] + first_query;
-    int position = p->lengths[sequence] - (p->starts[sequence + 1] - first_row);
+/* The queries of a tile, as words where products are of words. */
+static void load_queries(const Problem *p, Tile t, Scratch *s, int bf16) {
+    int group = p->heads / p->kv_heads, rows = t.queries * group, dim = p->dim;
+    int words = DOTS && bf16, depth = words ? (dim + 1) / 2 : dim;
+    int first_row = p->starts[t.sequence] + t.first_query;
     for (int r = 0; r < rows; r++) {
-        int64_t at = (first_row + r / group) * p->q_row + (head * group + r % group) * p->q_head;
-        const void *q = (const char *)p->q + at * size;
+        int64_t at = (first_row + r / group) * p->q_row + (t.head * group + r % group) * p->q_head;
+        const void *q = (const char *)p->q + at * (bf16 ? 2 : 4);
         s->q[r * depth + depth - 1] = 0;
         if (words) memcpy(s->q + r * depth, q, (size_t)dim * 2);
         else
             for (int d = 0; d < dim; d += VW)
                 store_at(s->q + r * dim, d, dim, load_at(q, d, dim, bf16), 0);
-        s->peak[r] = -INFINITY, s->mass[r] = 0;
     }
-    memset(s->sums, 0, sizeof(float) * (size_t)(rows * padded));
-    for (int key = 0; key < position + queries; key += KEYS) {
-        int keys = position + queries - key < KEYS ? position + queries - key : KEYS;
-        int whole = (keys + VW - 1) / VW * VW;
-        locate(p, sequence, head, key, keys, s->k_rows, s->v_rows, size);
+}
+
+/* Position of a tile's first query in its sequence. */
+static int position_of(const Problem *p, Tile t) {
+    int tokens = p->starts[t.sequence + 1] - p->starts[t.sequence];
+    return p->lengths[t.sequence] - tokens + t.first_query;
+}
+
+/* The softmax of a tile's rows over keys `key` .. `stop`. */
+INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scratch *s, int bf16) {
+    int group = p->heads / p->kv_heads, rows = t.queries * group, dim = p->dim;
+    int padded = whole_vectors(dim), size = bf16 ? 2 : 4, words = DOTS && bf16;
+    int depth = words ? (dim + 1) / 2 : dim, position = position_of(p, t);
+    for (int r = 0; r < rows; r++) to.peak[r] = -INFINITY, to.mass[r] = 0;
+    memset(to.sums, 0, sizeof(float) * (size_t)(rows * padded));
+    for (; key < stop; key += KEYS) {
+        int keys = stop - key < KEYS ? stop - key : KEYS;
+        int whole = whole_vectors(keys);
+        locate(p, t.sequence, t.head, key, keys, s->k_rows, s->v_rows, size);
         for (int j = 0; j < whole; j += VW) {
             if (j + VW < whole) fetch(s->k_rows + j + VW, VW, dim * size);
             fetch(s->v_rows + j, keys - j < VW ? keys - j : VW, dim * size);
             pack_keys(s->k_rows, j, dim, s, bf16);
         }
-        int ahead = position + queries - key - KEYS < VW ? position + queries - key - KEYS : VW;
+        int ahead = stop - key - KEYS < VW ? stop - key - KEYS : VW;
         if (ahead > 0) {
-            locate(p, sequence, head, key + KEYS, ahead, s->next_k, s->next_v, size);
+            locate(p, t.sequence, t.head, key + KEYS, ahead, s->next_k, s->next_v, size);
             fetch(s->next_k, ahead, dim * size);
         }
         pack_values(s->v_rows, keys, dim, padded, s, bf16);
@@ -253,35 +285,118 @@ INLINE void attend(const Problem *p, int sequence, int head, int first_query, in
         for (int r = hidden; r < rows; r++) {
             int visible = position + r / group + 1 - key;
             soften(s->scores[r], visible < keys ? visible : keys, whole, p->scale,
-                   s->sums + r * padded, padded, &s->peak[r], &s->mass[r], words);
+                   to.sums + r * padded, padded, &to.peak[r], &to.mass[r], words);
         }
         gemm(rows - hidden, padded, words ? (keys + 1) / 2 : keys, s->scores[hidden], KEYS, s->v,
-             padded, s->sums + hidden * padded, padded, 1, words);
+             padded, to.sums + hidden * padded, padded, 1, words);
     }
+}
+
+/* Add the next span to those before it; rows that see nothing of it stay as they are. */
+static void add_span(State to, State next, int rows, int padded) {
     for (int r = 0; r < rows; r++) {
-        int64_t to = (int64_t)(first_row + r / group) * p->heads + head * group + r % group;
-        float share = 1.0f / s->mass[r];
-        for (int d = 0; d < dim; d += VW)
-            store_at((char *)p->out + to * dim * size, d, dim,
-                     load(s->sums + r * padded, d, 0) * share, bf16);
+        if (next.mass[r] == 0) continue;
+        float top = next.peak[r] > to.peak[r] ? next.peak[r] : to.peak[r];
+        float old = exp_negative(splat(to.peak[r] - top))[0];
+        float new = exp_negative(splat(next.peak[r] - top))[0];
+        to.peak[r] = top, to.mass[r] = to.mass[r] * old + next.mass[r] * new;
+        float *sums = to.sums + r * padded, *others = next.sums + r * padded;
+        for (int d = 0; d < padded; d += VW)
+            store(sums, d, load(sums, d, 0) * old + load(others, d, 0) * new, 0);
     }
 }
 
-static void attend_f32(const Problem *p, int s, int h, int q, int n, Scratch *w) {
-    attend(p, s, h, q, n, w, 0);
-}
-static void attend_bf16(const Problem *p, int s, int h, int q, int n, Scratch *w) {
-    attend(p, s, h, q, n, w, 1);
+/* The rows of a tile, done. */
+static void finish(const Problem *p, Tile t, State from, int bf16) {
+    int group = p->heads / p->kv_heads, dim = p->dim, padded = whole_vectors(dim);
+    int first_row = p->starts[t.sequence] + t.first_query;
+    for (int r = 0; r < t.queries * group; r++) {
+        int64_t to = (int64_t)(first_row + r / group) * p->heads + t.head * group + r % group;
+        float share = 1.0f / from.mass[r];
+        for (int d = 0; d < dim; d += VW)
+            store_at((char *)p->out + to * dim * (bf16 ? 2 : 4), d, dim,
+                     load(from.sums + r * padded, d, 0) * share, bf16);
+    }
 }
 
-/* Number of tiles of the sequences before each; the last entry is the total. */
-static int64_t *count_tiles(const Problem *p, int queries) {
-    int64_t *before = malloc(sizeof(int64_t) * ((size_t)p->sequences + 1));
-    if (!before) return 0;
-    before[0] = 0;
-    for (int i = 0; i < p->sequences; i++)
-        before[i + 1] = before[i] + (p->starts[i + 1] - p->starts[i] + queries - 1) / queries;
-    return before;
+static void span_f32(const Problem *p, Tile t, int key, int stop, State to, Scratch *s) {
+    run_span(p, t, key, stop, to, s, 0);
+}
+static void span_bf16(const Problem *p, Tile t, int key, int stop, State to, Scratch *s) {
+    run_span(p, t, key, stop, to, s, 1);
+}
+
+/* All of a tile. */
+static void attend(const Problem *p, Tile t, Scratch *s, int bf16) {
+    int rows = t.queries * (p->heads / p->kv_heads), end = position_of(p, t) + t.queries;
+    State whole = state_at(s->states[0], rows), next = state_at(s->states[1], rows);
+    load_queries(p, t, s, bf16);
+    for (int key = 0; key < end; key += SPAN) {
+        int stop = end - key < SPAN ? end : key + SPAN;
+        (bf16 ? span_bf16 : span_f32)(p, t, key, stop, key ? next : whole, s);
+        if (key) add_span(whole, next, rows, whole_vectors(p->dim));
+    }
+    finish(p, t, whole, bf16);
+}
+
+/* Span `which` of `spans` of a decoded token, whose states lie at `parts`; the last to come adds
+ * them up, and counts `left` from the start again. */
+static void attend_span(const Problem *p, Tile t, int which, int spans, float *parts, int32_t *left,
+                        Scratch *s, int bf16) {
+    int group = p->heads / p->kv_heads, padded = whole_vectors(p->dim);
+    int size = state_size(group, padded), end = position_of(p, t) + 1;
+    int key = which * SPAN, stop = end - key < SPAN ? end : key + SPAN;
+    State first = state_at(parts, group);
+    load_queries(p, t, s, bf16);
+    (bf16 ? span_bf16 : span_f32)(p, t, key, stop, state_at(parts + which * size, group), s);
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)) return;
+    *left = spans;
+    for (int i = 1; i < spans; i++)
+        add_span(first, state_at(parts + i * size, group), group, padded);
+    finish(p, t, first, bf16);
+}
+
+/* How many spans the only query of a sequence has for itself; 1: its tile is one item. */
+static int spans_of(const Problem *p, int sequence) {
+    int queries = p->starts[sequence + 1] - p->starts[sequence];
+    return queries == 1 ? (p->lengths[sequence] + SPAN - 1) / SPAN : 1;
+}
+
+/* The items of each sequence: its tiles or spans, each times the KV heads. */
+struct AttentionPlan {
+    int64_t *before; /* tiles and spans of the sequences before each; the last is the total */
+    int64_t *states; /* where the states of each sequence's spans begin */
+    int32_t *left;   /* spans to come, of each sequence and KV head */
+    float *parts;
+};
+
+AttentionPlan *plan_attention(const Problem *p) {
+    int queries = ROWS / (p->heads / p->kv_heads);
+    int64_t size = state_size(p->heads / p->kv_heads, whole_vectors(p->dim)), spread = 0;
+    int64_t count = p->sequences, heads = p->kv_heads;
+    AttentionPlan *plan = malloc(sizeof *plan + sizeof(int64_t) * (size_t)(2 * count + 1) +
+                                 sizeof(int32_t) * (size_t)(count * heads));
+    if (!plan) return 0;
+    plan->before = (int64_t *)(plan + 1), plan->states = plan->before + count + 1;
+    plan->left = (int32_t *)(plan->states + count);
+    plan->before[0] = 0;
+    for (int i = 0; i < count; i++) {
+        int spans = spans_of(p, i), tokens = p->starts[i + 1] - p->starts[i];
+        int64_t tiles = spans > 1 ? spans : (tokens + queries - 1) / queries;
+        plan->before[i + 1] = plan->before[i] + tiles;
+        plan->states[i] = spread;
+        if (spans > 1) spread += spans * heads * size;
+        for (int64_t h = 0; h < heads; h++) plan->left[i * heads + h] = spans;
+    }
+    plan->parts = aligned_alloc(64, (sizeof(float) * (size_t)spread / 64 + 1) * 64);
+    if (plan->parts) return plan;
+    free(plan);
+    return 0;
+}
+
+void end_plan(AttentionPlan *plan) {
+    free(plan->parts);
+    free(plan);
 }
 
 static int owner_of(const int64_t *before, int count, int64_t tile) {
@@ -294,34 +409,45 @@ static int owner_of(const int64_t *before, int count, int64_t tile) {
     return low;
 }
 
-/* Marks the team as failed where memory for the tile counts or the scratch was refused. */
-void attention_part(Team *t, const Problem *p, int32_t bf16) {
-    int queries = ROWS / (p->heads / p->kv_heads);
-    int64_t *before = count_tiles(p, queries);
-    int64_t items = before ? before[p->sequences] * p->kv_heads : 1; /* 1: to be failed at */
+static void run_item(const Problem *p, const AttentionPlan *plan, int64_t item, Scratch *s,
+                     int bf16) {
+    int group = p->heads / p->kv_heads, queries = ROWS / group;
+    int sequence = owner_of(plan->before, p->sequences, item / p->kv_heads);
+    int which = (int)(item / p->kv_heads - plan->before[sequence]), spans = spans_of(p, sequence);
+    Tile t = {.sequence = sequence, .head = (int)(item % p->kv_heads), .queries = 1};
+    if (spans > 1) {
+        int64_t size = (int64_t)spans * state_size(group, whole_vectors(p->dim));
+        float *parts = plan->parts + plan->states[sequence] + t.head * size;
+        int32_t *left = plan->left + (int64_t)sequence * p->kv_heads + t.head;
+        attend_span(p, t, which, spans, parts, left, s, bf16);
+        return;
+    }
+    t.first_query = which * queries;
+    int rest = p->starts[sequence + 1] - p->starts[sequence] - t.first_query;
+    t.queries = rest < queries ? rest : queries;
+    attend(p, t, s, bf16);
+}
+
+/* Marks the team as failed where memory for the scratch was refused. */
+void attention_part(Team *t, const Problem *p, const AttentionPlan *plan, int32_t bf16) {
+    int64_t items = plan->before[p->sequences] * p->kv_heads;
     Scratch *scratch = 0;
     /* The last tiles of a prefill see the most keys: they go first. */
     for (int64_t i; (i = items - 1 - claim(t)) >= 0;) {
         if (!scratch) scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
-        if (!before || !scratch) {
-            __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
-        } else {
-            int64_t tile = i / p->kv_heads;
-            int sequence = owner_of(before, p->sequences, tile);
-            int first = (int)(tile - before[sequence]) * queries;
-            int left = p->starts[sequence + 1] - p->starts[sequence] - first;
-            (bf16 ? attend_bf16 : attend_f32)(p, sequence, (int)(i % p->kv_heads), first,
-                                              left < queries ? left : queries, scratch);
-        }
+        if (scratch) run_item(p, plan, i, scratch, bf16);
+        else __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
     }
     free(scratch);
-    free(before);
 }
 
 /* Returns 0, or -1 where memory was refused. */
 EXPORT int32_t rollout_paged_attention(const Problem *p, int32_t bf16, int32_t threads) {
     Team team = {0};
+    AttentionPlan *plan = plan_attention(p);
+    if (!plan) return -1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    attention_part(&team, p, bf16);
+    attention_part(&team, p, plan, bf16);
+    end_plan(plan);
     return team.failed ? -1 : 0;
 }

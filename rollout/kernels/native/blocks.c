@@ -28,6 +28,7 @@ typedef struct {
 /* A thread of the team, and how many there are. */
 typedef struct {
     Team *team;
+    const AttentionPlan *plan;
     int32_t size;
 } Thread;
 
@@ -58,6 +59,17 @@ static void normalise_heads(Thread t, const Blocks *p, const uint16_t *x, int64_
     meet(t.team, t.size);
 }
 
+/* Attention of any block, but for where its tensors lie. */
+static Problem attention_problem(const Blocks *p) {
+    Problem a = {.starts = p->starts, .lengths = p->lengths, .tables = p->tables};
+    a.q_row = p->heads * p->dim, a.q_head = p->dim;
+    a.kv_head = p->page * p->dim, a.kv_block = p->kv_heads * a.kv_head;
+    a.sequences = (int32_t)p->sequences, a.table_width = (int32_t)p->table_width;
+    a.heads = (int32_t)p->heads, a.kv_heads = (int32_t)p->kv_heads;
+    a.dim = (int32_t)p->dim, a.block = (int32_t)p->page, a.scale = p->scale;
+    return a;
+}
+
 /* out = attention(out); the work area holds q, k, v, then q rotated, then q and k normalised. */
 static void attend(Thread t, const Blocks *p, const Block *b) {
     int64_t q_columns = p->heads * p->dim, kv_columns = p->kv_heads * p->dim;
@@ -81,15 +93,10 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
     turn_part(t.team, &turn, 1, p->wide);
     meet(t.team, t.size);
 
-    /* What it gives goes where q, k and v were. */
-    Problem problem = {.q = turned, .k = b->k_cache, .v = b->v_cache, .out = qkv};
-    problem.starts = p->starts, problem.lengths = p->lengths, problem.tables = p->tables;
-    problem.q_row = q_columns, problem.q_head = p->dim;
-    problem.kv_head = p->page * p->dim, problem.kv_block = p->kv_heads * problem.kv_head;
-    problem.sequences = (int32_t)p->sequences, problem.table_width = (int32_t)p->table_width;
-    problem.heads = (int32_t)p->heads, problem.kv_heads = (int32_t)p->kv_heads;
-    problem.dim = (int32_t)p->dim, problem.block = (int32_t)p->page, problem.scale = p->scale;
-    attention_part(t.team, &problem, 1);
+    Problem problem = attention_problem(p);
+    problem.q = turned, problem.k = b->k_cache, problem.v = b->v_cache;
+    problem.out = qkv; /* q, k and v are no longer needed */
+    attention_part(t.team, &problem, t.plan, 1);
     meet(t.team, t.size);
     multiply(t, p, qkv, b->o, b->o_bias, p->out, p->hidden, q_columns, 0);
 }
@@ -119,7 +126,11 @@ static int32_t cores(void) {
 /* Returns 0, or -1 where memory was refused. */
 EXPORT int32_t rollout_decoder_blocks(const Blocks *p) {
     Team team = {.crowded = cores() < p->threads};
+    Problem shape = attention_problem(p);
+    AttentionPlan *plan = plan_attention(&shape);
+    if (!plan) return -1;
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1)
-    run((Thread){&team, omp_get_num_threads()}, p);
+    run((Thread){&team, plan, omp_get_num_threads()}, p);
+    end_plan(plan);
     return team.failed ? -1 : 0;
 }

@@ -17,6 +17,12 @@ typedef struct {
     float scale;
 } Problem;
 
+/* How a problem is cut into items, with memory for what they leave each other. Good for all
+ * problems of the same shape, starts and lengths, one after the other. Null: no memory. */
+typedef struct AttentionPlan AttentionPlan;
+AttentionPlan *plan_attention(const Problem *p);
+void end_plan(AttentionPlan *plan);
+
 /* Rope, and keys and values into their pages; see pointwise.c. */
 typedef struct {
     const char *q, *k, *v, *cos, *sin; /* cos, sin: [tokens, width], dense */
@@ -38,7 +44,7 @@ typedef struct {
 /* What each thread of a team calls; the op is done when they have met. */
 void norm_part(Team *t, const Norm *p, int32_t bf16);
 void turn_part(Team *t, const Turn *p, int32_t bf16, int32_t wide);
-void attention_part(Team *t, const Problem *p, int32_t bf16);
+void attention_part(Team *t, const Problem *p, const AttentionPlan *plan, int32_t bf16);
 void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
                  uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
                  int32_t level, int32_t threads);
