@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -119,6 +120,16 @@ def ops(report: Any) -> None:
         else:
             work = 4 * batch * heads * dim * queries * (context - queries / 2)
             report.add(name, work / seconds / 1e12, "TFLOP/s", "matmul", report.matmul / 1e12)
+            if queries == context:
+                for rival, call in _dense_attentions(arguments):
+                    rate = work / measure(call) / 1e12
+                    report.add(
+                        f"{rival}, {batch} x {queries}",
+                        rate,
+                        "TFLOP/s",
+                        "matmul",
+                        report.matmul / 1e12,
+                    )
 
 
 def _triton(name: str) -> Callable[..., Any]:
@@ -150,6 +161,27 @@ def _attention(
     starts = (torch.arange(batch + 1, device=DEVICE) * queries).int()
     lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
     return (q, k, v, starts, lengths, tables, dim**-0.5), heads, dim
+
+
+def _dense_attentions(arguments: tuple[Any, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """torch's attentions on a prefill of one sequence, its keys and values out of their pages."""
+    q, *pages, starts, lengths, tables, scale = arguments
+    length = int(lengths[0])
+    k, v = (x[tables[0].long()].transpose(1, 2).flatten(0, 1)[:length] for x in pages)
+    heads_first = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
+    options = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    yield "torch SDPA", lambda: F.scaled_dot_product_attention(*heads_first, **options)
+    if not CUDA:
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    same: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        same["enable_gqa"] = True  # torch 2.11 takes it for granted
+    yield (
+        "torch varlen_attn",
+        lambda: varlen_attn(q, k, v, starts, starts, length, length, **same),
+    )
 
 
 def decode(name: str) -> Callable[[Any], None]:
