@@ -120,16 +120,6 @@ def ops(report: Any) -> None:
         else:
             work = 4 * batch * heads * dim * queries * (context - queries / 2)
             report.add(name, work / seconds / 1e12, "TFLOP/s", "matmul", report.matmul / 1e12)
-            if queries == context:
-                for rival, call in _dense_attentions(arguments):
-                    rate = work / measure(call) / 1e12
-                    report.add(
-                        f"{rival}, {batch} x {queries}",
-                        rate,
-                        "TFLOP/s",
-                        "matmul",
-                        report.matmul / 1e12,
-                    )
 
 
 def _triton(name: str) -> Callable[..., Any]:
@@ -163,14 +153,21 @@ def _attention(
     return (q, k, v, starts, lengths, tables, dim**-0.5), heads, dim
 
 
-def _dense_attentions(arguments: tuple[Any, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def rival_attentions(report: Any) -> None:
     """torch's attentions on a prefill of one sequence, its keys and values out of their pages."""
-    q, *pages, starts, lengths, tables, scale = arguments
-    length = int(lengths[0])
+    batch, length = (1, 8) if report.dry else (1, 2048)
+    (q, *pages, starts, _, tables, scale), heads, dim = _attention(
+        batch, length, length, report.dry
+    )
     k, v = (x[tables[0].long()].transpose(1, 2).flatten(0, 1)[:length] for x in pages)
     heads_first = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
     options = {"is_causal": True, "scale": scale, "enable_gqa": True}
-    yield "torch SDPA", lambda: F.scaled_dot_product_attention(*heads_first, **options)
+    work, bound = 2 * heads * dim * length**2, report.matmul / 1e12
+
+    def add(name: str, run: Callable[[], object]) -> None:
+        report.add(f"{name}, {length}", work / measure(run) / 1e12, "TFLOP/s", "matmul", bound)
+
+    add("torch SDPA", lambda: F.scaled_dot_product_attention(*heads_first, **options))
     if not CUDA:
         return
     from torch.nn.attention.varlen import varlen_attn
@@ -178,7 +175,7 @@ def _dense_attentions(arguments: tuple[Any, ...]) -> Iterator[tuple[str, Callabl
     same: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         same["enable_gqa"] = True  # torch 2.11 takes it for granted
-    yield (
+    add(
         "torch varlen_attn",
         lambda: varlen_attn(q, k, v, starts, starts, length, length, **same),
     )
@@ -251,6 +248,7 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("device", 30, device),
     ("conformance", 100, conformance),
     ("ops", 60, ops),
+    ("rival-attention", 20, rival_attentions),
     ("decode-1b", 60, decode("1b")),
     ("decode-8b", 90, decode("8b")),
     ("logprobs", 30, logprobs),

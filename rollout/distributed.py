@@ -8,6 +8,7 @@ otherwise, and every key carries a secret that travelled over the control channe
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -23,6 +24,12 @@ from torch import Tensor
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
 
 LOOPBACK = "127.0.0.1"
+
+if torch.__version__ < "2.13":
+    # The recorder of collectives that torch 2.11 has on by default (2.13's is sound) crashes the
+    # process when two threads use gloo groups at once, as a transfer beside a step does. Read when
+    # the first group of a process runs something.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
 @dataclass(slots=True)

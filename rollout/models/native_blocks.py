@@ -120,7 +120,7 @@ class NativeBlocks:
 
 def _run(problem: _Blocks) -> None:
     if entry("decoder_blocks", "p", "i")(ctypes.addressof(problem)):
-        raise MemoryError("decoder blocks: no memory for attention's scratch, 0.5 MB a thread")
+        raise MemoryError("decoder blocks: no memory for attention's scratch")
 
 
 def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:

@@ -191,6 +191,16 @@ def _attentions() -> Iterator[Case]:
         if name in ("decodes", "mixed", "head dim 24"):
             yield Case("ordered_attention", name, make)
 
+    def rising(t: torch.dtype) -> tuple[Any, ...]:
+        """Scores that rise by more than an exponential holds, thousands of keys later."""
+        q, k, *rest = attention([(1, 3100), (70, 3100)], heads=2, kv_heads=1, dim=16, dtype=t)
+        _, _, _, tables, _ = rest
+        for row, position, size in ((0, 1500, 30), (0, 2500, 200), (1, 1500, 30), (1, 3050, 200)):
+            k[tables[row, position // 32], 0, position % 32] = size
+        return q.abs(), k, *rest
+
+    yield Case("paged_attention", "rising scores", rising)
+
     def strided(t: torch.dtype) -> tuple[Any, ...]:
         q, *rest = attention([(3, 40), (1, 9)], dtype=t)
         fused = torch.cat((q, q, q), dim=1)

@@ -1,8 +1,8 @@
 """What a sanitizer looks for on a card, looked for in Triton's interpreter.
 
-Its programs run one after the other, so a race between them shows in no result. Here every access
-is written down: none may lie outside the tensors of the launch, and nothing that one program writes
-may another touch. (Two warps of one program are not told apart.)
+Its programs run one after the other, so a race between them shows in no result. Here every load and
+store is written down: none may lie outside of all tensors of the launch, and no byte that one
+program writes may another touch. (Two warps of one program are not told apart.)
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Launch:
         data = np.asarray(pointers.data)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         live = np.broadcast_to(np.asarray(mask.data, dtype=bool), data.shape)
-        places = np.unique(data[live].astype(np.int64))
+        places = np.unique(data[live].astype(np.int64)[:, None] + np.arange(size))  # bytes
         at = np.searchsorted(self._starts, places, side="right") - 1
-        outside = (at < 0) | (places + size > self._stops[np.maximum(at, 0)])
+        outside = (at < 0) | (places >= self._stops[np.maximum(at, 0)])
         if outside.any():
             self.outside.append(f"program {self._program}: {what} outside of every tensor")
         self._touched[what].append((places, np.full(len(places), self._program)))
@@ -98,6 +98,9 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         launches[-1].touch("written", pointers, mask)
         return before["create_masked_store"](builder, pointers, value, mask, *rest)
 
+    def atomic(*_: Any) -> Any:
+        raise NotImplementedError("atomics are not looked at")
+
     def program(builder: Any, *place: int) -> None:
         launches[-1].begin_program()
         before["set_grid_idx"](builder, *place)
@@ -107,4 +110,6 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         patch.setattr(InterpreterBuilder, "create_masked_load", load)
         patch.setattr(InterpreterBuilder, "create_masked_store", store)
         patch.setattr(InterpreterBuilder, "set_grid_idx", program)
+        for name in ("create_atomic_rmw", "create_atomic_cas"):
+            patch.setattr(InterpreterBuilder, name, atomic)
         yield launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -123,6 +124,22 @@ def test_a_nan_in_the_context_is_seen() -> None:
     v[tables[0, 0], 0, 3] = float("nan")
     for run in backends(kernels.paged_attention).values():
         assert run(q, k, v, starts, context, tables, scale)[0, 0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "length"), [(range(128), 300), (range(1024, 1152), 1300), ([1024], 1025)], ids=str
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding rows
+def test_scores_of_minus_infinity_hide_their_keys_alone(hidden: Iterable[int], length: int) -> None:
+    q, k, v, starts, context, tables, scale = attention([(1, length)], dim=16)
+    for position in hidden:
+        k[tables[0, position // 32], :, position % 32] = float("-inf")
+    arguments = (q.abs(), k, v, starts, context, tables, scale)
+    wanted = kernels.paged_attention.reference(*arguments)
+    assert wanted.isfinite().all()
+    relative, absolute = ATTENTION_TOLERANCE[torch.float32]
+    for run in backends(kernels.paged_attention).values():
+        torch.testing.assert_close(run(*arguments), wanted, rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.2])

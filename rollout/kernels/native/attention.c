@@ -218,9 +218,10 @@ INLINE void soften(float *row, int visible, int keys, float scale, float *sums, 
     }
     float top = reduce_max(high) * scale, before = *peak;
     if (!(top > before)) top = before;
+    float anchor = top == -INFINITY ? 0 : top; /* nothing but scores of -infinity so far */
     vf sum = splat(0.0f);
     for (j = 0; j < keys; j += VW) {
-        vf x = exp_negative(load(row, j, 0) * scale - top);
+        vf x = exp_negative(load(row, j, 0) * scale - anchor);
         store(row, j, x, words);
         sum += x;
     }
@@ -293,7 +294,7 @@ INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scra
 }
 
 /* Add the next span to those before it; rows that see nothing of it stay as they are. */
-static void add_span(State to, State next, int rows, int padded) {
+static __attribute__((noinline)) void add_span(State to, State next, int rows, int padded) {
     for (int r = 0; r < rows; r++) {
         if (next.mass[r] == 0) continue;
         float top = next.peak[r] > to.peak[r] ? next.peak[r] : to.peak[r];
@@ -302,7 +303,7 @@ static void add_span(State to, State next, int rows, int padded) {
         to.peak[r] = top, to.mass[r] = to.mass[r] * old + next.mass[r] * new;
         float *sums = to.sums + r * padded, *others = next.sums + r * padded;
         for (int d = 0; d < padded; d += VW)
-            store(sums, d, load(sums, d, 0) * old + load(others, d, 0) * new, 0);
+            store(sums, d, fused(load(sums, d, 0), splat(old), load(others, d, 0) * new), 0);
     }
 }
 
@@ -344,7 +345,8 @@ static void attend(const Problem *p, Tile t, Scratch *s, int bf16) {
 static void attend_span(const Problem *p, Tile t, int which, int spans, float *parts, int32_t *left,
                         Scratch *s, int bf16) {
     int group = p->heads / p->kv_heads, padded = whole_vectors(p->dim);
-    int size = state_size(group, padded), end = position_of(p, t) + 1;
+    int64_t size = state_size(group, padded);
+    int end = position_of(p, t) + 1;
     int key = which * SPAN, stop = end - key < SPAN ? end : key + SPAN;
     State first = state_at(parts, group);
     load_queries(p, t, s, bf16);
@@ -395,6 +397,7 @@ AttentionPlan *plan_attention(const Problem *p) {
 }
 
 void end_plan(AttentionPlan *plan) {
+    if (!plan) return;
     free(plan->parts);
     free(plan);
 }
@@ -409,7 +412,7 @@ static int owner_of(const int64_t *before, int count, int64_t tile) {
     return low;
 }
 
-static void run_item(const Problem *p, const AttentionPlan *plan, int64_t item, Scratch *s,
+static void run_item(const Problem *p, AttentionPlan *plan, int64_t item, Scratch *s,
                      int bf16) {
     int group = p->heads / p->kv_heads, queries = ROWS / group;
     int sequence = owner_of(plan->before, p->sequences, item / p->kv_heads);
@@ -429,7 +432,7 @@ static void run_item(const Problem *p, const AttentionPlan *plan, int64_t item, 
 }
 
 /* Marks the team as failed where memory for the scratch was refused. */
-void attention_part(Team *t, const Problem *p, const AttentionPlan *plan, int32_t bf16) {
+void attention_part(Team *t, const Problem *p, AttentionPlan *plan, int32_t bf16) {
     int64_t items = plan->before[p->sequences] * p->kv_heads;
     Scratch *scratch = 0;
     /* The last tiles of a prefill see the most keys: they go first. */

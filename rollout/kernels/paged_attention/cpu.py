@@ -82,5 +82,5 @@ def paged_attention(
     )
     run = entry("paged_attention", "pii", "i")
     if run(ctypes.addressof(problem), bf16, torch.get_num_threads()):
-        raise MemoryError("paged_attention: no memory for its per-thread scratch (about 0.5 MB)")
+        raise MemoryError("paged_attention: no memory for its scratch")
     return out
