@@ -52,12 +52,18 @@ def dtype_from_name(name: str) -> torch.dtype:
         raise TransferFailed(f"unknown dtype {name!r} on the wire") from None
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """What a tensor holds, as uint8 [nbytes]; its own memory where it is contiguous."""
+    tensor = tensor.detach().contiguous()
+    # One element is contiguous whatever its stride, and ``view`` wants a stride of 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy().data).cast("B")
+    return memoryview(flat_bytes(tensor).numpy().data).cast("B")
 
 
 def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[Any]:

@@ -15,7 +15,7 @@ from rollout.updates import BucketEntry, BucketHeader
 from rollout.weight_sync.boxes import cut
 from rollout.weight_sync.delta import CodedDelta, decode, problem
 from rollout.weights import Box, Shape, SparsePatch, TensorPiece
-from rollout.wire import DTYPES
+from rollout.wire import DTYPES, flat_bytes
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 MAX_ENTRIES = 1 << 16  # per bucket
@@ -128,7 +128,7 @@ class BucketPacker:
         """
         _check(name, tensor)
         yield from self.flush()
-        data = tensor.detach().view(-1).view(torch.uint8)
+        data = flat_bytes(tensor)
         at, shape = 0, tuple(tensor.shape)
         for box in cut(Box.full(shape), self.bucket_bytes // tensor.dtype.itemsize):
             nbytes = box.numel * tensor.dtype.itemsize

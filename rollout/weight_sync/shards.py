@@ -30,6 +30,7 @@ from rollout.weight_sync.publication import Publication, source_failed
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weight_sync.survey import MAX_PART, Survey, shard_layout
 from rollout.weights import Box, TensorMeta, TensorPiece
+from rollout.wire import flat_bytes
 
 _WHOLE = -1  # in place of a count: the values of the box, all of them
 
@@ -196,7 +197,7 @@ class ShardUpdate:
         for meta, box, values, delta in self._compared(names):
             where = [numbers[meta.name], list(box.starts), list(box.stops)]
             if delta is None:
-                blob = values.reshape(-1).view(torch.uint8)
+                blob = flat_bytes(values)
                 rows.append([*where, _WHOLE, 0, len(blob), 0])
             else:
                 change = delta.coded(meta.shape, box, compress=self._compress)

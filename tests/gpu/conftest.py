@@ -10,5 +10,5 @@ from tiny_models import write_tiny
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-gpu")
-    write_tiny(path, "qwen3", dtype=torch.float32)
+    write_tiny(path, "qwen3", dtype=torch.float32, num_layers=1)
     return path

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 
@@ -17,7 +18,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=0)
+SPECIAL = SamplingParams(
+    max_tokens=4,
+    temperature=0.0,
+    ignore_eos=True,
+    min_tokens=4,
+    logprobs=3,
+    prompt_logprobs=2,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    logit_bias={7: 2.0},
+)
 SENDER = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -32,8 +44,14 @@ with Rollout.connect(sys.argv[1]) as engine:
 
 
 def _engine(path: Path, **settings: Any) -> Rollout:
-    options = {"skip_tokenizer_init": True, "max_model_len": 128, "kv_cache_bytes": 1 << 26}
-    return Rollout(str(path), device="cuda", dtype="float32", **{**options, **settings})
+    options = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 128,
+        "kv_cache_bytes": 1 << 24,
+        "max_num_seqs": 4,
+        "cuda_graph_sizes": (4,),
+    }
+    return Rollout(str(path), dtype="float32", **{"device": "cuda", **options, **settings})
 
 
 def _tokens(engine: Rollout) -> list[list[int]]:
@@ -45,8 +63,10 @@ def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> 
         ours = _tokens(captured)
     with _engine(tiny_qwen3, cuda_graphs="off") as plain:
         assert _tokens(plain) == ours
-    with _engine(tiny_qwen3, cuda_graphs="on", device="cuda", executor="multiprocess") as apart:
+    with _engine(tiny_qwen3, cuda_graphs="on", executor="multiprocess") as apart:
         assert _tokens(apart) == ours
+        [alone] = apart.generate(PROMPTS[:1], GREEDY)
+        assert alone.outputs[0].token_ids == ours[0]
 
 
 @pytest.mark.parametrize("executor", ["inline", "multiprocess"])
@@ -82,6 +102,61 @@ def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path) -> None:
         engine.wake_up()
         engine.update_weights(trained)
         assert _tokens(engine) == after
+
+
+def _outputs(engine: Rollout) -> list[Any]:
+    return [out for params in (GREEDY, SPECIAL) for out in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "mixtral"])
+def test_every_architecture_gives_what_a_cpu_gives(tmp_path: Path, arch: str) -> None:
+    write_tiny(tmp_path, arch, num_layers=1)
+    with _engine(tmp_path) as card:
+        ours = _outputs(card)
+    with _engine(tmp_path, device="cpu") as host:
+        wanted = _outputs(host)
+    for a, b in zip(ours, wanted, strict=True):
+        x, y = a.outputs[0], b.outputs[0]
+        assert x.token_ids == y.token_ids
+        for name in ("raw", "processed", "log_kept_mass"):
+            pair = [torch.tensor(getattr(out.logprobs, name)) for out in (x, y)]
+            torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-3)
+        assert [list(top) for top in x.logprobs.top or ()] == [
+            list(t) for t in y.logprobs.top or ()
+        ]
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "staged on the host": ({"staging": "host"}, {}),
+    "not staged, a copy kept": ({"undo": "host"}, {"staging": "none"}),
+    "differences kept": ({"undo": "sparse"}, {}),
+    "changes alone": ({}, {"encoding": "delta"}),
+    "instances that swap": ({"cuda_graphs": "off"}, {}),
+    "running requests computed anew": ({}, {"in_flight": "recompute"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings, options = WAYS[way]
+    first = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    second = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.view(-1)[::7] *= 1.5
+    with _engine(tiny_qwen3, **settings) as engine:
+        before = _tokens(engine)
+        engine.update_weights(second, **options)
+        after = _tokens(engine)
+        assert after != before
+        receipt = engine.update_weights(first, **options)
+        assert (receipt.wire_bytes < receipt.num_bytes) == ("encoding" in options)
+        assert _tokens(engine) == before
+        engine.rollback()
+        assert _tokens(engine) == after
+        assert not engine.check_weights(second).differing
 
 
 def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:

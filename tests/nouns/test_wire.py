@@ -35,6 +35,16 @@ def test_tensors_of_every_dtype_arrive_bit_for_bit(name: str) -> None:
     assert tensors["empty"].shape == (0, *tensor.shape[1:])
 
 
+def test_one_element_of_a_column_arrives() -> None:
+    """It counts as contiguous, and its stride is not 1."""
+    table = torch.arange(8.0).view(2, 4)
+    _, got = through_a_socket({}, {"x": table[:1, 2], "y": table[1:, 3].unsqueeze(0)})
+    assert got["x"].tolist() == [2]
+    assert got["y"].tolist() == [[7]]
+    assert wire.flat_bytes(table[:1, 2]).data_ptr() == table[:1, 2].data_ptr()
+    assert wire.flat_bytes(table.T).numel() == wire.flat_bytes(torch.tensor(1.0)).numel() * 8
+
+
 def test_an_unaligned_tensor_still_arrives() -> None:
     tensors = {"odd": torch.ones(3, dtype=torch.uint8), "x": torch.arange(4.0)}
     _, got = through_a_socket({}, tensors)

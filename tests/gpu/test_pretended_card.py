@@ -1,0 +1,79 @@
+"""What is to run on a card runs on a pretended one, where there is no other: see ``pretended``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+PATHS = (HERE / "pretended", HERE.parents[1], HERE.parent)
+
+
+def _run(*command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
+        "TRITON_INTERPRET": "1",
+        "TMPDIR": str(tmp_path),
+    }
+    return subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=560
+    )
+
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or importlib.util.find_spec("triton") is None,
+    reason="there is a card, or no Triton",
+)
+
+
+@pytest.mark.timeout(570)
+def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path) -> None:
+    done = _run(
+        *("-m", "pytest", "-q", "-W", "ignore::RuntimeWarning"),  # numpy's, of padding rows
+        *("-p", "no:cacheprovider", str(HERE / "test_on_a_card.py")),
+        *("-k", "not engine[ipc]"),  # what engine[auto] takes
+        tmp_path=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "skipped" not in done.stdout
+
+
+MISTAKES = {
+    "on the same device": "torch.ones(2, device='cuda') + torch.ones(2)",
+    "type tensor to numpy": "torch.ones(2, device='cuda').numpy()",
+    "stream is capturing": (
+        "x = torch.ones(2, device='cuda')\n"
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()):\n"
+        "    x.sum().item()"
+    ),
+    "a tensor of the host": (
+        "import triton, triton.language as tl\n"
+        "from rollout.kernels import silu_mul\n"
+        "silu_mul.implementation('triton')(torch.ones(2, 64))"
+    ),
+    "stale": (
+        "x, graph = torch.ones(2, device='cuda'), torch.cuda.CUDAGraph()\n"
+        "with torch.cuda.graph(graph):\n"
+        "    y = x + 1\n"
+        "x += 1\n"
+        "graph.replay()\n"
+        "assert y.tolist() == [3, 3]\n"  # what lies where it lay
+        "x.data = x + 1\n"
+        "graph.replay()\n"
+        "assert y.tolist() == [4, 4], 'stale'"  # what has moved
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_a_pretended_card_refuses_what_a_card_refuses(said: str, tmp_path: Path) -> None:
+    done = _run("-c", f"import torch\n{MISTAKES[said]}", tmp_path=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
