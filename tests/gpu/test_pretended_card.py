@@ -36,7 +36,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.timeout(570)
 def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path) -> None:
     done = _run(
-        *("-m", "pytest", "-q", "-W", "ignore::RuntimeWarning"),  # numpy's, of padding rows
+        *("-m", "pytest", "-q"),
+        *("-W", "ignore::RuntimeWarning"),  # numpy's, of padding rows
+        *("-W", "ignore::DeprecationWarning"),  # Triton 3.6's use of numpy
         *("-p", "no:cacheprovider", str(HERE / "test_on_a_card.py")),
         *("-k", "not engine[ipc]"),  # what engine[auto] takes
         tmp_path=tmp_path,
@@ -57,6 +59,17 @@ MISTAKES = {
         "import triton, triton.language as tl\n"
         "from rollout.kernels import silu_mul\n"
         "silu_mul.implementation('triton')(torch.ones(2, 64))"
+    ),
+    "165": (  # the bytes of host memory that nobody has waited for
+        "x = torch.empty(2, dtype=torch.uint8, pin_memory=True)\n"
+        "x.copy_(torch.ones(2, dtype=torch.uint8, device='cuda'), non_blocking=True)\n"
+        "raise SystemExit(str(x.tolist()))"
+    ),
+    "changed before it was read": (
+        "x = torch.ones(2).pin_memory()\n"
+        "y = x.to('cuda', non_blocking=True)\n"
+        "x += 1\n"
+        "torch.cuda.synchronize()"
     ),
     "stale": (
         "x, graph = torch.ones(2, device='cuda'), torch.cuda.CUDAGraph()\n"

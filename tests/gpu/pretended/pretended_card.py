@@ -5,8 +5,9 @@ what Python code does: which tensors lie where, what meets on which device, what
 holds. It refuses what a card refuses: tensors of two devices in one operation, numpy views of
 device memory, and anything that waits for the device while a graph is captured. A graph records its
 operations with the memory that they were given, and a replay runs them on that memory, so an
-address that has moved gives stale values, as on a card. Streams are in order with everything else:
-what is missing between them does not show.
+address that has moved gives stale values, as on a card. A copy that need not be waited for arrives
+when somebody waits: until then host memory holds what is wrong, and pinned memory that is read must
+not change. Streams are in order with everything else: what is missing between them does not show.
 
 ``sitecustomize.py`` beside this file installs it in every process that has this folder on its path.
 """
@@ -103,7 +104,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name not in DESCRIBE:
         _check_devices(name, args, kwargs)
     if name in WAITS:
-        refuse_in_capture(name)
+        wait(name)
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
     plain_args, plain_kwargs = _plain(args), _plain(kwargs)
     run = functools.partial(func, *plain_args, **plain_kwargs)
@@ -145,8 +146,10 @@ def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target.type == here.type:
         run = functools.partial(plain.to, dtype or plain.dtype)
     else:
-        if target.type == "cpu" and not kwargs.get("non_blocking"):
-            refuse_in_capture("a copy to the host")
+        if target.type == "cpu":
+            wait("a copy to the host")
+        elif kwargs.get("non_blocking"):
+            read_later(plain)
         run = functools.partial(_fresh, plain, dtype or plain.dtype)
     found = run()
     record(run, found)
@@ -162,7 +165,15 @@ def _fresh(plain: Tensor, dtype: torch.dtype) -> Tensor:
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     a, b = (x.inner if isinstance(x, Card) else x for x in (target, source))
     if not isinstance(target, Card):
-        refuse_in_capture("a copy to the host")
+        if not (non_blocking and is_pinned(a)):
+            wait("a copy to the host")
+        else:
+            refuse_in_capture("a copy to the host")
+            _late.append(functools.partial(a.copy_, b.clone()))
+            a.view(-1).view(torch.uint8).fill_(0xA5)
+            return target
+    elif non_blocking and not isinstance(source, Card):
+        read_later(b)
     run = functools.partial(a.copy_, b)
     run()
     record(run, a)
@@ -194,6 +205,42 @@ def _plain(tree: Any) -> Any:
 
 def _wrapped(tree: Any) -> Any:
     return tree_map(lambda x: Card(x) if isinstance(x, Tensor) else x, tree)
+
+
+# ---- what is waited for ----
+
+_late: list[Callable[[], Any]] = []
+_pinned: list[Tensor] = []  # kept: no other tensor may get their addresses
+
+
+def wait(what: str) -> None:
+    """The device has done all that it was asked for."""
+    refuse_in_capture(what)
+    with torch.inference_mode():
+        while _late:
+            _late.pop(0)()
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    _pinned.append(tensor)
+    return tensor
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    start = tensor.untyped_storage().data_ptr()
+    return any(start == x.untyped_storage().data_ptr() for x in _pinned)
+
+
+def read_later(source: Tensor) -> None:
+    """The device will read ``source``; pageable memory is read at once."""
+    if not is_pinned(source):
+        return
+    before = source.clone()
+
+    def compare() -> None:
+        assert torch.equal(before, source), "pinned memory was changed before it was read"
+
+    _late.append(compare)
 
 
 # ---- capture and replay ----
@@ -245,7 +292,7 @@ class Stream:
     def wait_event(self, _: Any) -> None: ...
 
     def synchronize(self) -> None:
-        refuse_in_capture("synchronize")
+        wait("synchronize")
 
 
 class Event:
@@ -260,7 +307,7 @@ class Event:
         return 1.0
 
     def synchronize(self) -> None:
-        refuse_in_capture("synchronize")
+        wait("synchronize")
 
 
 # ---- what torch says of CUDA ----
@@ -331,10 +378,10 @@ def _as_tensor(make: Callable[..., Any]) -> Callable[..., Any]:
 def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("pin_memory", None)
+        keep = pinned if kwargs.pop("pin_memory", False) else lambda x: x
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "cuda":
-            return make(*args, **kwargs)
+            return keep(make(*args, **kwargs))
         run = functools.partial(make, *_plain(args), **{**kwargs, "device": "cpu"})
         found = run()
         if not make.__name__.startswith("empty"):
@@ -354,7 +401,7 @@ def _to_host_or_card(name: str) -> None:
             return _run(before, (self, *args), kwargs)
         named = [x for x in (*args, *kwargs.values()) if isinstance(x, str | torch.device)]
         if name == "pin_memory":
-            return self.clone()
+            return pinned(self.clone())
         if name == "cuda" or any(torch.device(x).type == "cuda" for x in named):
             return _moved(name, (self, *args), kwargs)
         if name == "copy_" and isinstance(args[0], Card):
@@ -394,7 +441,7 @@ def install() -> None:
     )
 
     def synchronize(*_: Any) -> None:
-        refuse_in_capture("synchronize")
+        wait("synchronize")
 
     said: dict[str, Any] = {
         "is_available": lambda: True,
