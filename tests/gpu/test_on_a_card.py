@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
+RANKS = 2
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=0)
 SPECIAL = SamplingParams(
@@ -157,6 +158,25 @@ def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str)
         engine.rollback()
         assert _tokens(engine) == after
         assert not engine.check_weights(second).differing
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
+def test_two_ranks_give_what_one_gives(tiny_qwen3: Path) -> None:
+    """With captured collectives, before and after an update."""
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    with _engine(tiny_qwen3, device="cpu") as one:
+        before = _tokens(one)
+        one.update_weights(trained)
+        after = _tokens(one)
+    with _engine(tiny_qwen3, cuda_graphs="on", tensor_parallel_size=RANKS) as two:
+        assert _tokens(two) == before
+        two.update_weights(trained)
+        assert _tokens(two) == after
 
 
 def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:

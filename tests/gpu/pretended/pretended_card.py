@@ -24,17 +24,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", 0)  # the process's own: ``torch.cuda.set_device`` sets it
 MEMORY = 4 << 30
-UUID = "GPU-5e1f0000-0000-4000-8000-00000000ca4d"
+CARDS = 2
+UUID = "GPU-5e1f0000-0000-4000-8000-00000000ca4"  # and the card's number
 FACTORIES = (
     *("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn"),
     *("randint", "randperm", "linspace", "empty_strided", "eye"),
@@ -94,7 +97,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "pin_memory":
         raise RuntimeError("cannot pin memory of a device")
     if name == "get_device":
-        return 0
+        return DEVICE.index
     if name == "_has_compatible_shallow_copy_type":
         return False  # ``Module.cuda()`` makes new parameters then
     if name == "copy_":
@@ -320,6 +323,44 @@ def allocated() -> int:
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
+class Nccl:
+    """A group of the card's tensors: gloo's, on what they hold. Graphs capture what it does."""
+
+    class Options:
+        _timeout = timedelta(seconds=30)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        group: Any = dist.ProcessGroupGloo
+        self._group = group(store, rank, size, options._timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        called = getattr(self._group, name)
+        if name not in ("allreduce", "allgather", "broadcast"):
+            return called
+
+        def call(tensors: Any, *rest: Any) -> Any:
+            def run() -> None:
+                called(*plain).wait()
+
+            assert all(isinstance(x, Card) for x in _tensors((tensors, rest))), name
+            plain = _plain((tensors, *rest))
+            run()
+            record(run, None)
+            return Done()
+
+        return call
+
+
+class Done:
+    """Work of a group that is behind us."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class Runtime:
     """The calls of libcudart that share memory, by files in place of a device's memory."""
 
@@ -436,20 +477,25 @@ def install() -> None:
 
     GridExecutor.__call__ = launched
 
-    properties = SimpleNamespace(
-        multi_processor_count=2, total_memory=MEMORY, name="pretended", major=9, minor=0, uuid=UUID
-    )
+    def set_device(device: Any) -> None:
+        global DEVICE
+        DEVICE = torch.device("cuda", getattr(device, "index", device))
+
+    def properties(device: Any) -> SimpleNamespace:
+        index = getattr(device, "index", device)
+        found = {"name": "pretended", "uuid": f"{UUID}{index}", "multi_processor_count": 2}
+        return SimpleNamespace(**found, total_memory=MEMORY, major=9, minor=0)
 
     def synchronize(*_: Any) -> None:
         wait("synchronize")
 
     said: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
+        "device_count": lambda: CARDS,
+        "current_device": lambda: DEVICE.index,
+        "set_device": set_device,
         "get_device_name": lambda *_: "pretended",
-        "get_device_properties": lambda *_: properties,
+        "get_device_properties": properties,
         "mem_get_info": lambda *_: (MEMORY - allocated(), MEMORY),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
@@ -466,6 +512,8 @@ def install() -> None:
     }
     for name, value in said.items():
         setattr(torch.cuda, name, value)
+
+    dist.ProcessGroupNCCL = Nccl  # type: ignore[misc, assignment]
 
     from rollout.weight_sync.transports import cuda_ipc
 
