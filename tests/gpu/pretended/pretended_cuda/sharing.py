@@ -1,0 +1,94 @@
+"""What ranks and processes share: NCCL's groups, and memory by its handles."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pretended_cuda.card import Card, all_tensors, plain_of
+from pretended_cuda.timeline import record
+
+
+class Nccl:
+    """A group of the card's tensors: gloo's, on what they hold. Graphs capture what it does."""
+
+    class Options:
+        _timeout = timedelta(seconds=30)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        group: Any = dist.ProcessGroupGloo
+        self._group = group(store, rank, size, options._timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        called = getattr(self._group, name)
+        if name not in ("allreduce", "allgather", "broadcast"):
+            return called
+
+        def call(tensors: Any, *rest: Any) -> Any:
+            def run() -> None:
+                called(*plain).wait()
+
+            assert all(isinstance(x, Card) for x in all_tensors((tensors, rest))), name
+            plain = plain_of((tensors, *rest))
+            run()
+            record(run, None)
+            return Done()
+
+        return call
+
+
+class Done:
+    """Work of a group that is behind us."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Runtime:
+    """The calls of libcudart that share memory, by files in place of a device's memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[mmap.mmap, Path | None]] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        descriptor, name = tempfile.mkstemp(prefix="card-")
+        os.truncate(descriptor, nbytes)
+        os.close(descriptor)
+        return self._map(Path(name), own=True)
+
+    def handle(self, pointer: int) -> bytes:
+        path = self._held[pointer][1]
+        assert path is not None
+        return path.name.encode().ljust(64, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        name = handle.rstrip(b"\0").decode()
+        return self._map(Path(tempfile.gettempdir(), name), own=False)
+
+    def set_byte(self, pointer: int, value: int) -> None:
+        ctypes.memset(pointer, value, 1)
+
+    def close(self, pointer: int) -> None:
+        del self._held[pointer]
+
+    def free(self, pointer: int) -> None:
+        _, path = self._held.pop(pointer)
+        assert path is not None
+        path.unlink()
+
+    def _map(self, path: Path, *, own: bool) -> int:
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        pointer = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
+        self._held[pointer] = memory, path if own else None
+        return pointer
