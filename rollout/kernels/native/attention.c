@@ -235,10 +235,13 @@ INLINE void soften(float *row, int visible, int keys, float scale, float *sums, 
     for (int d = 0; d < padded; d += VW) store(sums, d, load(sums, d, 0) * shrink, 0);
 }
 
+/* Floats or words that a row of Q and K has. */
+INLINE int depth_of(int dim, int bf16) { return DOTS && bf16 ? (dim + 1) / 2 : dim; }
+
 /* The queries of a tile, as words where products are of words. */
 static void load_queries(const Problem *p, Tile t, Scratch *s, int bf16) {
     int group = p->heads / p->kv_heads, rows = t.queries * group, dim = p->dim;
-    int words = DOTS && bf16, depth = words ? (dim + 1) / 2 : dim;
+    int words = DOTS && bf16, depth = depth_of(dim, bf16);
     int first_row = p->starts[t.sequence] + t.first_query;
     for (int r = 0; r < rows; r++) {
         int64_t at = (first_row + r / group) * p->q_row + (t.head * group + r % group) * p->q_head;
@@ -261,7 +264,7 @@ static int position_of(const Problem *p, Tile t) {
 INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scratch *s, int bf16) {
     int group = p->heads / p->kv_heads, rows = t.queries * group, dim = p->dim;
     int padded = whole_vectors(dim), size = bf16 ? 2 : 4, words = DOTS && bf16;
-    int depth = words ? (dim + 1) / 2 : dim, position = position_of(p, t);
+    int depth = depth_of(dim, bf16), position = position_of(p, t);
     for (int r = 0; r < rows; r++) to.peak[r] = -INFINITY, to.mass[r] = 0;
     memset(to.sums, 0, sizeof(float) * (size_t)(rows * padded));
     for (; key < stop; key += KEYS) {
