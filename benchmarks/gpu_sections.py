@@ -155,10 +155,9 @@ def _attention(
 
 def rival_attentions(report: Any) -> None:
     """torch's attentions on a prefill of one sequence, its keys and values out of their pages."""
-    batch, length = (1, 8) if report.dry else (1, 2048)
-    (q, *pages, starts, _, tables, scale), heads, dim = _attention(
-        batch, length, length, report.dry
-    )
+    length = 8 if report.dry else 2048
+    arguments, heads, dim = _attention(1, length, length, report.dry)
+    q, *pages, starts, _, tables, scale = arguments
     k, v = (x[tables[0].long()].transpose(1, 2).flatten(0, 1)[:length] for x in pages)
     heads_first = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
     options = {"is_causal": True, "scale": scale, "enable_gqa": True}

@@ -55,6 +55,21 @@ def _engine(path: Path, **settings: Any) -> Rollout:
     return Rollout(str(path), dtype="float32", **{"device": "cuda", **options, **settings})
 
 
+def _model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@pytest.fixture
+def trained(tiny_qwen3: Path) -> Any:
+    model = _model(tiny_qwen3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model
+
+
 def _tokens(engine: Rollout) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
@@ -78,14 +93,8 @@ def test_steps_begun_ahead_draw_the_same(tiny_qwen3: Path, executor: str) -> Non
         assert _tokens(ahead) == wanted
 
 
-def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path) -> None:
+def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path, trained: Any) -> None:
     """The tokens after each are those of an engine that never captured anything."""
-    from transformers import AutoModelForCausalLM
-
-    trained = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.mul_(1.5)
     with _engine(tiny_qwen3, cuda_graphs="off") as plain:
         before = _tokens(plain)
         plain.update_weights(trained)
@@ -139,11 +148,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     settings, options = WAYS[way]
-    first = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
-    second = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    first, second = _model(tiny_qwen3), _model(tiny_qwen3)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.view(-1)[::7] *= 1.5
@@ -161,14 +167,8 @@ def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
-def test_two_ranks_give_what_one_gives(tiny_qwen3: Path) -> None:
+def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
     """With captured collectives, before and after an update."""
-    from transformers import AutoModelForCausalLM
-
-    trained = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.mul_(1.5)
     with _engine(tiny_qwen3, device="cpu") as one:
         before = _tokens(one)
         one.update_weights(trained)

@@ -23,9 +23,9 @@ WAITS = {
 }
 #: say something of a tensor and run nothing
 DESCRIBE = {
-    *("__get__", "size", "stride", "dim", "numel", "element_size", "data_ptr", "is_contiguous"),
+    *("size", "stride", "dim", "numel", "element_size", "data_ptr", "is_contiguous"),
     *("__len__", "untyped_storage", "storage_offset", "is_floating_point", "type", "nelement"),
-    *("is_pinned", "get_device", "is_complex", "is_inference", "__hash__", "__format__"),
+    *("is_pinned", "is_complex", "is_inference", "__hash__", "__format__"),
 }
 _cards: weakref.WeakSet[Any] = weakref.WeakSet()
 
