@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -12,9 +13,18 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, for the length of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -111,23 +111,19 @@ def mixed_sequences():
 
 @pytest.mark.parametrize("vocab", [37, 512, VOCAB, 40_000])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_does_not_depend_on_the_others(vocab, threads):
+def test_a_row_does_not_depend_on_the_others(vocab, threads, set_threads):
     sequences = mixed_sequences()
     logits = peaked(len(sequences), vocab, seed=5)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        sampler = Sampler()
-        together = sampler.sample(logits, sampling_batch(sequences))
-        backwards = sampler.sample(logits.flip(0), sampling_batch(sequences[::-1]))
-        for i, s in enumerate(sequences):
-            alone = sampler.sample(logits[i : i + 1], sampling_batch([s]))
-            for name in ("tokens", "raw", "processed", "log_kept_mass"):
-                one = getattr(alone, name)[0]
-                assert one == getattr(together, name)[i], (i, name)
-                assert one == getattr(backwards, name)[-1 - i], (i, name)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(threads)
+    sampler = Sampler()
+    together = sampler.sample(logits, sampling_batch(sequences))
+    backwards = sampler.sample(logits.flip(0), sampling_batch(sequences[::-1]))
+    for i, s in enumerate(sequences):
+        alone = sampler.sample(logits[i : i + 1], sampling_batch([s]))
+        for name in ("tokens", "raw", "processed", "log_kept_mass"):
+            one = getattr(alone, name)[0]
+            assert one == getattr(together, name)[i], (i, name)
+            assert one == getattr(backwards, name)[-1 - i], (i, name)
 
 
 def test_slicing_the_rows_changes_nothing(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -29,11 +29,9 @@ ATTENTION_TOLERANCE = {
 
 
 @pytest.fixture(params=(1, 2), ids=("one thread", "two threads"))
-def threads(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> Any:
+    set_threads(request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -91,16 +89,14 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
             start = stop
 
 
-def test_attention_is_the_same_for_any_number_of_threads() -> None:
+def test_attention_is_the_same_for_any_number_of_threads(
+    set_threads: Callable[[int], None],
+) -> None:
     arguments = attention([(90, 90), (1, 3000), (1, 5), (1, 1024)], dtype=torch.bfloat16)
-    run, before = _native(kernels.paged_attention), torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(run(*arguments))
-    finally:
-        torch.set_num_threads(before)
+    run, results = _native(kernels.paged_attention), []
+    for count in (1, 2, 5):
+        set_threads(count)
+        results.append(run(*arguments))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -127,16 +127,13 @@ def test_faults_change_the_digest(dtype: torch.dtype) -> None:
     assert count > 300
 
 
-def test_large_tensors_agree_for_any_number_of_threads() -> None:
+def test_large_tensors_agree_for_any_number_of_threads(set_threads: Callable[[int], None]) -> None:
     values = _values((1000, 3000), torch.bfloat16)
-    shape, box, before = (2000, 4000), Box((10, 20), (1010, 3020)), torch.get_num_threads()
+    shape, box = (2000, 4000), Box((10, 20), (1010, 3020))
     wanted = digest.reference(values, shape, box)
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert digest(values, shape, box) == wanted
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 3):
+        set_threads(count)
+        assert digest(values, shape, box) == wanted
 
 
 def test_positions_beyond_32_bits_are_told_apart(run: Callable[..., int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernels.cases import filtered
@@ -85,21 +87,19 @@ def test_a_row_without_a_filter_or_without_a_number_keeps_everything(run: str) -
     assert mass[2] == arguments[4][2]
 
 
-def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads() -> None:
+def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
+    set_threads: Callable[[int], None],
+) -> None:
     if "cpu" not in RUNS:
         pytest.skip("no C compiler here")
-    run, before = filter_logits.implementation("cpu"), torch.get_num_threads()
+    run, results = filter_logits.implementation("cpu"), []
     logits = torch.cat([rows_of(kind, 1).float() for kind in KINDS])
     arguments = filtered(logits, 400, 0.97, 1e-5, 0.8)
-    try:
-        results = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(run(*arguments))
-            alone = [run(*(a[i : i + 1] for a in arguments)) for i in range(len(logits))]
-            results.append(tuple(torch.cat(parts) for parts in zip(*alone, strict=True)))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2):
+        set_threads(threads)
+        results.append(run(*arguments))
+        alone = [run(*(a[i : i + 1] for a in arguments)) for i in range(len(logits))]
+        results.append(tuple(torch.cat(parts) for parts in zip(*alone, strict=True)))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)

@@ -21,15 +21,12 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=["one_thread", "two_threads"])
-def of_any_size(request, monkeypatch) -> None:
+def of_any_size(request, monkeypatch, set_threads) -> None:
     """Small tensors take the way of large ones."""
     monkeypatch.setattr(native_copy, "LEAST", 1)
     monkeypatch.setattr(native_copy, "_LEAST_ROW", 1)
     monkeypatch.setattr(native_write, "LEAST", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    set_threads(request.param)
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,27 +110,25 @@ def test_who_watches_ops_sees_them(tmp_path: Path) -> None:
     assert {"paged_attention", "gated_linear", "add_rms_norm", "rotary_store"} <= seen
 
 
-def test_the_bits_do_not_depend_on_threads(tmp_path: Path) -> None:
-    model, before = _model(tmp_path), torch.get_num_threads()
+def test_the_bits_do_not_depend_on_threads(
+    tmp_path: Path, set_threads: Callable[[int], None]
+) -> None:
+    model = _model(tmp_path)
     wanted = _run(model)
-    try:
-        for threads in (2, 3, 8):  # more than this machine has cores, perhaps
-            torch.set_num_threads(threads)
-            assert _equal(wanted, _run(model))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (2, 3, 8):  # more than this machine has cores, perhaps
+        set_threads(threads)
+        assert _equal(wanted, _run(model))
 
 
-def test_a_long_context_is_shared_out_in_every_block(tmp_path: Path) -> None:
-    model, before = _model(tmp_path, max_position_embeddings=4096), torch.get_num_threads()
+def test_a_long_context_is_shared_out_in_every_block(
+    tmp_path: Path, set_threads: Callable[[int], None]
+) -> None:
+    model = _model(tmp_path, max_position_embeddings=4096)
     long: Any = ((2103, 1030), [[2100, 1027], [1, 1], [1, 1], [1, 1]])
-    try:
-        torch.set_num_threads(3)
-        together = _run(model, *long)
-        model.native_blocks = None
-        assert _equal(together, _run(model, *long))
-    finally:
-        torch.set_num_threads(before)
+    set_threads(3)
+    together = _run(model, *long)
+    model.native_blocks = None
+    assert _equal(together, _run(model, *long))
 
 
 def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
