@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
@@ -13,11 +13,24 @@ from rollout.errors import InvalidRequest
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
+MAX_STOPS = 256  # stop strings, each of at most MAX_STOP_CHARS characters
+MAX_STOP_CHARS = 4096
+MAX_TOKEN_RULES = 1024  # entries of stop_token_ids, and of logit_bias
+MAX_TOP_K = (1 << 31) - 1
+MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 FINISH_REASONS = ("stop", "length", "abort")
-_NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
+
+# Numbers and their bounds, within which no float32 of the sampler overflows.
+_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: 0 <= x <= 1e9, "in [0, 1e9]"),
+    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
+    "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
+    "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "in [1e-6, 1e6]"),
+}
+MAX_BIAS = 1e30
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +41,14 @@ class SamplingParams:
     over prompt and output, presence and frequency over output), temperature, min_p, top_k, top_p,
     then a draw from a counter-based generator keyed by (seed, sample index, position).
 
-    ``n`` samples share the prompt. ``temperature`` in [0, inf), below 1e-5 is greedy. ``top_k`` 0
-    or -1 is off. ``logprobs``: how many alternatives per token in ``Logprobs.top`` (0: only the
-    sampled token's, None: no alternatives; the sampled token's three logprobs always come).
+    ``n`` samples (1 to 16384) share the prompt. ``temperature`` in [0, 1e9], below 1e-5 is greedy.
+    ``top_k`` 0 or -1, or the vocabulary's size and above, is off. ``logprobs``: how many
+    alternatives per token in ``Logprobs.top``, at most the vocabulary's size (0: only the sampled
+    token's, None: no alternatives; the sampled token's three logprobs always come).
     ``prompt_logprobs`` likewise for the prompt. ``max_tokens`` None: up to ``max_model_len``.
-    ``seed`` None: the engine draws one per request and sample.
+    ``seed``: an integer of 64 bits with sign; None (or -1): the engine draws one per request and
+    sample. ``stop``: at most 256 strings of 4096 characters; ``stop_token_ids`` and ``logit_bias``
+    (values within +-1e30): at most 1024 tokens each. Raises ``InvalidRequest``.
     """
 
     n: int = 1
@@ -63,9 +79,9 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        if self.top_k == -1:
+        if is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        if self.seed == -1:
+        if is_int(self.seed) and self.seed == -1:
             object.__setattr__(self, "seed", None)
         self._check_ranges()
         self._check_contradictions()
@@ -80,42 +96,42 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
+                near = difflib.get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise InvalidRequest(f"unknown sampling parameter {key!r}{hint}")
+                raise InvalidRequest(f"unknown sampling parameter {_short(key)}{hint}")
         return cls(**values)
 
     def _check_ranges(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise InvalidRequest(f"{name} must be {rule}, got {getattr(self, name)!r}")
+                raise InvalidRequest(f"{name} must be {rule}, got {_short(getattr(self, name))}")
 
-        for name in _NUMBERS:
+        def whole(name: str, least: int, most: int, rule: str) -> None:
             value = getattr(self, name)
-            need(isinstance(value, Real) and not isinstance(value, bool), name, "a number")
-        need(is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", f"in 1..{MAX_SAMPLES}")
-        need(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "at least 0")
-        need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        need(is_int(self.top_k) and self.top_k >= 0, "top_k", "at least 1, or 0 or -1 for off")
-        need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
-        need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
-        need(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "positive",
-        )
-        need(is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "at least 0")
-        limit = self.max_tokens
-        need(limit is None or (is_int(limit) and limit >= 1), "max_tokens", "at least 1, or None")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            need(count is None or (is_int(count) and count >= 0), name, "at least 0, or None")
-        need(self.seed is None or is_int(self.seed), "seed", "an integer or None")
+            need(is_int(value) and least <= value <= most, name, rule)
+
+        for name, (fits, rule) in _NUMBERS.items():
+            object.__setattr__(self, name, _as_number(name, getattr(self, name)))
+            need(fits(getattr(self, name)), name, rule)
+        for name in _FLAGS:
+            need(isinstance(getattr(self, name), bool), name, "true or false")
+        whole("n", 1, MAX_SAMPLES, f"in 1..{MAX_SAMPLES}")
+        whole("top_k", 0, MAX_TOP_K, f"in 1..{MAX_TOP_K}, or 0 or -1 for off")
+        whole("min_tokens", 0, MAX_INT, "at least 0, in 64 bits")
+        for name, least in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+            if getattr(self, name) is not None:
+                whole(name, least, MAX_INT, f"at least {least}, in 64 bits, or None")
+        if self.seed is not None:
+            whole("seed", -MAX_INT - 1, MAX_INT, "an integer of 64 bits with sign, or None")
         need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        short = len(self.stop) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARS for s in self.stop)
+        need(short, "stop", f"at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
         need(all(map(is_int, self.stop_token_ids)), "stop_token_ids", "integers")
-        finite = all(map(math.isfinite, (self.logit_bias or {}).values()))
-        need(finite, "logit_bias", "finite for every token")
+        for name in ("stop_token_ids", "logit_bias"):
+            few = len(getattr(self, name) or ()) <= MAX_TOKEN_RULES
+            need(few, name, f"at most {MAX_TOKEN_RULES} tokens")
+        bounded = all(-MAX_BIAS <= b <= MAX_BIAS for b in (self.logit_bias or {}).values())
+        need(bounded, "logit_bias", f"finite, within +-{MAX_BIAS:g}, for every token")
 
     def _check_contradictions(self) -> None:
         if self.greedy and self.n > 1:
@@ -210,17 +226,36 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _short(value: Any) -> str:
+    """For a message: a value of any size takes a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return f"an integer of {value.bit_length()} bits" if is_int(value) else "a huge value"
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     try:
         return tuple(value)
     except TypeError:
-        raise InvalidRequest(f"{name} must be a list, got {value!r}") from None
+        raise InvalidRequest(f"{name} must be a list, got {_short(value)}") from None
+
+
+def _as_number(name: str, value: Any) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a number, got {_short(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # which is out of every bound
 
 
 def _as_bias(value: Any) -> dict[int, float]:
     try:
         return {int(token): float(bias) for token, bias in value.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {value!r}") from None
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        text = f"logit_bias must map token ids to numbers, got {_short(value)}"
+        raise InvalidRequest(text) from None

@@ -54,6 +54,7 @@ class Admission:
         for request in requests:
             self._check_length(request)  # first, and without a look at the tokens
             self._check_tokens(request)
+            self._check_alternatives(request)
             if request.params.stop and self._tokenizer is None:
                 raise InvalidRequest(
                     "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
@@ -128,6 +129,15 @@ class Admission:
                         f"{name}: token id {token} in {where} is outside the vocabulary of "
                         f"{self._vocab_size}"
                     )
+
+    def _check_alternatives(self, request: Request) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(request.params, name)
+            if count is not None and count > self._vocab_size:
+                raise InvalidRequest(
+                    f"request {request.request_id!r}: {name} must be at most the vocabulary's "
+                    f"{self._vocab_size}, got {count}"
+                )
 
 
 def sample_seed(seed: int, index: int) -> int:

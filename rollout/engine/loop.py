@@ -211,11 +211,14 @@ class StepLoop:
             return False
         try:
             begun = begun or self._begin(batch)
+            if begun is None:
+                return True
+            batch = begun.batch
             if self.runs_ahead and self._inbox.empty():
                 ahead = self._scheduler.schedule_ahead(batch)
                 if ahead.entries:
-                    self._ahead = self._begin(ahead)
-                    self.steps_ahead += 1
+                    self._ahead = self._begin_ahead(ahead)
+                    self.steps_ahead += self._ahead is not None
             self._outputs.step(batch, self._end(begun))
         except Exception as error:  # noqa: BLE001 - one bad step must not end the thread
             next_one, self._ahead = self._ahead, None  # all of its requests end here, too
@@ -237,9 +240,43 @@ class StepLoop:
             failure = error if isinstance(error, RolloutError) else EngineError(text)
             self._outputs.fail(failure, {entry.sequence.request_id for entry in batch.entries})
 
-    def _begin(self, batch: ScheduledBatch) -> _Begun:
-        args, tensors = encode_batch(batch, self._block_size)
+    def _begin(self, batch: ScheduledBatch) -> _Begun | None:
+        """Hand a step to the ranks; None when nothing is left of it.
+
+        A request that cannot be encoded ends, the others of the step go on.
+        """
+        try:
+            args, tensors = encode_batch(batch, self._block_size)
+        except Exception:
+            bad = self._unencodable(batch)
+            if not bad:
+                raise  # no single one is to blame
+            for request_id, error in bad.items():
+                log.error("request %r cannot be encoded", request_id, exc_info=error)
+                text = f"request {request_id!r} cannot be encoded: {type(error).__name__}: {error}"
+                self._outputs.fail(EngineError(text), [request_id])
+            rest = batch.rows(batch.rows_running)
+            return self._begin(rest) if rest.entries else None
         return _Begun(batch, self._executor.call("step", args, tensors))
+
+    def _begin_ahead(self, batch: ScheduledBatch) -> _Begun | None:
+        """What cannot be encoded waits for its turn, when its sequences may be ended."""
+        try:
+            args, tensors = encode_batch(batch, self._block_size)
+        except Exception:
+            log.exception("a step could not be begun ahead")
+            return None
+        return _Begun(batch, self._executor.call("step", args, tensors))
+
+    def _unencodable(self, batch: ScheduledBatch) -> dict[str, Exception]:
+        """Ids of the requests that cannot even be encoded alone, and why."""
+        found: dict[str, Exception] = {}
+        for row, entry in enumerate(batch.entries):
+            try:
+                encode_batch(batch.rows([row]), self._block_size)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this entry's
+                found[entry.sequence.request_id] = error
+        return found
 
     def _end(self, begun: _Begun) -> StepOutput:
         try:

@@ -12,6 +12,7 @@ from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.engine.snapshot import Snapshot
 from rollout.engine.step_output import StepOutput
+from rollout.errors import EngineError
 from rollout.metrics import EngineCounters
 
 log = logging.getLogger(__name__)
@@ -72,12 +73,21 @@ class OutputProcessor:
             strict=True,
         )
         for seq, token, raw, processed, mass, top in rows:
+            if seq.seq_id not in self._samples:
+                continue  # of a call that ended a moment ago, with another of its samples
+            state, sample = self._samples[seq.seq_id]
             seq.append(token, batch.version, raw, processed, mass)
             if seq.top is not None:
                 seq.top.append(top or {token: raw})
-            state, sample = self._samples[seq.seq_id]
             self._observe(state, sample, now)
-            if sample.judge(self._eos_ids):
+            try:
+                ended = sample.judge(self._eos_ids)
+            except Exception as error:  # its text, most likely; the others' tokens are good
+                log.exception("request %r cannot go on", seq.request_id)
+                text = f"request {seq.request_id!r} failed: {type(error).__name__}: {error}"
+                self.fail(EngineError(text), [seq.request_id])
+                continue
+            if ended:
                 self._close(state, sample)
             elif state.call.stream:
                 self._changed[state.request.request_id] = state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from rollout.engine.spans import SpanBuilder
@@ -204,6 +204,15 @@ class ScheduledBatch:
         """Which entries' sequences still run; all, unless the step was begun ahead."""
         running = Status.RUNNING
         return [row for row, e in enumerate(self.entries) if e.sequence.status is running]
+
+    def rows(self, rows: list[int]) -> ScheduledBatch:
+        """The entries ``rows`` alone."""
+        ahead = self.previous_rows
+        return replace(
+            self,
+            entries=[self.entries[row] for row in rows],
+            previous_rows=None if ahead is None else [ahead[row] for row in rows],
+        )
 
     @property
     def num_tokens(self) -> int:

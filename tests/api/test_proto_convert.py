@@ -49,9 +49,10 @@ def test_fields_a_foreign_client_leaves_out_take_our_defaults():
     assert params_from_proto(pb.SamplingParams(temperature=0.0)) == SamplingParams(temperature=0.0)
 
 
-def test_a_seed_over_64_bits_is_refused_by_name_of_the_cause():
-    with pytest.raises(InvalidRequest, match="does not fit"):
-        params_to_proto(SamplingParams(seed=1 << 70))
+def test_the_widest_integers_admitted_fit_their_fields():
+    for seed in (-1 << 63, (1 << 63) - 1):
+        params = SamplingParams(seed=seed, max_tokens=(1 << 63) - 1, logprobs=(1 << 63) - 1)
+        assert params_from_proto(through(params_to_proto(params))) == params
 
 
 @pytest.mark.parametrize("prompt", ["", "héllo", [], [1, 2, 3]])

@@ -1,0 +1,180 @@
+"""Whatever one request brings, it is refused by name or runs, and its neighbour never notices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from engine_core.harness import PROMPT, Sink, Start, request, run
+from engine_core.toy import ToyExecutor, continuation
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import write_tiny
+
+from rollout.config import EngineConfig
+from rollout.engine.core import EngineCore
+from rollout.errors import EngineError, InvalidRequest
+from rollout.generation import Completion, Request, SamplingParams
+
+VOCAB = 320
+NEIGHBOUR = {"max_tokens": 3, "seed": 5, "logprobs": 2}
+
+numbers = st.one_of(
+    st.floats(),
+    st.floats(0, 2),
+    st.sampled_from([0, 1, 1e-6, 1e6, 1e9, 1e30, 5e-324, 10**400, -1.0, True, None, "1"]),
+)
+counts = st.one_of(
+    st.none(),
+    st.integers(-2, 8),
+    st.integers(),
+    st.sampled_from(
+        [VOCAB, VOCAB + 1, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**4000]
+    ),
+    st.booleans(),
+    st.floats(),
+)
+ids = st.one_of(st.integers(-1, VOCAB), st.integers(0, VOCAB - 1), counts)
+flags = st.one_of(st.booleans(), st.sampled_from([None, 0, 1, "no"]))
+FIELDS = {
+    "n": st.one_of(st.integers(0, 4), st.sampled_from([16385, 10**30, True, 1.5])),
+    **dict.fromkeys(
+        (
+            *("temperature", "top_p", "min_p", "repetition_penalty"),
+            *("presence_penalty", "frequency_penalty"),
+        ),
+        numbers,
+    ),
+    **dict.fromkeys(("top_k", "seed", "logprobs", "prompt_logprobs", "min_tokens"), counts),
+    "max_tokens": st.one_of(st.integers(1, 5), counts),
+    "logit_bias": st.one_of(
+        st.none(),
+        st.dictionaries(ids, numbers, max_size=5),
+        st.just(dict.fromkeys(range(2000), 1.0)),
+        st.just(7),
+    ),
+    "stop": st.one_of(
+        st.text(max_size=3),
+        st.lists(st.text(max_size=3), max_size=4),
+        st.just(("x",) * 300),
+        st.just("y" * 5000),
+        st.just(3),
+    ),
+    "stop_token_ids": st.one_of(st.lists(ids, max_size=5), st.just([1] * 2000), st.just(2)),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"), flags
+    ),
+}
+some_fields = st.lists(st.sampled_from(sorted(FIELDS)), max_size=4, unique=True).flatmap(
+    lambda names: st.fixed_dictionaries({name: FIELDS[name] for name in names})
+)
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+    st.lists(st.one_of(st.integers(), st.integers(-1, VOCAB), st.booleans()), max_size=4),
+)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+    """Deterministic, so that a neighbour's bits may be compared."""
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, tokenizer=True)
+    config = EngineConfig(
+        model=str(path), device="cpu", num_threads=1, num_kv_blocks=64, block_size=8,
+        max_model_len=48, deterministic=True,
+    )  # fmt: skip
+    made = EngineCore(config)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_any_request_is_refused_or_ends_and_its_neighbour_is_untouched(core: EngineCore) -> None:
+    names = (f"n{i}" for i in itertools.count())
+    alone = run(core, request("alone", **NEIGHBOUR))["alone"].outputs[0]
+    ran = refused = 0
+
+    @settings(
+        max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(some_fields, prompts)
+    def check(fields: dict[str, object], prompt: list[int]) -> None:
+        nonlocal ran, refused
+        beside, odd = next(names), next(names)
+        first, second = Sink(), Sink()
+        core.submit([request(beside, **NEIGHBOUR)], first, stream=False)
+        try:
+            params = SamplingParams.from_dict({"max_tokens": 4, **fields})
+            core.submit(
+                [Request(request_id=odd, prompt_token_ids=tuple(prompt), params=params)],
+                second,
+                stream=True,
+            )
+        except InvalidRequest as error:
+            refused += len(str(error)) < 1000
+        else:
+            assert second.results()[odd].finished
+            ran += 1
+        assert bits(first.results()[beside].outputs[0]) == bits(alone)
+
+    check()
+    assert ran > 10
+    assert refused > 10
+    assert core.stats().requests_finished["error"] == 0
+
+
+def bits(sample: Completion) -> tuple[object, ...]:
+    return sample.token_ids, sample.logprobs
+
+
+def test_what_cannot_be_encoded_ends_its_own_request_alone(start: Start) -> None:
+    """Past admission, where no such value comes: whatever the fault, the step goes on."""
+    core = start(ToyExecutor())
+    good, bad, later = Sink(), Sink(), Sink()
+    broken = request("bad", max_tokens=40)
+    core.pause()
+    core.submit([request("good", max_tokens=30)], good, stream=False)
+    core.submit([broken], bad, stream=False)
+    object.__setattr__(broken.params, "top_k", 10**30)
+    core.resume()
+    with pytest.raises(EngineError, match="'bad' cannot be encoded: OverflowError"):
+        bad.results()
+    assert good.results()["good"].outputs[0].token_ids == continuation(PROMPT, 30)
+    core.submit([request("bad", max_tokens=3)], later, stream=False)
+    assert later.results()["bad"].outputs[0].token_ids == continuation(PROMPT, 3)
+    assert core.blocks.num_free == core.num_kv_blocks
+    assert core.stats().requests_finished == {"stop": 0, "length": 2, "abort": 0, "error": 1}
+
+
+def test_a_request_that_becomes_unencodable_while_it_runs_ends_alone(start: Start) -> None:
+    core = start(ToyExecutor())
+    good, bad = Sink(), Sink()
+    broken = request("bad", n=3, max_tokens=100)
+    core.submit([request("good", max_tokens=60)], good, stream=True)
+    core.submit([broken], bad, stream=True)
+    bad.wait_for(3)
+    core.at_step_boundary(lambda: object.__setattr__(broken.params, "top_k", 10**30)).result(30)
+    with pytest.raises(EngineError, match="cannot be encoded"):
+        bad.results()
+    assert good.results()["good"].outputs[0].token_ids == continuation(PROMPT, 60)
+    assert core.blocks.num_free == core.num_kv_blocks
+
+
+def test_text_that_cannot_be_made_ends_its_own_request_alone(start: Start) -> None:
+    core = start(tokenizer=True)
+    good, bad = Sink(), Sink()
+    core.submit([request("good", max_tokens=12)], good, stream=True)
+    core.pause()
+    core.submit([request("bad", n=2, max_tokens=12)], bad, stream=True)
+
+    def spoil() -> None:
+        for sample in core.outputs.requests["bad"].samples:
+            sample.text._tokenizer = None
+
+    core.at_step_boundary(spoil).result(30)
+    core.resume()
+    with pytest.raises(EngineError, match="'bad' failed: AttributeError"):
+        bad.results()
+    assert len(good.results()["good"].outputs[0].token_ids) == 12
+    assert core.blocks.num_free == core.num_kv_blocks
