@@ -333,12 +333,12 @@ class EngineCore:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
         assert self.loop.is_current_thread, "commit outside a step boundary"
         assert version > self.version, "versions only grow"
-        self.version = version
-        self.blocks.set_version(version)
-        if in_flight == "abort":
+        if in_flight == "abort":  # what could fail comes first: then the version is as it was
             self.outputs.abort({seq.request_id for seq in self.scheduler.begun()})
         elif in_flight == "recompute":
             self.scheduler.recompute()
+        self.blocks.set_version(version)
+        self.version = version
         self.mark_broken(None)
 
     def mark_broken(self, reason: str | None) -> None:

@@ -29,12 +29,15 @@ from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc_lanes import Lane, Lanes
-from rollout.updates import BucketHeader, UpdateRequest, WeightChannel
+from rollout.updates import (
+    MAX_BUCKET_BYTES,
+    MAX_TIMEOUT,
+    BucketHeader,
+    UpdateRequest,
+    WeightChannel,
+)
 from rollout.wire import tensor_bytes
 
-MAX_BUCKET = 8 << 30  # bytes one bucket may announce
-MAX_WAIT = 86400.0  # seconds
-MAX_GRACE = 60.0  # seconds
 AHEAD = 8  # commands read before the first of them has run
 _END = object()
 
@@ -221,9 +224,9 @@ class UpdateStream:
         if kind == "chunk":
             return self._add_chunk(command.chunk)
         if kind == "wait":
-            if not 0 <= command.wait.timeout <= MAX_WAIT:
+            if not 0 <= command.wait.timeout <= MAX_TIMEOUT:
                 raise TransferFailed(
-                    f"a wait of {command.wait.timeout} s: 0 to {MAX_WAIT} it may be"
+                    f"a wait of {command.wait.timeout} s: 0 to {MAX_TIMEOUT} it may be"
                 )
             self._channel.wait(command.wait.index, command.wait.timeout)
             return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
@@ -241,8 +244,6 @@ class UpdateStream:
         raise TransferFailed("an update command without a kind")
 
     def _begin(self, request: UpdateRequest) -> Any:
-        if not 0 <= request.grace <= MAX_GRACE:
-            raise TransferFailed(f"a grace of {request.grace:g} s: 0 to {MAX_GRACE:g} it may be")
         begun = document(update_wire.begun_to_wire(self._channel.begin(request)))
         if not request.grace:
             return pb.UpdateEvent(begun=begun)
@@ -265,10 +266,10 @@ class UpdateStream:
         if not message.HasField("payload_bytes"):
             self._channel.bucket(header, None)
             return
-        if message.payload_bytes != header.nbytes or header.nbytes > MAX_BUCKET:
+        if message.payload_bytes != header.nbytes or header.nbytes > MAX_BUCKET_BYTES:
             raise TransferFailed(
                 f"bucket {header.index} announces {message.payload_bytes} bytes for {header.nbytes}"
-                f" (limit {MAX_BUCKET}); use smaller bucket_bytes"
+                f" (limit {MAX_BUCKET_BYTES}); use smaller bucket_bytes"
             )
         self._bucket = _IncomingBucket(header, self._channel.room(header.nbytes))
         self._add_chunk(b"")

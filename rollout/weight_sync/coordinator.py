@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rollout.errors import (
     ChecksumMismatch,
-    ConfigError,
     DeadlineExceeded,
     EngineBroken,
     RolloutError,
@@ -26,8 +25,9 @@ from rollout.errors import (
     UpdateInProgress,
     VersionConflict,
 )
-from rollout.updates import STAGING, UpdateRequest, WeightInfo
+from rollout.updates import UpdateRequest, WeightInfo
 from rollout.weight_sync import zstd
+from rollout.weight_sync.begin_check import check_request
 from rollout.weight_sync.digests import combine, total
 from rollout.weight_sync.host import host_id
 from rollout.weight_sync.lease import Lease
@@ -63,7 +63,10 @@ class EngineControl(Protocol):
         ...
 
     def on_commit(self, version: int, in_flight: str) -> None:
-        """Inside a boundary: later tokens are ``version``'s; apply ``in_flight``."""
+        """Inside a boundary: later tokens are ``version``'s; apply ``in_flight``.
+
+        Where it raises, ``version`` is what it was: the ranks go back, too.
+        """
         ...
 
     def drain(self, timeout: float) -> None:
@@ -121,9 +124,12 @@ class Coordinator:
         self._held: dict[str, int] | None = None
         self._held_before: dict[str, int] | None = None
 
-    def open(self) -> Lease:
-        """A channel for one update; it takes the lease at its ``begin``."""
-        return Lease(self)
+    def open(self, roads: tuple[str, ...] | None = None) -> Lease:
+        """A channel for one update; it takes the lease at its ``begin``.
+
+        ``roads``: the transports that it may ask for, where they are not those of every sender.
+        """
+        return Lease(self, (*self._transports, "grpc_stream") if roads is None else roads)
 
     def info(self) -> WeightInfo:
         last = self._receipts[-1].update_id if self._receipts else ""
@@ -251,8 +257,19 @@ class Coordinator:
             return str(error)
         return None
 
+    def check_fields(self, request: UpdateRequest, roads: tuple[str, ...]) -> None:
+        """Raise what is wrong with the request itself, whatever is live; needs no lease."""
+        check_request(
+            request,
+            transports=roads,
+            num_ranks=self.num_ranks,
+            device=self._device,
+            wanted=self.metadata,
+            aliases=self.aliases,
+        )
+
     def check(self, request: UpdateRequest) -> int:
-        """The version the update will have; raises what is wrong before any byte moves."""
+        """The version the update will have on what is live; for the holder of the lease."""
         live = (self.engine.epoch, self.engine.version)
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(
@@ -262,22 +279,6 @@ class Coordinator:
             raise VersionConflict(
                 f"update {request.update_id} is already live as version {self.engine.version}"
             )
-        if request.encoding not in ("full", "delta"):
-            raise ConfigError(f"encoding must be full or delta, got {request.encoding!r}")
-        if request.encoding == "delta" and (request.base is None or request.staging == "none"):
-            raise ConfigError("a delta needs a base, and a shadow to be staged in")
-        if request.staging not in STAGING:
-            raise ConfigError(
-                f"staging must be one of {', '.join(STAGING)}, got {request.staging!r}"
-            )
-        if request.rendezvous is not None:
-            places = request.senders + self.num_ranks
-            if request.rendezvous.size != places:
-                raise ConfigError(
-                    f"the sender's group has {request.rendezvous.size} places, but "
-                    f"{request.senders} sending and this engine's {self.num_ranks} ranks need "
-                    f"{places}: ask weight_info for the engine's size"
-                )
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
@@ -321,13 +322,12 @@ class Coordinator:
         def boundary() -> float:
             started = time.perf_counter()
             args = {"version": version, "back": request is None}
-            futures = self.engine.call("commit", args)
             try:
-                self.await_all(futures, timeout, "commit")
+                self.await_all(self.engine.call("commit", args), timeout, "commit")
+                self.engine.on_commit(version, in_flight)
             except Exception as error:
                 self._revert(base, timeout, error)
                 raise
-            self.engine.on_commit(version, in_flight)
             return time.perf_counter() - started
 
         return self._at_boundary(boundary, timeout)

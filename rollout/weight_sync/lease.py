@@ -17,7 +17,6 @@ from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, Versi
 from rollout.update_wire import header_to_wire, request_to_wire, wants_from_wire
 from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest, Wants
 from rollout.weight_sync.digests import combine, compare, total
-from rollout.weight_sync.preflight import check_metadata
 from rollout.weights import RankReceipt, UpdateReceipt
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 class Lease:
     """The right to change the weights, for one update. ``abort`` and ``close`` from any thread."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._of = coordinator
+    def __init__(self, coordinator: Coordinator, roads: tuple[str, ...]) -> None:
+        self._of, self._roads = coordinator, roads
         self._request: UpdateRequest | None = None
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
@@ -50,11 +49,10 @@ class Lease:
         of = self._of
         self._enter("beginning")
         try:
+            of.check_fields(request, self._roads)
             of.acquire(self, request.timeout)
             self._started = time.perf_counter()
             request = replace(request, version=of.check(request))
-            if request.metadata is not None:
-                check_metadata(request.metadata, of.metadata, of.aliases, partial=request.partial)
             self._request = request
             self._not_ended("begin")
             of.staging_begins(request)
@@ -134,6 +132,7 @@ class Lease:
         started = time.perf_counter()
         try:
             self._drain(request)
+            receipt = self._receipt(request, self._sealed)  # nothing may fail once it is live
             self._enter("committing")
             of.advance(self, "committing")
             stall = of.switch(request, request.in_flight, request.timeout)
@@ -144,7 +143,8 @@ class Lease:
         now = time.perf_counter()
         if self._held_since is not None:
             stall = now - self._held_since
-        receipt = self._receipt(request, self._sealed, stall, now - started)
+        times = {"commit": now - started, "stall": stall, "total": now - self._started}
+        receipt = replace(receipt, timings={**receipt.timings, **times})
         of.record(receipt, request.label, self._sealed.held, reversible=self._base_is_whole)
         self._leave()
         self._end("committed")
@@ -250,9 +250,8 @@ class Lease:
         except RolloutError:
             return  # dead ranks hold no update
 
-    def _receipt(
-        self, request: UpdateRequest, sealed: _Sealed, stall: float, commit: float
-    ) -> UpdateReceipt:
+    def _receipt(self, request: UpdateRequest, sealed: _Sealed) -> UpdateReceipt:
+        """All of the receipt but for the times of the commit."""
         of, seal = self._of, sealed.seal
         names = [name for name in seal.digests if name in of.metadata]
         assert request.version is not None
@@ -268,9 +267,6 @@ class Lease:
                 "transfer": seal.transfer_seconds,
                 "stage": max(vote["stage_seconds"] for vote in sealed.votes),
                 "verify": sealed.seconds,
-                "commit": commit,
-                "stall": stall,
-                "total": time.perf_counter() - self._started,
             },
             ranks=tuple(
                 RankReceipt(

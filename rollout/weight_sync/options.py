@@ -7,7 +7,13 @@ from typing import Any
 
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
-from rollout.updates import IN_FLIGHT, STAGING
+from rollout.updates import (
+    IN_FLIGHT,
+    MAX_BUCKET_BYTES,
+    MAX_TIMEOUT,
+    MIN_BUCKET_BYTES,
+    STAGING,
+)
 from rollout.weight_sync.transports import SenderFactory
 
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
@@ -76,9 +82,15 @@ class UpdateOptions:
             raise ConfigError(
                 f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}"
             )
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        if not MIN_BUCKET_BYTES <= self.bucket_bytes <= MAX_BUCKET_BYTES:
+            raise ConfigError(
+                f"bucket_bytes must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}, got "
+                f"{self.bucket_bytes}"
+            )
+        if not 0 < self.timeout <= MAX_TIMEOUT:
+            raise ConfigError(
+                f"timeout must be a positive number of seconds, at most {MAX_TIMEOUT:g}, got "
+                f"{self.timeout}"
+            )
         if self.anchor_every < 0:
             raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")

@@ -108,15 +108,15 @@ class RankUpdates:
         live = request.staging == "none"
         builds_on_live = request.partial or request.encoding == "delta"
         with self._dropping_on_error():  # there may be no memory for it
-            if live:
-                session = self._host.open_live()
-            else:
-                session = self._host.open_shadow(builds_on_live, request.staging)
             receiver: Receiver = (
                 ForeignReceiver(self._member, self._rank)
                 if request.transport == FOREIGN
                 else make_receiver(request, self._rank, self._device)
             )
+            if live:
+                session = self._host.open_live()
+            else:
+                session = self._host.open_shadow(builds_on_live, request.staging)
         self._update = _Staging(request, session, receiver, live)
         if request.transport == "p2p":
             return {"wants": boxes_to_wire(self._wants(session))}

@@ -217,7 +217,7 @@ class VerbSession:
             )
 
     def _begin(self, timeout: float, deadline: float, in_flight: str, *, implicit: bool) -> _Update:
-        lease = self._of.open()
+        lease = self._of.open((NAME,))
         begun = lease.begin(
             UpdateRequest(
                 update_id=uuid.uuid4().hex,

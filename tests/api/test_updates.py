@@ -14,6 +14,7 @@ import torch
 
 from rollout import Rollout, SamplingParams, rollout_pb2, update_wire
 from rollout.errors import (
+    ConfigError,
     EngineRestarted,
     TransferFailed,
     UpdateInProgress,
@@ -171,6 +172,86 @@ def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, commands, nam
     while engine.weight_info().state != "idle":
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+GROUP = {"host": "127.0.0.1", "port": 9, "secret": "s", "size": 2, "backend": "gloo"}
+MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096, "handle": ""}
+NORM = ["model.norm.weight", "float32", [64]]
+BAD = [
+    {"update_id": ""},
+    {"update_id": "u" * 300},
+    {"protocol": 0},
+    {"version": -1},
+    {"version": 0},
+    {"version": (1 << 53) + 1},
+    {"version": "7"},
+    {"base": [1, 2, 3]},
+    {"base": [7, 7]},
+    {"encoding": "gzip"},
+    {"encoding": "delta"},
+    {"metadata": [NORM, NORM]},
+    {"metadata": [["model.norm.weigth", *NORM[1:]]]},
+    {"metadata": [[NORM[0], "float31", [64]]]},
+    {"metadata": [[NORM[0], "int64", [64]]]},
+    {"metadata": [[NORM[0], "float32", [-64]]]},
+    {"metadata": []},
+    {"partial": 1},
+    {"transport": "pigeon"},
+    {"transport": "foreign"},
+    {"transport": "broadcast"},
+    {"transport": "p2p"},
+    {"transport": "ipc"},
+    {"transport": "broadcast", "rendezvous": {**GROUP, "size": 9}},
+    {"transport": "broadcast", "rendezvous": {**GROUP, "backend": "nccl"}},
+    {"transport": "broadcast", "rendezvous": {**GROUP, "backend": "mpi"}},
+    {"transport": "broadcast", "rendezvous": {**GROUP, "port": 0}},
+    {"transport": "ipc", "shared": {**MEMORY, "name": "../../etc/passwd"}},
+    {"transport": "ipc", "shared": {**MEMORY, "half": 8192}},
+    {"transport": "ipc", "shared": {**MEMORY, "handle": "AAAA"}},
+    {"bucket_bytes": 0},
+    {"bucket_bytes": 63},
+    {"bucket_bytes": 1 << 40},
+    {"bucket_bytes": 1.5},
+    {"staging": "disk"},
+    {"in_flight": "bogus"},
+    {"label": 7},
+    {"timeout": 0},
+    {"timeout": -1},
+    {"timeout": float("inf")},
+    {"timeout": float("nan")},
+    {"timeout": 1e11},
+    {"senders": 0},
+    {"senders": 1 << 20},
+    {"layout": None},
+    {"grace": 61},
+    {"grace": float("nan")},
+]
+
+
+def test_a_begin_with_any_bad_field_is_refused_before_anything_is_staged(
+    engine, client, other_weights, changed
+):
+    client.update_weights(changed(other_weights, 1.0), timeout=10)
+    live, version = changed(other_weights, 1.5), client.weight_version + 1
+    client.update_weights(live, timeout=10)
+    link = RolloutClient(engine.address)
+    good = update_wire.request_to_wire(request(transport="inline", bucket_bytes=4096, timeout=5))
+    with grpc.insecure_channel(engine.address) as channel:
+        for wrong in BAD:
+            wire = json.dumps({**good, **wrong}).encode()
+            begin = _command(begin=rollout_pb2.WeightDocument(json=wire))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(WeightSyncStub(channel).Update(iter([begin]), timeout=10))
+            error = error_from_rpc(caught.value, engine.address)
+            assert isinstance(
+                error, (ConfigError, TransferFailed, VersionConflict, WeightMismatch)
+            ), (wrong, error)
+            info = link.info()
+            assert (info.version, info.state) == (version, "idle"), wrong
+    assert client.check_weights(live).equal
+    assert client.rollback().version == version + 1  # the shadow still holds the version before
+    assert client.check_weights(changed(other_weights, 1.0)).equal
+    link.close()
 
 
 def test_a_restarted_engine_is_not_sampled_from_until_a_full_update(checkpoint, other_weights):

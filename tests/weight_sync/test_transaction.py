@@ -12,6 +12,7 @@ from tiny_models import write_tiny
 
 from rollout.errors import (
     ChecksumMismatch,
+    ConfigError,
     DeadlineExceeded,
     EngineBroken,
     EngineError,
@@ -294,6 +295,39 @@ def test_a_failing_commit_brings_every_rank_back(engine, new) -> None:
     assert all(rank.version == 0 for rank in engine.ranks)
     engine.ranks[-1].fail_commit = False
     assert update(engine, new).version == 1
+
+
+def test_whatever_fails_inside_a_commit_brings_every_rank_back(engine, new) -> None:
+    before, honest = engine.live(), engine.on_commit
+
+    def raising(version, in_flight):
+        raise ValueError("no such mode")
+
+    engine.on_commit = raising
+    with pytest.raises(EngineError, match="no such mode"):
+        update(engine, new)
+    assert same(engine.live(), before)
+    assert (engine.version, engine.broken, engine.info().state) == (0, None, "idle")
+    assert all(rank.version == 0 for rank in engine.ranks)
+    engine.on_commit = honest
+    assert update(engine, new).version == 1
+    engine.on_commit = raising
+    with pytest.raises(ValueError, match="no such mode"):
+        engine.coordinator.rollback(DEADLINE)
+    assert (engine.version, engine.broken) == (1, None)
+    assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
+
+
+def test_an_unknown_way_for_running_requests_is_refused_before_anything_is_staged(
+    engine, new
+) -> None:
+    from rollout.updates import UpdateRequest
+
+    update(engine, new)
+    request = UpdateRequest(update_id="x", in_flight="bogus", bucket_bytes=BUCKET, timeout=DEADLINE)
+    with pytest.raises(ConfigError, match="in_flight must be one of"):
+        engine.open().begin(request)
+    assert engine.coordinator.rollback(DEADLINE).version == 2
 
 
 def test_a_rollback_is_bit_identical_and_moves_forward(engine, new) -> None:

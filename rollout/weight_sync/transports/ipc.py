@@ -123,15 +123,13 @@ class IpcReceiver:
     """Maps the sender's file after checking whose it is, and reads each bucket where it lies."""
 
     def __init__(self, shared: SharedBuckets, rank: int, bucket_bytes: int) -> None:
-        self._shared, self._rank, self._limit = shared, rank, _pages(bucket_bytes)
+        self._shared, self._rank, self._limit = shared, rank, bucket_bytes
         self._memory: Tensor | None = None
 
     def connect(self, timeout: float) -> None:
         shared = self._shared
-        if not _NAME.fullmatch(shared.name) or not _SECRET.fullmatch(shared.secret):
-            raise self._refused("its name or secret is malformed")
-        if shared.half % _PAGE or not 0 < shared.half <= self._limit:
-            raise self._refused(f"halves of {shared.half} bytes were not agreed on")
+        if problem := shared_problem(shared, self._limit):
+            raise self._refused(problem)
         size = _PAGE + 2 * shared.half
         try:
             with _opened(shared.name) as fd:
@@ -160,6 +158,15 @@ class IpcReceiver:
         return TransferFailed(
             f"rank {self._rank}: the shared memory {self._shared.name!r:.100} is refused: {why}"
         )
+
+
+def shared_problem(shared: SharedBuckets, bucket_bytes: int) -> str | None:
+    """What is wrong with announced memory of the host, before anybody opens it; else None."""
+    if not _NAME.fullmatch(shared.name) or not _SECRET.fullmatch(shared.secret):
+        return "its name or secret is malformed"
+    if shared.half % _PAGE or not 0 < shared.half <= _pages(bucket_bytes):
+        return f"halves of {shared.half} bytes were not agreed on"
+    return None
 
 
 def _pages(nbytes: int) -> int:
