@@ -5,7 +5,7 @@
       RequestError
         InvalidRequest(ValueError)       one request is malformed
         PromptTooLong                    it does not fit max_model_len
-        RequestAborted                   it was aborted before it ended
+        RequestAborted                   its call was cancelled on its way
         EngineOverloaded                 it can never be admitted, or the queue is full
       WeightError                        an update did not happen; the old version serves on
         WeightMismatch                   names, shapes or dtypes differ from the model's
@@ -50,7 +50,7 @@ class PromptTooLong(RequestError, ValueError):  # noqa: N818
 
 
 class RequestAborted(RequestError):  # noqa: N818
-    """The request was aborted, by its caller or by an update with ``in_flight="abort"``."""
+    """A call was cancelled on its way. An aborted sample raises nothing, see ``finish_reason``."""
 
 
 class EngineOverloaded(RequestError):  # noqa: N818

@@ -1,12 +1,17 @@
 """The demo's task: two-digit addition, the sum written units digit first ("37+85=" -> "221").
 
-Characters are tokens. A sample earns 1 when it is exactly the sum's digits followed by the end
-token, else 0: no partial credit.
+    python trainer_examples/addition_task.py demo_output/start [--target 0.8]
+
+makes a checkpoint that knows some of it, which the README's examples use. Characters are tokens. A
+sample earns 1 when it is exactly the sum's digits followed by the end token, else 0: no partial
+credit.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +87,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
     )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return fast
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, directory: Path) -> None:
@@ -134,3 +141,21 @@ def warm_up(
         if step % 5 == 0 and (value := expected_reward(model, held_out)) >= target:
             break
     return step, value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where the checkpoint goes")
+    parser.add_argument("--target", type=float, default=0.8, help="mean reward to reach")
+    parser.add_argument("--layers", type=int, default=5, help="of the model")
+    parser.add_argument("--steps", type=int, default=1000, help="supervised, at most")
+    args = parser.parse_args()
+    model = make_model(layers=args.layers)
+    steps, reached = warm_up(model, target=args.target, seed=0, max_steps=args.steps)
+    save_checkpoint(model, args.directory)
+    print(f"{args.directory}: mean reward {reached:.2f} after {steps} supervised steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

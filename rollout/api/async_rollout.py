@@ -165,7 +165,10 @@ class AsyncRollout:
         return await self.backend.tokenize(prompt, add_special_tokens)
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
-        """End this request or these, or all, at the next step; returns how many there were."""
+        """End this request or these, or all, at the next step; returns how many there were.
+
+        Nothing is raised: their samples come back as they are, with ``finish_reason`` "abort".
+        """
         await self.start()
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         return await self.backend.abort(ids)
@@ -173,30 +176,38 @@ class AsyncRollout:
     # ---- control ----
 
     async def server_info(self) -> ServerInfo:
+        """Model name, epoch, version, state, longest sequence and ranks of the engine."""
         await self.start()
         return await self.backend.server_info()
 
     async def pause_generation(self, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Stop stepping. ``mode``: keep running requests as they are, wait for them, or abort."""
+        """Stop stepping. ``mode``: "keep" running requests as they are, "wait" for them, or "abort"
+        them: their samples end with ``finish_reason`` "abort". New requests wait in the queue.
+        """
         await self.start()
         await self.backend.pause(mode, timeout)
 
     async def resume_generation(self) -> None:
+        """Step again after ``pause_generation``; without effect where nothing is paused."""
         await self.start()
         await self.backend.resume()
 
     async def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights too."""
+        """Give memory back. Level 1 frees the KV cache and moves the weights to host memory; level
+        2 drops the weights, so that a full update is needed. Running requests are frozen.
+        """
         await self.start()
         await self.backend.sleep(level, timeout)
 
     async def wake_up(
         self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
+        """Bring back what ``sleep`` gave away: ``tags`` "weights", "kv_cache", or None for both."""
         await self.start()
         await self.backend.wake_up(tags, timeout)
 
     async def reset_prefix_cache(self) -> None:
+        """Forget cached prompt beginnings; after an update this is not needed."""
         await self.start()
         await self.backend.reset_prefix_cache()
 

@@ -36,8 +36,8 @@ class Snippet:
 
     @property
     def prints(self) -> list[str]:
-        """What its comments "# prints X" promise."""
-        return [text.strip() for text in _PRINTS.findall(self.text)]
+        """What its comments "# prints X; remark" promise."""
+        return [text.partition(";")[0].strip() for text in _PRINTS.findall(self.text)]
 
     @property
     def file(self) -> str | None:
