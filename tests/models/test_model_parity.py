@@ -101,13 +101,19 @@ def test_logits_equal_those_of_transformers_at_every_parallel_size(tmp_path, arc
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_bfloat16_stays_close_to_transformers(tmp_path, arch):
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, arch):
+    """Two roundings of one computation, each judged by float32 on the same weights.
+
+    Of all logprobs: the mean and the 99th percentile of the distance, and the largest one. With
+    these wide weights transformers is off by up to 0.26 itself, so no absolute bound would hold.
+    """
     source = write_tiny(tmp_path, arch, dtype=torch.bfloat16)
     config = ModelConfig.from_directory(tmp_path)
     assert config.dtype == torch.bfloat16
     sequences = prompts(config.vocab_size)
-    wanted = [logits.log_softmax(-1) for logits in reference(source, sequences)]
-    exact = reference(source.float(), sequences)
+    wanted = torch.cat(reference(source, sequences)).log_softmax(-1)
+    exact = torch.cat(reference(source.float(), sequences)).log_softmax(-1)
+    theirs = (wanted - exact).abs().flatten()
     weights = {k: v.bfloat16() for k, v in source.state_dict().items()}
 
     def work(tp):
@@ -116,12 +122,11 @@ def test_bfloat16_stays_close_to_transformers(tmp_path, arch):
 
     for size in (1, 2):
         for got in run_ranks(size, work):
-            for ours, theirs, true in zip(got, wanted, exact, strict=True):
-                assert ours.dtype == torch.bfloat16
-                mine, truth = ours.float().log_softmax(-1), true.log_softmax(-1)
-                # Two bf16 roundings of one computation: compare the mean, and ours with float32.
-                assert (mine - theirs).abs().mean() < 5e-2
-                assert (mine - truth).abs().mean() < 1.5 * (theirs - truth).abs().mean() + 1e-3
+            assert all(logits.dtype == torch.bfloat16 for logits in got)
+            ours = (torch.cat(list(got)).float().log_softmax(-1) - exact).abs().flatten()
+            assert ours.mean() < 1.25 * theirs.mean()
+            assert ours.quantile(0.99) < 1.25 * theirs.quantile(0.99)
+            assert ours.max() < 2 * theirs.max()
 
 
 @pytest.mark.parametrize("size", [1, 2])

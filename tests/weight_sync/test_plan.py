@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,15 +164,32 @@ KIMI = {
 def test_a_trillion_parameters_are_planned_from_their_config(tmp_path, capsys) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(KIMI))
-    started = time.monotonic()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    started, before = time.monotonic(), resident("VmRSS")
     command = ["plan", "--trainer", "fsdp:1024", "--rollout", "tp:8x32", "--model", str(config)]
     assert main([*command, "--bandwidth", "50", "--json"]) == 0
     assert time.monotonic() - started < 60
+    assert resident("VmHWM") - before < 4e9
     said = json.loads(capsys.readouterr().out)
     assert 1.02e12 < said["weight_bytes"] / 2 < 1.03e12
     # Norms and routers go to every rank of an engine, all else to one.
     assert 32 * said["weight_bytes"] <= said["total_bytes"] <= 1.01 * 32 * said["weight_bytes"]
-    assert said["busiest_sender"][1] / 50e9 == pytest.approx(said["seconds"]["50"], rel=1)
+    sent, taken = Counter[int](), Counter[int]()
+    for src, dst, nbytes in said["links"]:  # of one engine
+        sent[src] += 32 * nbytes
+        taken[dst] += nbytes
+    assert len(sent) == 1024
+    assert len(taken) == 8
+    assert max(taken.values()) == pytest.approx(said["weight_bytes"] / 8, rel=0.01)
+    assert max(sent.values()) == said["busiest_sender"][1]
+    slowest = max(*sent.values(), *taken.values())
+    assert said["seconds"]["50"] == pytest.approx(slowest / 50e9, rel=1e-6)
+
+
+def resident(what: str) -> int:
+    """Bytes of this process: "VmRSS" now, "VmHWM" at their peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{what}:")[1].split()[0]) * 1024
 
 
 @pytest.mark.parametrize(
