@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "sh", "text")  # text: a layout or an output, nothing to run
-COMMANDS = ("rollout", "python", "torchrun", "make", "pip", "curl", "git", "export")
+COMMANDS = ("rollout", "python", "torchrun", "make", "pip", "curl", "git", "export", "pytest")
 
 _FENCE = re.compile(r"```(\w*)\s*$")
 _MARK = re.compile(r"<!-- not run( on this page)?: (.+?) -->\s*$")

@@ -165,6 +165,7 @@ def test_what_is_not_run_is_counted() -> None:
 NOT_RUN = {
     "ends of trainers are being mended": 1,
     "it installs packages": 1,
+    "needs a GPU": 1,
     "it takes minutes": 2,
     "large checkpoints and minutes of measuring": 17,
 }
@@ -234,6 +235,8 @@ def run_command(words: list[str], here: Path) -> None:
         start_service(words[2:])
     elif words[0] == "rollout":
         assert main(words[1:]) == 0, words
+    elif words[0] == "pytest":
+        assert (ROOT / words[-1]).exists(), words
     elif words[0] == "torchrun":
         run_job(words, here)
     else:
@@ -279,6 +282,8 @@ def look_at(words: list[str]) -> None:
         check_flags(words[2:], set(re.findall(r"--[a-z][a-z0-9-]*", text)))
     elif words[0] == "rollout":
         check_flags(words[1:], all_flags(make_parser()))
+    elif words[0] == "pytest":
+        assert (ROOT / words[-1]).exists(), words
     elif words[0] == "torchrun":
         assert any(s.file == words[-1] for s in SNIPPETS), f"no page has {words[-1]}"
     elif words[0] == "make":
