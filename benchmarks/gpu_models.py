@@ -105,7 +105,8 @@ class Model:
     """A Llama with random weights on the device, its KV pages and a sampler."""
 
     def __init__(self, name: str, dry: bool) -> None:
-        with config_directory("tiny" if dry else name) as folder:
+        self.name = "tiny" if dry else name
+        with config_directory(self.name) as folder:
             self.config = ModelConfig.from_directory(str(folder))
         self._stack = ExitStack()
         self.model = self._build(DEVICE)
@@ -169,20 +170,37 @@ class Model:
             raise AssertionError("a commit moved the weights")
         return self.total_bytes, statistics.median(times[1:])
 
-    def logprob_error(self, tokens: int) -> float:
-        """Largest difference of the next tokens' logprobs from plain torch in float32."""
+    def logprob_errors(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """How far the likeliest tokens' logprobs are from plain torch in float32, [tokens] each:
+        ours, and those of transformers in bfloat16 with the same weights."""
         batch = self._prompt(tokens, torch.arange(tokens))
         ours = self._forward(_on_device(batch)).float().log_softmax(-1)
         wide = build_model(self.config, TensorParallel(), torch.float32, DEVICE, "plain")
-        theirs = dict(self.model.named_parameters())
+        weights = dict(self.model.named_parameters())
         for key, parameter in wide.named_parameters():
-            parameter.data.copy_(theirs[key].data)
+            parameter.data.copy_(weights[key].data)
         kv = KVCache(self._kv_shape(torch.float32), DEVICE)
         kv.allocate(-(-tokens // BLOCK))
         with pinned("reference"):
             exact = wide(_on_device(batch), kv.layers).log_softmax(-1)
+        ids = batch.input_ids.to(DEVICE)[None]
+        theirs = self._in_transformers()(ids).logits[0].float().log_softmax(-1)
         likely = exact.argmax(-1, keepdim=True)
-        return float((ours.gather(1, likely) - exact.gather(1, likely)).abs().max())
+        near, far = ((x - exact).gather(1, likely).abs().flatten() for x in (ours, theirs))
+        return near, far
+
+    def _in_transformers(self) -> Any:
+        from transformers import LlamaForCausalLM
+
+        with torch.device(DEVICE):
+            model = LlamaForCausalLM(llama_config(self.name)).to(BF16).eval()
+        found = {}
+        for source, slots in self.model.table.slots.items():
+            found[source] = torch.empty(slots[0].shape, dtype=BF16, device=DEVICE)
+            for slot in slots:
+                found[source][slot.take.slices] = self.model.read_slot(slot)
+        model.load_state_dict(found)
+        return model
 
     def _build(self, device: torch.device) -> CausalLM:
         return build_model(self.config, TensorParallel(), BF16, device, "plain")

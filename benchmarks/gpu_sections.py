@@ -208,12 +208,20 @@ def decode(name: str) -> Callable[[Any], None]:
 
 
 def logprobs(report: Any) -> None:
-    """Log-probabilities of the bfloat16 model against the same weights in float32."""
+    """Log-probabilities of the bfloat16 model against the same weights in float32.
+
+    How far bfloat16 is off depends on the weights: the limit is what transformers is off by.
+    """
     with Model("tiny" if report.dry else "1b", report.dry) as model:
-        error = model.logprob_error(8 if report.dry else 256)
-    report.add("largest difference of a logprob from float32", error, "nat")
-    if not error <= 5e-2:
-        raise AssertionError(f"logprobs are {error:.3f} from the float32 reference")
+        ours, theirs = model.logprob_errors(8 if report.dry else 256)
+    for what, near, far in (
+        ("largest", float(ours.max()), float(theirs.max())),
+        ("mean", float(ours.mean()), float(theirs.mean())),
+    ):
+        report.add(f"{what} distance of a logprob from float32", near, "nat")
+        report.add(f"{what} distance, transformers in bfloat16", far, "nat")
+        if not near <= 1.5 * far + 1e-3:
+            raise AssertionError(f"logprobs are {near:.3f} from float32, transformers' {far:.3f}")
 
 
 def rivals(report: Any) -> None:
