@@ -25,7 +25,7 @@
 An error crosses a process as ``to_wire``'s plain dict and comes back as the same class.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -62,7 +62,14 @@ class WeightError(RolloutError):
 
 
 class WeightMismatch(WeightError):  # noqa: N818
-    """Names, shapes or dtypes differ from what the model declares; all of them are named."""
+    """Names, shapes or dtypes differ from what the model declares; all of them are named.
+
+    ``problems``: a line each where it was raised; a copy that crossed a process has the text alone.
+    """
+
+    def __init__(self, message: str = "", *, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (message,)
 
 
 class IncompleteUpdate(WeightError):  # noqa: N818

@@ -12,6 +12,9 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+#: dtypes that become one another by a cast; quantised floats (float8) mean nothing without scales
+CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -15,7 +15,7 @@ from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.spellings import Splitter, nearest
-from rollout.weights import Box, SparsePatch, TensorPiece, WeightValue
+from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
 
 HINTS = 16  # unknown names of one load whose nearest is searched for
 
@@ -155,8 +155,8 @@ class WeightLoad:
         shape = self._table.shape_of(name)
         if tuple(value.shape) != shape:
             return f"has shape {tuple(value.shape)}, the model needs {shape}"
-        if not value.dtype.is_floating_point:
-            return f"has dtype {value.dtype}, the model needs a floating-point one"
+        if value.dtype not in CASTABLE:
+            return f"has dtype {value.dtype}, the model needs a floating-point one, dequantised"
         if isinstance(value, SparsePatch):
             if value.box is not None and not value.box.fits(shape):
                 return f"patch of {value.box.starts}..{value.box.stops} lies outside {shape}"

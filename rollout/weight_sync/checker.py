@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollout.config import DEFAULT_BUCKET_BYTES
-from rollout.errors import RolloutError, from_wire, to_wire
+from rollout.errors import RolloutError, SourceFailed, WeightMismatch, from_wire, to_wire
 from rollout.kernels import digest
 from rollout.update_wire import (
     info_from_wire,
@@ -20,8 +20,8 @@ from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.cost import UpdateCost, expected_cost
 from rollout.weight_sync.preflight import differences
-from rollout.weight_sync.source import agreement_for, source_for
-from rollout.weights import Box, UpdateReceipt
+from rollout.weight_sync.source import agreement_for, incoming, opened, source_for
+from rollout.weights import Box, TensorMeta, UpdateReceipt
 
 _RECENT = 8  # receipts that an estimate may rest on
 
@@ -65,24 +65,16 @@ def preflight(
 ) -> WeightReport:
     """Compare names, shapes and dtypes with what the engine wants; no weights are read or moved.
 
-    Also says what an update would take (``cost``). Collective over the source's ranks. A source
-    that does not know its metadata (an iterable) reports no problems, no cost and zero tensors.
+    Also says what an update would take (``cost``). Collective over the source's ranks. What would
+    be refused before a byte is read is a problem, too; of a source that cannot be looked at before
+    it is sent (a generator, which is not touched) the one problem says so.
     """
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement):
         said = _said(agreement, timeout, lambda: _standing(connect()))
         info = info_from_wire(said["info"])
         receipts = [receipt_from_wire(row) for row in said["receipts"]]
-        source = source_for(
-            obj,
-            aliases=info.aliases,
-            dtype=info.dtype,
-            agreement=agreement,
-            tensors=info.tensors,
-        )
-        metadata = source.metadata() or ()
-        wanted = {meta.name: meta for meta in info.tensors}
-        problems = differences(metadata, wanted, info.aliases) if metadata else []
+        metadata, problems = _foreseen(obj, info, agreement)
         cost = expected_cost(metadata, info, receipts, bucket_bytes=bucket_bytes)
         return WeightReport(
             version=info.version,
@@ -94,12 +86,39 @@ def preflight(
         )
 
 
+def _foreseen(
+    obj: Any, info: WeightInfo, agreement: Agreement
+) -> tuple[tuple[TensorMeta, ...], list[str]]:
+    """What ``obj`` would send, and what is wrong with it; reads no values and takes no item."""
+    try:
+        source = source_for(
+            obj,
+            aliases=info.aliases,
+            dtype=info.dtype,
+            agreement=agreement,
+            tensors=info.tensors,
+        )
+        metadata = incoming(source, info.dtype, aliases=info.aliases).metadata()
+    except WeightMismatch as error:
+        return (), list(error.problems)
+    except SourceFailed as error:
+        return (), [str(error)]
+    if metadata is None:
+        return (), [
+            f"cannot tell: what a {type(obj).__name__} will send is known only as it comes; pass "
+            "a dict, a list or the module to have it checked"
+        ]
+    wanted = {meta.name: meta for meta in info.tensors}
+    return metadata, differences(metadata, wanted, info.aliases)
+
+
 def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:
     """Name the tensors of ``obj`` that differ from the live weights, by digest, beside generation.
 
     Collective over the source's ranks, like an update, but only digests cross the wire. Raises
     ``ChecksumMismatch`` when copies of one box differ between the engine's own ranks.
     """
+    obj = opened(obj)
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement):
         info = _shared_info(agreement, connect, timeout)
@@ -112,14 +131,13 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
         )
         mine: dict[str, int] = {}
         num_bytes = 0
-        for name, tensor in source:
+        for name, tensor in incoming(
+            source, info.dtype, tensors=info.tensors, aliases=info.aliases
+        ):
             if agreement.is_sender:
-                wire = tensor.detach()
-                if wire.is_floating_point():
-                    wire = wire.to(info.dtype)
-                shape = tuple(wire.shape)
-                mine[name] = digest(wire, shape, Box.full(shape))
-                num_bytes += wire.nbytes
+                shape = tuple(tensor.shape)
+                mine[name] = digest(tensor, shape, Box.full(shape))
+                num_bytes += tensor.nbytes
         said = _said(agreement, timeout, lambda: _verdict(mine, info, connect().digests(timeout)))
         return WeightReport(
             version=info.version,

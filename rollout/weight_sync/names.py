@@ -8,11 +8,13 @@ Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import WeightMismatch
+from rollout.errors import SourceFailed, WeightMismatch
+from rollout.weights import CASTABLE
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # What PEFT puts beside the weights it adapts: meaningless to an engine, but merged into them.
@@ -119,6 +121,23 @@ def bind_stream(
         seen.add(owner)
 
 
+Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
+    """What a dict or a list holds, if it is names and tensors."""
+    found = []
+    items: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
+    for item in items:
+        pair = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
+        if not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+            raise SourceFailed(
+                f"expected (name, tensor), got {item!r:.80}; leave out what is no tensor"
+            )
+        found.append((pair[0], pair[1]))
+    return found
+
+
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers in model order, a shared tensor once; local, no copies."""
     found: list[tuple[str, Tensor]] = []
@@ -140,20 +159,27 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are one: the same object, or the same view of the same memory."""
     if a is b:
         return True
+    if _placed(a) != _placed(b):
+        return False
+    # A DTensor's own part tells; it may be empty, on some ranks alone, so that no address would.
+    a, b = (getattr(tensor, "_local_tensor", tensor) for tensor in (a, b))
     plain = (torch.Tensor, nn.Parameter)
     return (
         type(a) in plain
         and type(b) in plain
-        and a.numel() > 0
         and (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
-        and a.device.type != "meta"
-        and a.data_ptr() == b.data_ptr()
+        and a.storage_offset() == b.storage_offset()
+        and a.layout == b.layout == torch.strided
+        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
     )
 
 
-_CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+def _placed(tensor: Tensor) -> Any:
+    """How a DTensor lies on its mesh, None for any other tensor."""
+    spec = getattr(tensor, "_spec", None)
+    return None if spec is None else (spec.mesh, spec.placements, tuple(tensor.shape))
 
 
 def wire_dtype(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     """What a tensor of ``dtype`` travels as: ``target`` (if any) for plain floats, else itself."""
-    return target if target is not None and dtype in _CAST else dtype
+    return target if target is not None and dtype in CASTABLE else dtype

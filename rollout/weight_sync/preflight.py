@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rollout.errors import WeightMismatch
 from rollout.spellings import Spellings, nearest
+from rollout.weight_sync.values import dtype_fault
 from rollout.weights import TensorMeta
 
 _MOST = 12  # problems spelled out in one message
@@ -35,8 +36,8 @@ def differences(
             problems.append(f"{meta.name} is unknown" + (f" (nearest: {near})" if near else ""))
         elif meta.shape != want.shape:
             problems.append(f"{meta.name} has shape {meta.shape}, the model wants {want.shape}")
-        elif want.dtype.is_floating_point != meta.dtype.is_floating_point:
-            problems.append(f"{meta.name} has dtype {meta.dtype}, the model wants {want.dtype}")
+        elif (wrong := dtype_fault(meta.dtype, want.dtype)) is not None:
+            problems.append(f"{meta.name} {wrong}")
     if not partial:
         owners = {aliases.get(name, name) for name in counts} & set(counts)
         problems += [f"{name} is missing" for name in wanted if name not in owners]
@@ -70,5 +71,6 @@ def check_metadata(
     if problems:
         more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         raise WeightMismatch(
-            f"the update does not fit the model: {'; '.join(problems[:_MOST])}{more}"
+            f"the update does not fit the model: {'; '.join(problems[:_MOST])}{more}",
+            problems=problems,
         )

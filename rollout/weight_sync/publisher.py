@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollout.errors import RolloutError, from_wire, to_wire
@@ -25,8 +24,9 @@ from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.own_part import OwnPart
 from rollout.weight_sync.publication import Publication, source_failed
 from rollout.weight_sync.rounds import Rounds
-from rollout.weight_sync.source import PlacingSource, WeightSource, agreement_for, source_for
+from rollout.weight_sync.source import agreement_for, incoming, opened, source_for
 from rollout.weight_sync.survey import PlanCache, survey
+from rollout.weight_sync.values import Incoming
 from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import UpdateReceipt
 
@@ -52,6 +52,7 @@ def publish(
     """
     timeout = options.timeout
     plans = plans if plans is not None else PlanCache()
+    obj = opened(obj)
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement), closing(Publication(options, base, plans)) as sending:
         told = _on_sender(agreement, timeout, "info", lambda: sending.meet(connect))
@@ -81,20 +82,18 @@ def publish(
 
 def _source(
     obj: Any, info: WeightInfo, agreement: Agreement, options: UpdateOptions
-) -> tuple[WeightSource | None, Exception | None]:
+) -> tuple[Incoming | None, Exception | None]:
     try:
-        return (
-            source_for(
-                obj,
-                aliases=info.aliases,
-                dtype=info.dtype,
-                agreement=agreement,
-                timeout=options.timeout,
-                tensors=info.tensors,
-                partial=options.partial,
-            ),
-            None,
+        source = source_for(
+            obj,
+            aliases=info.aliases,
+            dtype=info.dtype,
+            agreement=agreement,
+            timeout=options.timeout,
+            tensors=info.tensors,
+            partial=options.partial,
         )
+        return incoming(source, info.dtype, tensors=info.tensors, aliases=info.aliases), None
     except RolloutError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
@@ -128,7 +127,7 @@ def _on_sender(
 
 
 def _stream(
-    source: WeightSource,
+    source: Incoming,
     info: WeightInfo,
     agreement: Agreement,
     options: UpdateOptions,
@@ -137,7 +136,7 @@ def _stream(
     """Iterate the source in lockstep, sending on the sender, voting once per bucket's worth."""
     sizes = {meta.name: meta.nbytes for meta in info.tensors}
     shipment = sending.shipment
-    if shipment is not None and isinstance(source, PlacingSource):
+    if shipment is not None:
         source.place_by(shipment.room)
     items = _items(source)
     since_vote, last = 0, ""
@@ -148,7 +147,7 @@ def _stream(
                 started = time.perf_counter()
                 watchdog.arm(f"trainer rank {agreement.ranks[agreement.rank]}", "gather", last)
                 try:
-                    item = _checked(next(items, None), agreement.is_sender)
+                    item = next(items, None)
                 except RolloutError as failure:
                     error, item = failure, None
                 except Exception as failure:  # noqa: BLE001 - whatever the trainer's code raises
@@ -185,18 +184,6 @@ def _vote(
     return 0
 
 
-def _items(source: WeightSource) -> Generator[Any]:
+def _items(source: Incoming) -> Generator[tuple[str, Tensor]]:
     """So that an ``__iter__`` that raises does it at the first ``next``, like any other."""
     yield from source
-
-
-def _checked(item: Any, is_sender: bool) -> tuple[str, Tensor] | None:
-    """An item of a source, if it is one; on the sender its tensor must hold values, densely."""
-    if item is None:
-        return None
-    name, tensor = item
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise TypeError(f"it yielded {item!r:.80}, not a pair (name, tensor)")
-    if is_sender and (tensor.is_meta or tensor.layout is not torch.strided):
-        raise TypeError(f"{name!r} holds no dense values: {tensor.layout} on {tensor.device}")
-    return name, tensor

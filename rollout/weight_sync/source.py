@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, SourceFailed
 from rollout.spellings import Spellings
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.names import NameOf, file_form
+from rollout.weight_sync.values import Incoming, LocalIncoming, is_dtensor
 from rollout.weights import Box, Shape, TensorMeta
 
 ACCEPTED = (
     "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
-    "them around a PEFT model, a dict or an iterable of (name, tensor), a checkpoint directory, or "
-    "a WeightSource"
+    "them around a PEFT model, a dict or an iterable of (name, tensor or DTensor), a checkpoint "
+    "directory, or a WeightSource"
 )
 
 
@@ -64,6 +67,7 @@ class LocalSource(WeightSource, Protocol):
         ...
 
 
+_READ_TWICE = (list, tuple, ItemsView)  # what can be looked at before it is sent
 Room = Callable[[torch.dtype, Shape], Tensor | None]
 
 
@@ -113,6 +117,71 @@ def source_for(
 
     kind = LocalSpelledSource if isinstance(source, LocalSource) else SpelledSource
     return kind(source, spellings)
+
+
+def incoming(
+    source: WeightSource,
+    dtype: torch.dtype,
+    *,
+    tensors: Sequence[TensorMeta] = (),
+    aliases: Mapping[str, str],
+) -> Incoming:
+    """``source`` as everything that sends, digests or writes it reads it: checked and cast.
+
+    ``tensors``: what the engine wants, where there is one. See ``Incoming``.
+    """
+    kind = LocalIncoming if isinstance(source, LocalSource) else Incoming
+    return kind(source, dtype, {meta.name: meta for meta in tensors}, aliases)
+
+
+def opened(obj: Any) -> Any:
+    """``obj`` as the other functions take it: what an iterator of DTensors yields, as a list.
+
+    Only the first item tells whether ranks hold what comes together, so it is taken here, where a
+    job has several ranks. Whatever it raises is raised again when the stream is read.
+    """
+    if kind_of(obj) != "iterable" or not _several_ranks():
+        return obj
+    items = iter(obj)
+    try:
+        first = next(items)
+    except StopIteration:
+        return ()
+    except Exception as error:  # noqa: BLE001 - the trainer's own, for whoever reads the stream
+        return _raising(error)
+    if not _is_dtensor_pair(first):
+        return chain((first,), items)
+    try:
+        return [first, *items]
+    except Exception as error:
+        raise SourceFailed(f"the iterable raised: {type(error).__name__}: {error}") from error
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield  # a generator
+
+
+def _several_ranks() -> bool:
+    """Whether DTensors of more than one rank can exist in this process; imports nothing."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_dtensor_pair(item: Any) -> bool:
+    return isinstance(item, tuple | list) and len(item) == 2 and is_dtensor(item[1])
+
+
+def _holds_dtensors(obj: Any) -> bool:
+    """Whether a dict, or pairs that can be read twice, hold a DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    if isinstance(obj, Mapping):
+        return any(map(is_dtensor, obj.values()))
+    return isinstance(obj, _READ_TWICE) and any(map(_is_dtensor_pair, obj))
 
 
 def _merged(
@@ -165,7 +234,7 @@ def _gatherer(
         return IterableSource(obj, aliases, dtype, agreement)
     from rollout.weight_sync.gatherers.plain import PlainSource
 
-    weights = obj if isinstance(obj, Mapping) else _unwrapped(obj)
+    weights = _unwrapped(obj) if isinstance(obj, nn.Module) else obj
     return PlainSource(weights, aliases, dtype, agreement, name_of)
 
 
@@ -191,7 +260,9 @@ def kind_of(obj: Any) -> str:
         if Path(obj).is_dir():
             return "directory"
         raise ConfigError(f"{str(obj)!r} is not a directory; a weight source is {ACCEPTED}")
-    if isinstance(obj, Mapping):
+    if _holds_dtensors(obj):
+        return "fsdp2"
+    if isinstance(obj, (Mapping, *_READ_TWICE)):
         return "plain"
     if isinstance(obj, Iterable) and not isinstance(obj, Tensor | bytes | bytearray):
         return "iterable"
@@ -204,7 +275,7 @@ def _kind_of_module(module: nn.Module) -> str:
     parameters = list(module.parameters())
     if any(hasattr(p, "ds_id") for p in parameters):
         return "zero3"
-    if any(_is_a(p, "torch.distributed.tensor", "DTensor") for p in parameters):
+    if any(map(is_dtensor, chain(parameters, module.buffers()))):
         return "fsdp2"
     if any(_is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in module.modules()):
         return "fsdp2"  # gathered right now; resharded before it is read

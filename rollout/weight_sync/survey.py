@@ -147,8 +147,15 @@ def _look(source: WeightSource) -> tuple[str, tuple[TensorMeta, ...], dict[str, 
     if metadata is None:
         return "the source learns its tensors only while it gathers them", (), {}
     if not isinstance(source, LocalSource):
-        return f"{type(source).__name__} cannot read its boxes without a gather", (), {}
+        return f"{_kind(source)} cannot read its boxes without a gather", (), {}
     return "", metadata, boxes_to_wire(dict(source.local_boxes()))
+
+
+def _kind(source: Any) -> str:
+    """The class of the trainer's own source, beneath what reads and splits it."""
+    while hasattr(source, "inner"):
+        source = source.inner
+    return type(source).__name__
 
 
 def _digest(obj: Any) -> str:

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -122,11 +123,20 @@ def shards(trainer: Any) -> Iterator[Tensor]:
             yield getattr(parameter, "ds_tensor", parameter.data)
 
 
+#: what a trainer passes every other time, in place of its model: the same weights as DTensors
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "fsdp2": lambda model: model.state_dict(),
+    "hsdp": lambda model: list(model.state_dict().items()),
+    "fsdp2_tp": lambda model: model.named_parameters(),
+}
+
+
 class Held:
     """One trainer on this rank, and what it remembers of each service."""
 
     def __init__(self, kind: str, directory: str) -> None:
         self.trainer = KINDS[kind](AutoModelForCausalLM.from_pretrained(directory))
+        self.forms = cycle([lambda model: model, FORMS.get(kind, lambda model: model)])
         self.memory: dict[str, tuple[DeltaBase, PlanCache]] = {}
 
     def update(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +149,9 @@ class Held:
             **{name: ask[name] for name in ("transport", "encoding", "timeout", "bucket_bytes")}
         )
         try:
+            source = next(self.forms)(self.trainer)
             receipt = publish(
-                self.trainer, connect=lambda: client, options=options, base=base, plans=plans
+                source, connect=lambda: client, options=options, base=base, plans=plans
             )
             return {"receipt": receipt_to_wire(receipt)}
         except RolloutError as error:

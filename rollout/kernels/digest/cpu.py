@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.digest.strides import Dim, collapse, offsets, row_major
-from rollout.kernels.native import entry, library
+from rollout.kernels.native import address, entry, library
 from rollout.weights import Box, Shape
 
 TILE_ROWS = 16
@@ -28,10 +28,10 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
         return _digest_tiles(values, dims, position)
     *outer, rows, columns = dims
     run = entry("digest", "pillllu" + "ui", "u")
-    threads, total = torch.get_num_threads(), 0
+    threads, total, base = torch.get_num_threads(), 0, address(values)
     for memory, ahead in offsets(outer):
         total += run(
-            values.data_ptr() + memory * size,
+            base + memory * size,
             size,
             rows[0],
             columns[0],
@@ -58,7 +58,7 @@ def _digest_tiles(values: Tensor, dims: list[Dim], position: int) -> int:
     tiles, rows, pairs, _ = dims if len(dims) == 4 else [(1, 0, 0), *dims]
     return int(
         entry("digest_tiles", "pilllu" + "uui", "u")(
-            values.data_ptr(),
+            address(values),
             values.element_size(),
             tiles[0],
             pairs[0],

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rollout.errors import WeightMismatch
 from rollout.kernels.native.build import BuildError, load
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,32 @@ def use_huge_pages(tensor: torch.Tensor) -> None:
     size = tensor.numel() * tensor.element_size()
     if tensor.device.type == "cpu" and size >= _HUGE_PAGE and library() is not None:
         entry("use_huge_pages", "pl")(tensor.data_ptr(), size)
+
+
+def memory_fault(tensor: torch.Tensor) -> str | None:
+    """Why the elements of ``tensor`` do not all lie in memory of this process, or None."""
+    freed = "holds no memory: its storage was freed (resize_(0)), or it stands for another tensor"
+    if not tensor.numel():
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        size, address = storage.nbytes(), storage.data_ptr()
+    except RuntimeError:  # a wrapper of other tensors
+        return freed
+    spans = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + spans + 1) * tensor.element_size()
+    return None if address and end <= size else freed
+
+
+def address(tensor: torch.Tensor) -> int:
+    """``data_ptr`` for native code that reads a tensor from elsewhere.
+
+    Raises ``WeightMismatch`` where there is no memory behind it: whoever takes tensors in has to
+    check them, and says which one it is; here the process is kept alive.
+    """
+    if (fault := memory_fault(tensor)) is not None:
+        raise WeightMismatch(f"a tensor of shape {tuple(tensor.shape)} {fault}")
+    return tensor.data_ptr()
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import entry, library
+from rollout.kernels.native import address, entry, library
 from rollout.kernels.stream_copy import stream_copy as op
 
 LEAST = 1 << 20  # bytes; less than this stays in a cache
@@ -25,7 +25,7 @@ def stream_copy(into: Tensor, values: Tensor) -> Tensor:
     entry("stream_copy", "plpllli")(
         into.data_ptr(),
         to_stride,
-        values.data_ptr(),
+        address(values),
         from_stride,
         count,
         size,

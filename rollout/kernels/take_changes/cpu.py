@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import entry, library
+from rollout.kernels.native import address, entry, library
 
 
 def available() -> bool:
@@ -20,8 +20,8 @@ def take_changes(copy: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor] 
     # Only what is written takes memory.
     positions, values = torch.empty(room, dtype=torch.int64), torch.empty(room, dtype=new.dtype)
     count = entry("take_changes", "pplilpp", "l")(
-        copy.data_ptr(),
-        new.data_ptr(),
+        address(copy),
+        address(new),
         new.numel(),
         size,
         room,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import entry, library
+from rollout.kernels.native import address, entry, library
 from rollout.kernels.stream_copy import stream_copy
 from rollout.kernels.stream_copy.cpu import LEAST
 from rollout.kernels.write_box import write_box as op
@@ -40,7 +40,7 @@ def _write_tiles(storage: Tensor, box: Box, value: Tensor) -> None:
     entry("write_tiles", "plpllli")(
         into.data_ptr(),
         into.stride(0) // 2,
-        value.data_ptr(),
+        address(value),
         value.stride(0) // 2,
         into.shape[0],
         into.shape[1],

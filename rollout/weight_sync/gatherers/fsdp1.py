@@ -17,6 +17,7 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.boxes import interval_boxes
 from rollout.weight_sync.gatherers.flat import interval_values
 from rollout.weight_sync.names import NameOf, bind, file_form, wire_dtype
+from rollout.weight_sync.values import readable
 from rollout.weights import Box, TensorMeta
 
 
@@ -73,7 +74,7 @@ class FSDP1Source:
         if not self.agreement.is_sender:
             return torch.empty(place.shape, dtype=dtype, device="meta")
         tensor: Tensor = getattr(place.module, place.attribute)
-        return tensor.detach().to(dtype, copy=True)
+        return readable(place.name, tensor).to(dtype, copy=True)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         found = []
@@ -110,14 +111,15 @@ class _Place:
         """
         if self.flat is None:
             tensor: Tensor = getattr(self.module, self.attribute)
-            return 0, tensor.detach().reshape(-1)
+            return 0, readable(self.name, tensor).reshape(-1)
         shard: Tensor = getattr(self.flat, "_local_shard", self.flat.data)  # absent before it ran
         part = self.flat._shard_param_infos[self.index]
         rows = self.flat._contiguities[self.index]
         if not (part.in_shard and rows) or self.flat._param_extensions[self.index] is not None:
             return 0, shard.new_empty(0)
         stop = part.offset_in_shard + part.numel_in_shard
-        return part.intra_param_start_idx, shard[part.offset_in_shard : stop]
+        held = readable(self.name, shard)[part.offset_in_shard : stop]
+        return part.intra_param_start_idx, held
 
 
 def ranks(module: nn.Module) -> tuple[int, ...]:

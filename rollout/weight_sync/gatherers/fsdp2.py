@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``), tensor-parallel and hybrid meshes: parameters are DTensors."""
+"""FSDP2 (``fully_shard``), tensor-parallel and hybrid meshes: modules and dicts of DTensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rollout.errors import SourceFailed
 from rollout.kernels import stream_copy
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
+from rollout.weight_sync.names import (
+    NameOf,
+    Pairs,
+    bind,
+    file_form,
+    named_weights,
+    pairs,
+    wire_dtype,
+)
 from rollout.weight_sync.source import Room
+from rollout.weight_sync.values import check_all, readable
 from rollout.weights import Box, Shape, TensorMeta
 
 
@@ -35,7 +44,7 @@ class FSDP2Source:
 
     def __init__(
         self,
-        module: nn.Module,
+        weights: Weights,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
         agreement: Agreement,
@@ -43,12 +52,13 @@ class FSDP2Source:
     ) -> None:
         self.agreement = agreement
         self._dtype = dtype
-        reshard(module)
-        self._bound = bind(named_weights(module), aliases, name_of)
+        items = held_items(weights)
+        check_all(items)
+        self._bound = bind(items, aliases, name_of)
         self._buffer: Tensor | None = None
         self._place: Room = lambda dtype, shape: None
         if not self._bound:
-            raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
+            raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return tuple(
@@ -57,12 +67,12 @@ class FSDP2Source:
         )
 
     @torch.no_grad()
-    def _full(self, tensor: Tensor) -> Tensor:
+    def _full(self, name: str, tensor: Tensor) -> Tensor:
         """``tensor`` whole in the wire dtype on the sender, a meta tensor elsewhere."""
         dtype = wire_dtype(tensor.dtype, self._dtype)
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
         if not isinstance(tensor, DTensor):
-            return tensor.detach().to(dtype) if self.agreement.is_sender else empty
+            return readable(name, tensor).to(dtype) if self.agreement.is_sender else empty
         mesh, placements = tensor.device_mesh, tensor.placements
         here, origin = mesh.get_coordinate(), _coordinate(mesh, self.agreement.ranks[0])
         if (
@@ -76,7 +86,7 @@ class FSDP2Source:
             return empty  # another replica's whole subgroup skips with us
         # Cast before the gather: half the bytes, and values equal to a cast afterwards. A shard
         # offloaded to the CPU goes to the device its mesh communicates on.
-        local = tensor.to_local().to(mesh.device_type, dtype)
+        local = readable(name, tensor.to_local()).to(mesh.device_type, dtype)
         boxes = _boxes(tensor, origin)
         if boxes is not None:
             return self._gather_boxes(tensor, local, boxes) if tensor.numel() else local
@@ -134,7 +144,7 @@ class FSDP2Source:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, tensor in self._bound.items():
-                yield name, self._full(tensor)
+                yield name, self._full(name, tensor)
         finally:
             self._buffer = None
 
@@ -144,19 +154,29 @@ class FSDP2Source:
     @torch.no_grad()
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        value = local.to(wire_dtype(tensor.dtype, self._dtype))
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        value = readable(name, local).to(wire_dtype(tensor.dtype, self._dtype))
         return [(box, value.reshape(box.shape)) for box in local_box(tensor)]
 
 
-def ranks(module: nn.Module) -> tuple[int, ...]:
-    """Every rank of the meshes that ``module``'s parameters lie on; mesh order, sender first."""
-    reshard(module)
-    meshes = {t.device_mesh for _, t in named_weights(module) if isinstance(t, DTensor)}
+Weights = nn.Module | Pairs
+
+
+def ranks(weights: Weights) -> tuple[int, ...]:
+    """Every rank of the meshes that ``weights`` lie on; mesh order, sender first."""
+    meshes = {t.device_mesh for _, t in held_items(weights) if isinstance(t, DTensor)}
     found: dict[int, None] = {}
     for mesh in sorted(meshes, key=lambda m: (-m.size(), m.mesh.flatten().tolist())):
         found.update(dict.fromkeys(mesh.mesh.flatten().tolist()))
     return tuple(found)
+
+
+def held_items(weights: Weights) -> list[tuple[str, Tensor]]:
+    """Names and tensors of a module, which is resharded first, of a dict or of pairs."""
+    if isinstance(weights, nn.Module):
+        reshard(weights)
+        return named_weights(weights)
+    return pairs(weights)
 
 
 def reshard(module: nn.Module) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import SourceFailed
+from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.names import bind_stream, wire_dtype
+from rollout.weight_sync.values import is_dtensor, readable
 from rollout.weights import Box
 
 
@@ -37,12 +38,24 @@ class IterableSource:
         count = 0
         for name, tensor in bind_stream(_checked(self._items), self._aliases):
             count += 1
-            yield name, tensor.detach().to(wire_dtype(tensor.dtype, self._dtype))
+            yield name, tensor.to(wire_dtype(tensor.dtype, self._dtype))
         if not count:
             raise SourceFailed("the iterable yielded no tensor; was the generator used up before?")
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return []  # unknown before it runs
+
+
+def _alone(name: str, tensor: Any) -> Tensor:
+    """``tensor``, and of a DTensor that no other rank has a part of, its values."""
+    if not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    if tensor.device_mesh.size() > 1:
+        raise WeightMismatch(
+            f"{name} is a DTensor, but the iterable began with a plain tensor; pass a dict, a list "
+            "or the module, so that all ranks gather it together"
+        )
+    return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
 def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -55,8 +68,8 @@ def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise SourceFailed(f"after {last}: expected (name, tensor), got {item!r:.80}")
             last = repr(name)
-            yield name, tensor
-    except SourceFailed:
+            yield name, readable(name, _alone(name, tensor))
+    except (SourceFailed, WeightMismatch):
         raise
     except Exception as error:
         raise SourceFailed(f"the iterable raised at {last}: {type(error).__name__}: {error}") from (

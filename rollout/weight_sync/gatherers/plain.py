@@ -1,4 +1,4 @@
-"""Whole tensors in this process: a module, DDP, ZeRO-1/2, or a dict; nothing to gather."""
+"""Whole tensors in this process: a module, DDP, ZeRO-1/2, a dict or a list; nothing to gather."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from torch import Tensor, nn
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
+from rollout.weight_sync.names import (
+    NameOf,
+    Pairs,
+    bind,
+    file_form,
+    named_weights,
+    pairs,
+    wire_dtype,
+)
 from rollout.weight_sync.source import Room
+from rollout.weight_sync.values import check_all, readable
 from rollout.weights import Box, TensorMeta
 
 
 class PlainSource:
-    """A module's parameters and persistent buffers, or a dict's tensors, cast one by one.
+    """A module's parameters and persistent buffers, or a dict's or list's tensors, cast singly.
 
     Where several ranks hold the same weights (DDP), the sender's are sent and the others yield
     meta tensors; no rank waits for another inside ``__iter__``.
@@ -23,7 +32,7 @@ class PlainSource:
 
     def __init__(
         self,
-        weights: nn.Module | Mapping[str, Tensor],
+        weights: nn.Module | Pairs,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
         agreement: Agreement,
@@ -32,12 +41,8 @@ class PlainSource:
         self.agreement = agreement
         self._dtype = dtype
         self._place: Room = lambda dtype, shape: None
-        items = named_weights(weights) if isinstance(weights, nn.Module) else list(weights.items())
-        for name, tensor in items:
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise SourceFailed(
-                    f"{name!r} is a {type(tensor).__name__}; a source maps names to tensors"
-                )
+        items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+        check_all(items)
         self._bound = bind(items, aliases, name_of)
         if not self._bound:
             raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
@@ -57,14 +62,14 @@ class PlainSource:
             if not self.agreement.is_sender:
                 yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
             elif dtype == tensor.dtype or (cast := self._place(dtype, tuple(tensor.shape))) is None:
-                yield name, tensor.detach().to(dtype)
+                yield name, readable(name, tensor).to(dtype)
             else:
-                yield name, cast.copy_(tensor.detach())
+                yield name, cast.copy_(readable(name, tensor))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
-        tensor = self._bound[name].detach()
+        tensor = readable(name, self._bound[name])
         value = tensor.to(wire_dtype(tensor.dtype, self._dtype))
         return [(Box.full(tuple(tensor.shape)), value)]

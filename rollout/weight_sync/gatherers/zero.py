@@ -14,6 +14,7 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.boxes import interval_boxes
 from rollout.weight_sync.gatherers.flat import interval_values
 from rollout.weight_sync.names import NameOf, bind, file_form, named_weights, wire_dtype
+from rollout.weight_sync.values import readable
 from rollout.weights import Box, Shape, TensorMeta
 
 GATHER_BYTES = 32 << 20  # small parameters are gathered together up to this much
@@ -64,7 +65,7 @@ class ZeroSource:
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
         start, values = partition(tensor) or (0, tensor.new_empty(0))
-        cast = values.to(wire_dtype(tensor.dtype, self._dtype))
+        cast = readable(name, values).to(wire_dtype(tensor.dtype, self._dtype))
         return interval_values(full_shape(tensor), start, cast)
 
     def _runs(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -88,14 +89,15 @@ class ZeroSource:
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             # A copy, as leaving the context frees what was gathered.
             return [
-                (name, self._cast(tensor, copy=hasattr(tensor, "ds_id"))) for name, tensor in run
+                (name, self._cast(name, tensor, copy=hasattr(tensor, "ds_id")))
+                for name, tensor in run
             ]
 
-    def _cast(self, tensor: Tensor, copy: bool) -> Tensor:
+    def _cast(self, name: str, tensor: Tensor, copy: bool) -> Tensor:
         dtype = wire_dtype(tensor.dtype, self._dtype)
         if not self.agreement.is_sender:
             return torch.empty(full_shape(tensor), dtype=dtype, device="meta")
-        return tensor.detach().to(dtype, copy=copy)
+        return readable(name, tensor).to(dtype, copy=copy)
 
 
 def ranks(obj: nn.Module) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker
 from rollout.weight_sync.delta import Committed
 from rollout.weight_sync.shipment import Books
-from rollout.weight_sync.source import PlacingSource, WeightSource, agreement_for, source_for
+from rollout.weight_sync.source import WeightSource, agreement_for, incoming, opened, source_for
 from rollout.weight_sync.transports.disk import (
     FORMAT,
     LENGTH,
@@ -78,9 +78,11 @@ class VersionWriter:
         Returns the manifest on the rank that wrote it, None on the others; raises the same error
         on every rank. A version that is complete already is a ``VersionConflict``.
         """
+        obj = opened(obj)
         with ExitStack() as stack:
             agreement = stack.enter_context(closing(agreement_for(obj, timeout=timeout)))
-            source = source_for(obj, aliases={}, dtype=self._dtype, agreement=agreement)
+            found = source_for(obj, aliases={}, dtype=self._dtype, agreement=agreement)
+            source = incoming(found, self._dtype, aliases={})
             committed, self._committed = self._committed, None
             if committed is not None and not (
                 committed.version < version and committed.since_anchor + 1 < self._anchor_every
@@ -90,7 +92,7 @@ class VersionWriter:
             stack.callback(writing.close)
             if self._delta:
                 writing.follow(committed or Committed())
-            if agreement.is_sender and isinstance(source, PlacingSource):
+            if agreement.is_sender:
                 source.place_by(writing.room)
             failure = _stream(source, agreement, writing)
             agreement.vote(failure, timeout, "write")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.source import agreement_for, source_for
+from rollout.weight_sync.source import agreement_for, opened, source_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.arange(12).view(2, 6)
@@ -52,6 +53,11 @@ def gathers(job: Rank) -> None:
     mixed = sharded(Tiny(), mp_policy=MixedPrecisionPolicy(BF16, FP32), reshard_after_forward=False)
     mixed(IDS)  # leaves every parameter unsharded, in bf16; the fp32 masters must be sent
     job.gather("fsdp2_mixed", mixed, FP32)
+    job.gather("fsdp2_dict", sharded(Tiny()).state_dict(), BF16)  # DTensors and a plain buffer
+    job.gather("fsdp2_items", list(sharded(Tiny()).state_dict().items()), FP32)
+    model = sharded(Tiny(tied=False))
+    buffers = [("model.correction", model.model.correction)]
+    job.gather("fsdp2_iterator", opened(chain(model.named_parameters(), buffers)), BF16)
     job.gather("fsdp2_untied", sharded(Tiny(tied=False)), BF16)
     job.gather("fsdp2_wrapped", fully_shard(wrapped()), BF16)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
