@@ -225,6 +225,7 @@ def info(args: argparse.Namespace) -> int:
         "tokenizer": server.has_tokenizer,
         "running": stats.running,
         "waiting": stats.waiting,
+        "seed": stats.seed,
         "kv usage": round(stats.kv_usage, 4),
         "tokens generated": stats.generation_tokens_total,
         "updates": stats.weight_updates_total,

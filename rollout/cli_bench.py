@@ -100,7 +100,7 @@ class _Rounds:
     """Equal rounds of other prompts: no two share a prefix that the cache could find."""
 
     def __init__(self, core: EngineCore, args: argparse.Namespace) -> None:
-        self._core, self._args, self._rng = core, args, random.Random(core.config.seed)
+        self._core, self._args, self._rng = core, args, random.Random(core.config.seed or 0)
         self._count = 0
         self._before = (0.0, 0)
         self._params = SamplingParams(

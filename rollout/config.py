@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, InvalidRequest
 
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
+MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
 DEFAULT_BUCKET_BYTES = 64 << 20
 
 
@@ -21,6 +22,24 @@ def check_known(key: str, known: list[str], what: str) -> None:
     near = difflib.get_close_matches(key, known, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     raise ConfigError(f"unknown {what} {key!r}; {hint}")
+
+
+def timeout_problem(seconds: Any) -> str | None:
+    """What is wrong with a timeout that a user gave; None: nothing."""
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool):
+        if 0 < seconds <= MAX_TIMEOUT:
+            return None
+        seconds = f"{seconds:g}" if isinstance(seconds, float) else seconds
+    shown = str(seconds) if isinstance(seconds, str) else repr(seconds)
+    return f"must be a number of seconds above 0 and at most {MAX_TIMEOUT:g}, got {shown:.80}"
+
+
+def check_timeout(seconds: Any) -> float:
+    """A timeout as a request brings it; ``InvalidRequest`` unless it is in (0, MAX_TIMEOUT]."""
+    problem = timeout_problem(seconds)
+    if problem is not None:
+        raise InvalidRequest(f"timeout {problem}")
+    return float(seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +60,9 @@ class EngineConfig:
     by ranks. ``kv_cache_bytes``: of each rank, default on CPU min(4 GiB, a quarter of the free
     memory after the shadow is reserved). ``cuda_graphs`` auto | on | off (or a bool): capture
     decode steps on a GPU, padded to ``cuda_graph_sizes``, by default some up to ``max_num_seqs``.
+    ``max_queued_requests``: sequences (n for each prompt) that may wait; a call that would make
+    them more gets ``EngineOverloaded``, but where none waits any call is taken. ``seed``: of
+    requests that bring none; None draws one at every start, so that no two engines sample alike.
     ``async_scheduling``: give the ranks step N+1 while N runs, as long as all running requests
     decode and none waits; what arrives, is aborted or commits may wait for two steps then.
     """
@@ -59,6 +81,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_queued_requests: int = 16384
     block_size: int = 32
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -68,7 +91,7 @@ class EngineConfig:
     weight_layout: str = "auto"
     deterministic: bool = False
     head_dtype: str = "auto"
-    seed: int = 0
+    seed: int | None = None
     num_threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     start_timeout: float = 600.0
@@ -94,7 +117,10 @@ class EngineConfig:
         one_of("undo", "shadow", "sparse", "host")
         one_of("weight_layout", "auto", "plain", "tiles")
         one_of("head_dtype", "auto", "float32")
-        positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size")
+        positive = (
+            *("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"),
+            "max_queued_requests",
+        )
         optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads")
         for name in positive + optional:
             value = getattr(self, name)
@@ -102,9 +128,11 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
         for name in ("timeout", "start_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be a positive number of seconds")
+            if problem := timeout_problem(getattr(self, name)):
+                raise ConfigError(f"{name} {problem}")
         if self.executor == "inline" and self.tensor_parallel_size > 1:
             raise ConfigError(
                 "executor='inline' runs one rank; use executor='multiprocess' for "

@@ -6,7 +6,7 @@
         InvalidRequest(ValueError)       one request is malformed
         PromptTooLong                    it does not fit max_model_len
         RequestAborted                   its call was cancelled on its way
-        EngineOverloaded                 it can never be admitted, or the queue is full
+        EngineOverloaded                 too much waits already; retry later
       WeightError                        an update did not happen; the old version serves on
         WeightMismatch                   names, shapes or dtypes differ from the model's
         IncompleteUpdate                 the stream ended before every tensor arrived
@@ -128,7 +128,7 @@ STATUS: Mapping[type[RolloutError], tuple[str, int]] = {
     InvalidRequest: ("INVALID_ARGUMENT", 400),
     PromptTooLong: ("INVALID_ARGUMENT", 400),
     RequestAborted: ("CANCELLED", 499),
-    EngineOverloaded: ("RESOURCE_EXHAUSTED", 503),
+    EngineOverloaded: ("RESOURCE_EXHAUSTED", 429),
     WeightError: ("FAILED_PRECONDITION", 409),
     WeightMismatch: ("FAILED_PRECONDITION", 422),
     IncompleteUpdate: ("FAILED_PRECONDITION", 422),

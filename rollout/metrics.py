@@ -61,7 +61,7 @@ class EngineStats:
 
     ``kv_usage`` in [0, 1]; prefix figures are tokens; ``time_to_first_token`` is per request,
     ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
-    broken | dead | closed.
+    broken | dead | closed. ``seed``: of requests that bring none.
     """
 
     state: str
@@ -77,6 +77,7 @@ class EngineStats:
     prefix_cache_hits_total: int
     requests_finished: Mapping[str, int]
     epoch: int
+    seed: int
     weight_version: int
     weight_updates_total: int
     weight_updates_failed_total: int

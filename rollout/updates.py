@@ -26,7 +26,6 @@ IN_FLIGHT = ("keep", "recompute", "abort", "wait")
 STAGING = ("auto", "device", "host", "none")
 MIN_BUCKET_BYTES = 64  # one aligned entry
 MAX_BUCKET_BYTES = 8 << 30
-MAX_TIMEOUT = 86400.0  # seconds; far below what a lock or a condition can wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.backend import Backend, Outputs
+from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
-from rollout.config import DEFAULT_TIMEOUT, EngineConfig
+from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.grpc_client import RolloutClient
@@ -34,6 +35,19 @@ def _in_thread(
     method: Callable[Concatenate[WeightVerbs, P], R],
 ) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
     """The awaitable form of a weight verb: it runs in a thread, to its end even when cancelled."""
+
+    async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        await self.start()
+        return await self.threads.run(lambda: method(self.weights, *args, **kwargs))
+
+    update_wrapper(verb, method)
+    return verb
+
+
+def _at_once(
+    method: Callable[Concatenate[WeightVerbs, P], R],
+) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
+    """The same for a verb that waits for no update: one of the loop's own threads will do."""
 
     async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         await self.start()
@@ -68,6 +82,8 @@ class AsyncRollout:
         host, colon, port = address.rpartition(":")
         if not (host and colon and port.isdigit()):
             raise ConfigError(f"address {address!r} is not host:port, e.g. 127.0.0.1:50051")
+        if problem := timeout_problem(timeout):
+            raise ConfigError(f"timeout {problem}")
         self = cls.__new__(cls)
         self._set_up(RolloutClient(address, token, timeout, tls=tls), address)
         return self
@@ -75,6 +91,7 @@ class AsyncRollout:
     def _set_up(self, backend: Backend, address: str | None) -> None:
         self.backend = backend
         self.weights = WeightVerbs(backend)
+        self.threads = VerbThreads()
         self._address = address
         self._server: Any = None
         self._serving = asyncio.Lock()
@@ -183,9 +200,12 @@ class AsyncRollout:
     async def pause_generation(self, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
         """Stop stepping. ``mode``: "keep" running requests as they are, "wait" for them, or "abort"
         them: their samples end with ``finish_reason`` "abort". New requests wait in the queue.
+
+        ``timeout``: seconds, at most a day. Where running requests have not ended by then,
+        generation goes on as before and ``DeadlineExceeded`` is raised.
         """
         await self.start()
-        await self.backend.pause(mode, timeout)
+        await self.backend.pause(mode, check_timeout(timeout))
 
     async def resume_generation(self) -> None:
         """Step again after ``pause_generation``; without effect where nothing is paused."""
@@ -197,14 +217,14 @@ class AsyncRollout:
         2 drops the weights, so that a full update is needed. Running requests are frozen.
         """
         await self.start()
-        await self.backend.sleep(level, timeout)
+        await self.backend.sleep(level, check_timeout(timeout))
 
     async def wake_up(
         self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         """Bring back what ``sleep`` gave away: ``tags`` "weights", "kv_cache", or None for both."""
         await self.start()
-        await self.backend.wake_up(tags, timeout)
+        await self.backend.wake_up(tags, check_timeout(timeout))
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompt beginnings; after an update this is not needed."""
@@ -219,9 +239,9 @@ class AsyncRollout:
     # ---- weights ----
 
     update_weights = _in_thread(WeightVerbs.update_weights)
-    weight_info = _in_thread(WeightVerbs.weight_info)
+    weight_info = _at_once(WeightVerbs.weight_info)
     rollback = _in_thread(WeightVerbs.rollback)
-    receipts = _in_thread(WeightVerbs.receipts)
+    receipts = _at_once(WeightVerbs.receipts)
     check_weights = _in_thread(WeightVerbs.check_weights)
     preflight = _in_thread(WeightVerbs.preflight)
 
@@ -266,6 +286,7 @@ class AsyncRollout:
         if server is not None:
             await server.stop()
         await self.backend.disconnect()
+        self.threads.close()
 
     async def __aenter__(self) -> Self:
         try:

@@ -28,7 +28,8 @@ from rollout.weights import UpdateReceipt
 
 
 class EmbeddedBackend:
-    """Owns an ``EngineCore``. Its blocking calls run in threads; outputs hop to the caller's loop.
+    """Owns an ``EngineCore``; outputs hop to the caller's loop. Only loading and tokenising take a
+    thread of the loop's pool: control waits without one, and weight verbs have their own.
 
     ``start`` loads the model once, whoever comes first; the other verbs need it done.
     """
@@ -95,7 +96,7 @@ class EmbeddedBackend:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         ids = list(self._running if request_ids is None else request_ids)
-        return await asyncio.to_thread(self.core.abort, ids)
+        return await self.core.control.abort(ids)
 
     # ---- control ----
 
@@ -113,22 +114,22 @@ class EmbeddedBackend:
         )
 
     async def pause(self, mode: str, timeout: float) -> None:
-        await asyncio.to_thread(self.core.pause, mode, timeout)
+        await self.core.control.pause(mode, timeout)
 
     async def resume(self) -> None:
-        await asyncio.to_thread(self.core.resume)
+        await self.core.control.resume()
 
     async def sleep(self, level: int, timeout: float) -> None:
-        await asyncio.to_thread(self.core.sleep, level, timeout)
+        await self.core.control.sleep(level, timeout)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
-        await asyncio.to_thread(self.core.wake_up, tags, timeout)
+        await self.core.control.wake_up(tags, timeout)
 
     async def reset_prefix_cache(self) -> None:
-        await asyncio.to_thread(self.core.reset_prefix_cache)
+        await self.core.control.reset_prefix_cache()
 
     async def stats(self) -> EngineStats:
-        return await asyncio.to_thread(self.core.stats)
+        return self.core.stats()
 
     # ---- weights (blocking) ----
 

@@ -19,7 +19,7 @@ from rollout.generation import PromptInput, RequestOutput
 from rollout.tls import ClientTls
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
-BLOCKING_CALLS = 16  # verbs that may wait in threads at once (pause, sleep, abort, start ...)
+BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service
 
 P = ParamSpec("P")
 R = TypeVar("R")

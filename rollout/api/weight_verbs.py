@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.api.backend import Backend
-from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError
 from rollout.updates import WeightInfo
 from rollout.weight_sync.checker import WeightReport
@@ -19,7 +19,9 @@ from rollout.weights import UpdateReceipt
 
 
 class WeightVerbs:
-    """One engine's weights, as a trainer sees them; ``timeout`` (seconds) bounds every wait."""
+    """One engine's weights, as a trainer sees them; ``timeout`` (seconds, at most a day) bounds
+    every wait.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -91,7 +93,7 @@ class WeightVerbs:
 
         Possible once, until the next update begins; else ``VersionConflict``.
         """
-        return self._backend.rollback(timeout)
+        return self._backend.rollback(check_timeout(timeout))
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         """Of the last commits (64 at most), oldest first, whoever sent them."""
@@ -99,10 +101,11 @@ class WeightVerbs:
 
     def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
         """Name the tensors of ``source`` that differ from the live ones; only digests travel."""
-        return check(source, connect=lambda: self._backend, timeout=timeout)
+        return check(source, connect=lambda: self._backend, timeout=check_timeout(timeout))
 
     def preflight(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
         """Whether ``source`` would fit, from names, shapes and dtypes alone, and what an update
         would take: ``report.cost`` has seconds and the peak of extra memory on both sides.
         """
+        timeout = check_timeout(timeout)
         return preflight_source(source, connect=lambda: self._backend, timeout=timeout)

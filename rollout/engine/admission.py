@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from rollout.engine.detokenizer import Detokenizer
 from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import InvalidRequest, PromptTooLong
+from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
 from rollout.generation import Request
 
 _SEED_BITS = 63
@@ -20,7 +20,8 @@ _SEED_BITS = 63
 class Admission:
     """Judges a call as a whole in its caller's thread, and builds its states in the engine's.
 
-    ``live_ids`` are the request ids between the two and until the last output.
+    ``live_ids`` are the request ids between the two and until the last output. ``num_waiting()``
+    counts the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be.
     """
 
     def __init__(
@@ -31,8 +32,12 @@ class Admission:
         eos_ids: frozenset[int],
         tokenizer: Tokenizer | None,
         seed: int,
+        max_queued: int,
+        num_waiting: Callable[[], int],
     ) -> None:
         self.live_ids: set[str] = set()
+        self._max_queued, self._num_waiting = max_queued, num_waiting
+        self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
@@ -44,8 +49,9 @@ class Admission:
     def take(self, requests: Sequence[Request]) -> list[str]:
         """Check everything and occupy the request ids.
 
-        Raises ``InvalidRequest`` or ``PromptTooLong`` for the first request that cannot be served;
-        then nothing is occupied.
+        Raises ``InvalidRequest`` or ``PromptTooLong`` for the first request that cannot be served,
+        ``EngineOverloaded`` while too many sequences wait; then nothing is occupied. Where none
+        waits a call of any size is taken: it is one message, and would never get in otherwise.
         """
         ids = [request.request_id for request in requests]
         if len(set(ids)) != len(ids):
@@ -59,11 +65,24 @@ class Admission:
                 raise InvalidRequest(
                     "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
                 )
+        count = sum(request.params.n for request in requests)
         with self._taking:
+            waiting = self._coming + self._num_waiting()
+            if waiting and waiting + count > self._max_queued:
+                raise EngineOverloaded(
+                    f"{waiting} sequences wait already, and this call brings {count}: "
+                    f"max_queued_requests is {self._max_queued}; try again later"
+                )
             if taken := self.live_ids.intersection(ids):
                 raise InvalidRequest(f"request id {min(taken)!r} is still running; use another")
             self.live_ids.update(ids)
+            self._coming += count
         return ids
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        """What ``take`` took is with the scheduler now, or has been refused after all."""
+        with self._taking:
+            self._coming -= sum(request.params.n for request in requests)
 
     def build(self, requests: Sequence[Request], call: Call, arrived: float) -> list[RequestState]:
         """States with their samples, numbered in order. Engine thread only."""

@@ -1,14 +1,76 @@
-"""Waiting for the answers of all ranks."""
+"""Waiting, until a deadline, for what was asked of the ranks or of the engine's thread."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
 
 from rollout.engine.executors import Reply
 from rollout.errors import DeadlineExceeded, RolloutError
+
+T = TypeVar("T")
+
+
+class Asked(Generic[T]):
+    """What was asked of the engine's thread: ``result()`` waits for it in a thread, ``await`` in a
+    task, which takes none.
+
+    The deadline is ``timeout`` seconds from now; ``DeadlineExceeded`` names ``what``. Whatever
+    ends the waiting but a result calls ``undo``, also when the waiting task is cancelled.
+    """
+
+    def __init__(
+        self,
+        future: Future[T],
+        what: str,
+        timeout: float,
+        undo: Callable[[], Any] | None = None,
+    ) -> None:
+        self._future, self._what, self._timeout, self._undo = future, what, timeout, undo
+        self._deadline = time.monotonic() + timeout
+
+    def result(self) -> T:
+        try:
+            wait((self._future,), self._left())
+            if self._future.done():
+                return self._future.result()
+        except BaseException:
+            self._failed()
+            raise
+        return self._at_deadline()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        waiting = asyncio.wrap_future(self._future)
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        try:
+            await asyncio.wait((waiting,), timeout=self._left())
+        except asyncio.CancelledError:
+            waiting.cancel()  # what has not begun is not done for nobody
+            self._failed()
+            raise
+        return self.result() if self._future.done() else self._at_deadline()
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _at_deadline(self) -> T:
+        if self._future.cancel() or not self._future.done():
+            self._failed()
+            raise DeadlineExceeded(f"{self._what} did not end within {self._timeout:g} s")
+        return self.result()  # it ended at the last moment
+
+    def _failed(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            self._future.cancel()
+            undo()
 
 
 def replies_of(futures: Sequence[Future[Reply]], method: str, timeout: float) -> list[Reply]:

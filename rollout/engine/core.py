@@ -16,6 +16,7 @@ from rollout.config import EngineConfig
 from rollout.engine.admission import Admission
 from rollout.engine.ask import replies_of
 from rollout.engine.block_manager import BlockManager
+from rollout.engine.control import Control
 from rollout.engine.executors import Executor, Reply, make_executor
 from rollout.engine.figures import figures
 from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
@@ -27,6 +28,7 @@ from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import (
     EngineBroken,
     EngineClosed,
+    EngineError,
     InvalidRequest,
     RolloutError,
     WorkerDied,
@@ -39,13 +41,13 @@ from rollout.updates import IN_FLIGHT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-WAKE_TAGS = ("weights", "kv_cache")
 
 
 class EngineCore:
     """One engine, from ``start`` to ``close``. Every public method is thread-safe.
 
-    ``epoch`` is random per start, ``version`` the weights' version that the next step runs with.
+    ``epoch`` is random per start, and so is ``seed``, that of requests which bring none, unless
+    ``config`` has one; ``version`` is the weights' version that the next step runs with.
     ``executor`` overrides the one that ``config`` names. After ``start``: ``model_config``,
     ``tokenizer`` (None: token ids only), ``max_model_len``, ``num_kv_blocks``, ``memory``, and
     ``rank_info``, the ranks' start replies.
@@ -54,6 +56,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, executor: Executor | None = None) -> None:
         self.config = config
         self.epoch = secrets.randbits(48)
+        self.seed = secrets.randbits(63) if config.seed is None else config.seed
         self.version = 0
         self.counters = EngineCounters()
         self.broken: str | None = None
@@ -65,7 +68,7 @@ class EngineCore:
         self.rank_info: list[dict[str, Any]] = []
         self._executor = executor
         self._loop: StepLoop | None = None
-        self._asleep: set[str] = set()
+        self.control = Control(self)
         self._closing = threading.Lock()
         self._closed = False
 
@@ -116,7 +119,9 @@ class EngineCore:
             max_model_len=self.max_model_len,
             eos_ids=self.eos_ids,
             tokenizer=self.tokenizer,
-            seed=config.seed,
+            seed=self.seed,
+            max_queued=config.max_queued_requests,
+            num_waiting=lambda: self.scheduler.num_waiting,
         )
         self.blocks = BlockManager(
             size.num_blocks,
@@ -175,7 +180,7 @@ class EngineCore:
             return "starting"
         if self._loop.dead is not None:
             return "dead"
-        if self._asleep:
+        if self.control.asleep:
             return "asleep"
         if self.broken is not None:
             return "broken"
@@ -189,7 +194,8 @@ class EngineCore:
         ``sink`` is called from the engine's thread and must not block: with cumulative snapshots
         as tokens arrive when ``stream``, else with each request's final one; or once with an
         error, which ends the whole call. Raises ``InvalidRequest`` or ``PromptTooLong`` for a bad
-        request, an ``EngineError`` while the engine cannot serve.
+        request, ``EngineOverloaded`` while too much waits, an ``EngineError`` while the engine
+        cannot serve.
         """
         refusal = self._refusal()
         if refusal is not None:
@@ -198,12 +204,11 @@ class EngineCore:
             return
         call = Call(sink, stream, self.admission.take(requests))
         arrived = time.monotonic()
-        self.at_step_boundary(lambda: self._admit(requests, call, arrived))
+        admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))
+        admitted.add_done_callback(lambda future: self._admitted(future, requests, call))
 
     def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> int:
-        """End requests with ``finish_reason`` "abort" and what they have; how many there were."""
-        ids = list(request_ids)
-        return self._between_steps("abort", lambda: self.outputs.abort(ids), timeout)
+        return self.control.abort(request_ids, timeout).result()
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt; ``InvalidRequest`` without a tokenizer."""
@@ -216,29 +221,28 @@ class EngineCore:
             )
         return self.tokenizer
 
-    # ---- control ----
+    # ---- control: as in ``Control``, waited for in this thread ----
 
     def pause(self, mode: str = "keep", timeout: float | None = None) -> None:
-        """Stop generating until ``resume``.
-
-        "keep" freezes what runs, "wait" lets what has begun finish first (``DeadlineExceeded``
-        when it does not, and generation goes on), "abort" ends everything.
-        """
-        if mode not in ("keep", "wait", "abort"):
-            raise InvalidRequest(f"pause mode must be keep, wait or abort, got {mode!r}")
-        if mode == "wait":
-            self.loop.wait_drained("pause", self._limit(timeout))
-            return
-
-        def freeze() -> None:
-            self.loop.gates.freeze("pause")
-            if mode == "abort":
-                self.outputs.abort(list(self.outputs.requests))
-
-        self._between_steps("pause", freeze, timeout)
+        self.control.pause(mode, timeout).result()
 
     def resume(self, timeout: float | None = None) -> None:
-        self._between_steps("resume", lambda: self.loop.gates.open("pause"), timeout)
+        self.control.resume(timeout).result()
+
+    def reset_prefix_cache(self, timeout: float | None = None) -> None:
+        self.control.reset_prefix_cache(timeout).result()
+
+    def sleep(self, level: int = 1, timeout: float | None = None) -> None:
+        self.control.sleep(level, timeout).result()
+
+    def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> None:
+        self.control.wake_up(tags, timeout).result()
+
+    def stats(self) -> EngineStats:
+        """One moment; takes no lock and waits for nobody."""
+        return figures(self)
+
+    # ---- what an update uses ----
 
     def drain(self, timeout: float) -> None:
         """Return when nothing that has begun is left; nothing is admitted until ``undrain``."""
@@ -250,61 +254,11 @@ class EngineCore:
 
     def hold(self, timeout: float) -> None:
         """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
-        self._between_steps("hold", lambda: self.loop.gates.freeze("hold"), timeout)
+        self.loop.between_steps("hold", lambda: self.loop.gates.freeze("hold"), timeout)
 
     def release(self) -> None:
         """Step again, from the next boundary on; never waits and never raises."""
         self.at_step_boundary(lambda: self.loop.gates.open("hold"))
-
-    def reset_prefix_cache(self, timeout: float | None = None) -> None:
-        self._between_steps("reset_prefix_cache", lambda: self.blocks.reset_prefix_cache(), timeout)
-
-    def sleep(self, level: int = 1, timeout: float | None = None) -> None:
-        """Free device memory: 1 keeps the weights in host memory, 2 drops them.
-
-        What runs is frozen and computed again after ``wake_up``; new calls get ``EngineClosed``.
-        Asleep already, or woken in part, it gives up what is not given up yet.
-        """
-        if level not in (1, 2):
-            raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r}")
-        wait = self._limit(timeout)
-
-        def fall_asleep() -> None:
-            self.loop.gates.freeze("sleep")
-            self.scheduler.recompute()
-            self.blocks.reset_prefix_cache()
-            self._asleep = set(WAKE_TAGS)
-            if level == 2:  # what is frozen stays so until new weights are there
-                self.broken = "sleep(level=2) dropped the weights"
-                self.loop.gates.freeze("broken")
-            self._ask_or_break("sleep", {"level": level}, wait)
-
-        self._between_steps("sleep", fall_asleep, wait)
-
-    def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> None:
-        """Bring back "weights", "kv_cache" or both (None); serves again once both are there.
-
-        After ``sleep(2)`` the engine stays broken until a full update commits.
-        """
-        wanted = list(WAKE_TAGS if tags is None else tags)
-        if unknown := [tag for tag in wanted if tag not in WAKE_TAGS]:
-            raise InvalidRequest(f"unknown tag {unknown[0]!r}; known: {', '.join(WAKE_TAGS)}")
-        wait = self._limit(timeout)
-
-        def wake() -> None:
-            missing = [tag for tag in wanted if tag in self._asleep]
-            if missing:
-                self._ask_or_break("wake_up", {"tags": missing}, wait)
-            self._asleep.difference_update(missing)
-            if not self._asleep:
-                self.loop.gates.open("sleep")
-
-        self._between_steps("wake_up", wake, wait)
-
-    def stats(self) -> EngineStats:
-        return figures(self)
-
-    # ---- what an update uses ----
 
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
@@ -366,7 +320,7 @@ class EngineCore:
             return EngineClosed("the engine is not running")
         if self._loop.dead is not None:
             return WorkerDied(str(self._loop.dead))
-        if self._asleep:
+        if self.control.asleep:
             return EngineClosed("the engine is asleep; call wake_up first")
         if self.broken is not None:
             return EngineBroken(_broken_text(self.broken))
@@ -380,22 +334,19 @@ class EngineCore:
             return
         self.outputs.add(self.admission.build(requests, call, arrived))
 
-    def _between_steps(self, what: str, fn: Callable[[], T], timeout: float | None) -> T:
-        return self.loop.between_steps(what, fn, self._limit(timeout))
-
-    def _limit(self, timeout: float | None) -> float:
-        return self.config.timeout if timeout is None else timeout
+    def _admitted(self, done: Future[None], requests: Sequence[Request], call: Call) -> None:
+        """A call that the engine's thread could not take, or never got to, hears why."""
+        self.admission.arrived(requests)
+        error = done.exception()
+        if isinstance(error, RolloutError):
+            self.outputs.refuse(call, error)
+        elif error is not None:
+            log.error("a call could not be admitted", exc_info=error)
+            text = f"the call could not be admitted: {type(error).__name__}: {error}"
+            self.outputs.refuse(call, EngineError(text))
 
     def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
         return replies_of(self.call(method, args), method, timeout)
-
-    def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> None:
-        """``_ask`` for calls that leave the ranks in an unknown state when one fails."""
-        try:
-            self._ask(method, args, timeout)
-        except RolloutError as error:
-            self.mark_broken(f"{method} failed: {error}")
-            raise
 
 
 def _broken_text(reason: str) -> str:

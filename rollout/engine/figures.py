@@ -26,6 +26,7 @@ def figures(core: EngineCore) -> EngineStats:
         prefix_cache_hits_total=core.blocks.hit_tokens,
         requests_finished=dict(count.finished),
         epoch=core.epoch,
+        seed=core.seed,
         weight_version=core.version,
         weight_updates_total=count.updates,
         weight_updates_failed_total=count.updates_failed,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor, Reply
 from rollout.engine.gates import Gates
@@ -28,7 +29,6 @@ from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch
 from rollout.engine.step_output import StepOutput, decode_step
 from rollout.errors import (
-    DeadlineExceeded,
     EngineBroken,
     EngineClosed,
     EngineError,
@@ -120,29 +120,47 @@ class StepLoop:
         future.set_exception(EngineClosed("the engine was shut down"))
         return future
 
-    def between_steps(self, what: str, fn: Callable[[], T], timeout: float) -> T:
-        """Run ``fn`` between two steps and wait; ``DeadlineExceeded`` names ``what``."""
+    def ask(self, what: str, fn: Callable[[], T], timeout: float) -> Asked[T]:
+        """Run ``fn`` between two steps; ``what`` names it at its deadline."""
         if self.is_current_thread:
-            return fn()
+            future: Future[T] = Future()
+            future.set_result(fn())
+            return Asked(future, what, timeout)
         if self.dead is not None:
             raise WorkerDied(str(self.dead))
-        return _result(self.at_boundary(fn), what, timeout)
+        return Asked(self.at_boundary(fn), what, timeout)
 
-    def wait_drained(self, gate: str, timeout: float) -> None:
-        """Shut ``gate`` and wait until nothing that has begun is left; reopen it on failure."""
+    def between_steps(self, what: str, fn: Callable[[], T], timeout: float) -> T:
+        """``ask``, and wait for it in this thread."""
+        return self.ask(what, fn, timeout).result()
+
+    def ask_drained(self, gate: str, timeout: float) -> Asked[None]:
+        """Shut ``gate`` once nothing that has begun is left, and admit nothing until then.
+
+        Whatever else ends the waiting leaves the gate as it was.
+        """
         drained: Future[None] = Future()
 
         def shut() -> None:
-            self.gates.shut(gate)
+            self.gates.wait_behind(gate, drained)
             self._drains.append(drained)
 
-        deadline = time.monotonic() + timeout
-        self.between_steps(gate, shut, timeout)
-        try:
-            _result(drained, f"{gate}: running requests", max(0.0, deadline - time.monotonic()))
-        except RolloutError:
-            self.at_boundary(lambda: self.gates.open(gate))
-            raise
+        def refused(asked: Future[None]) -> None:
+            error = asked.exception()
+            if error is not None and drained.set_running_or_notify_cancel():
+                drained.set_exception(error)
+
+        def give_up() -> None:
+            self.at_boundary(lambda: self.gates.stop_waiting(drained, stay_shut=False))
+
+        if self.dead is not None:
+            raise WorkerDied(str(self.dead))
+        self.at_boundary(shut).add_done_callback(refused)
+        return Asked(drained, f"{gate}: running requests", timeout, give_up)
+
+    def wait_drained(self, gate: str, timeout: float) -> None:
+        """``ask_drained``, and wait for it in this thread."""
+        self.ask_drained(gate, timeout).result()
 
     # ---- in the thread ----
 
@@ -194,11 +212,11 @@ class StepLoop:
             return
         drains, self._drains = self._drains, []
         for future in drains:
-            if not future.set_running_or_notify_cancel():
-                continue
-            if self.dead:
+            waited = future.set_running_or_notify_cancel()
+            self.gates.stop_waiting(future, stay_shut=waited and not self.dead)
+            if waited and self.dead:
                 future.set_exception(self.dead)
-            else:
+            elif waited:
                 future.set_result(None)
 
     def _step(self) -> bool:
@@ -320,14 +338,3 @@ def _settle(futures: list[Future[Reply]], error: RolloutError) -> None:
             raise death from error
     if hanging:
         raise EngineBroken(f"one rank failed a step and another did not end it: {error}") from error
-
-
-def _result(future: Future[T], what: str, timeout: float) -> T:
-    try:
-        return future.result(timeout)
-    except FutureTimeout as error:
-        if isinstance(error, RolloutError):
-            raise
-        if future.cancel() or not future.done():
-            raise DeadlineExceeded(f"{what} did not end within {timeout:g} s") from error
-        return future.result()

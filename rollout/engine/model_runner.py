@@ -189,7 +189,7 @@ class ModelRunner:
             None,
             self.config.load_format,
             metadata=model.weight_metadata(),
-            seed=self.config.seed,
+            seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
             progress=self.config.progress and self.tp.rank == 0,
         ) as checkpoint:
             model.load_weights(checkpoint.items())

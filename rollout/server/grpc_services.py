@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from rollout import rollout_pb2 as pb
-from rollout.config import DEFAULT_TIMEOUT
+from rollout.config import DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError, InvalidRequest, RolloutError
 from rollout.generation import SamplingParams
 from rollout.grpc_status import status_of
@@ -188,8 +188,8 @@ class ProtocolInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def seconds(request: Any) -> float:
-    """The request's timeout; not set is the default."""
-    return float(request.timeout) if request.timeout > 0 else DEFAULT_TIMEOUT
+    """The request's timeout; 0, which is also not set, is the default."""
+    return DEFAULT_TIMEOUT if request.timeout == 0 else check_timeout(request.timeout)
 
 
 def _params(messages: Sequence[Any], count: int) -> list[SamplingParams] | SamplingParams | None:

@@ -27,11 +27,11 @@ import torch
 
 from rollout import rollout_pb2 as pb
 from rollout import update_wire
+from rollout.config import MAX_TIMEOUT
 from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc_lanes import Lane, Lanes
 from rollout.updates import (
     MAX_BUCKET_BYTES,
-    MAX_TIMEOUT,
     BucketHeader,
     UpdateRequest,
     WeightChannel,

@@ -47,7 +47,8 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
         options = UpdateOptions.on_server(parsed(request.options_json))
-        receipt = await asyncio.to_thread(self._rollout.backend.update_from, request.path, options)
+        path, backend = request.path, self._rollout.backend
+        receipt = await self._rollout.threads.run(lambda: backend.update_from(path, options))
         return _document(update_wire.receipt_to_wire(receipt))
 
     @answers
@@ -57,7 +58,8 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
 
     @answers
     async def Digests(self, request: Any) -> Any:  # noqa: N802
-        digests = await asyncio.to_thread(self._rollout.backend.digests, seconds(request))
+        timeout, backend = seconds(request), self._rollout.backend
+        digests = await self._rollout.threads.run(lambda: backend.digests(timeout))
         return pb.DigestsResponse(digests=digests)
 
     @answers

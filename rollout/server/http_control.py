@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict
 
 from rollout.api import AsyncRollout
-from rollout.config import DEFAULT_TIMEOUT
+from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from rollout.errors import InvalidRequest
 from rollout.server.verbs import weight_info as weight_info_document
 
-Timeout = Annotated[float, Query(gt=0)]
+Timeout = Annotated[float, Query(gt=0, le=MAX_TIMEOUT)]  # seconds
 PAUSE_MODES = ("keep", "wait", "abort")
 
 
@@ -52,7 +51,7 @@ def _add_pausing(router: APIRouter, rollout: AsyncRollout) -> None:
     ) -> dict[str, Any]:
         """vLLM's default: running requests end with what they have."""
         _check(mode in PAUSE_MODES, f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        await rollout.pause_generation(mode, _bounded(timeout))
+        await rollout.pause_generation(mode, timeout)
         if clear_cache:
             await rollout.reset_prefix_cache()
         return {"status": "paused"}
@@ -71,14 +70,14 @@ def _add_sleeping(router: APIRouter, rollout: AsyncRollout) -> None:
     @router.post("/sleep")
     async def sleep(level: int = 1, timeout: Timeout = DEFAULT_TIMEOUT) -> dict[str, Any]:
         _check(level in (1, 2), f"level must be 1 or 2, got {level}")
-        await rollout.sleep(level, _bounded(timeout))
+        await rollout.sleep(level, timeout)
         return {"status": "asleep", "level": level}
 
     @router.post("/wake_up")
     async def wake_up(
         tags: Annotated[list[str] | None, Query()] = None, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> dict[str, Any]:
-        await rollout.wake_up(tags, _bounded(timeout))
+        await rollout.wake_up(tags, timeout)
         return {"status": "awake"}
 
     @router.get("/is_sleeping")
@@ -100,8 +99,3 @@ def _add_looking(router: APIRouter, rollout: AsyncRollout) -> None:
 def _check(ok: bool, message: str) -> None:
     if not ok:
         raise InvalidRequest(message)
-
-
-def _bounded(timeout: float) -> float:
-    _check(math.isfinite(timeout), f"timeout must be finite, got {timeout}")
-    return timeout

@@ -13,6 +13,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 from rollout.errors import STATUS, RolloutError
 from rollout.server.auth import Tokens
 
+RETRY_AFTER = "1"  # seconds, of an overloaded engine
 OPEN_PATHS = ("/health", "/ping")
 GENERATION_PATHS = (
     "/v1/",
@@ -38,7 +39,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RolloutError)
     async def named(request: Request, error: RolloutError) -> Response:
         body, status = error_body(error)
-        return JSONResponse(body, status)
+        return JSONResponse(body, status, {"Retry-After": RETRY_AFTER} if status == 429 else None)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
+from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.update_wire import receipt_to_wire
 from rollout.updates import WeightInfo
@@ -19,7 +19,7 @@ from rollout.weights import TensorMeta
 from rollout.wire import DTYPES
 
 T = TypeVar("T", bound=BaseModel)
-Seconds = Annotated[float, Field(gt=0, le=86400, strict=False)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, strict=False)]
 Bytes = Annotated[int, Field(gt=0, le=1 << 40)]
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 Document = dict[str, Any]
@@ -162,7 +162,8 @@ class Verbs:
         backend = self._rollout.backend
         if not isinstance(backend, EmbeddedBackend):
             raise ConfigError("the weight verbs are those of the engine's own server: ask it")
-        return await asyncio.to_thread(verb, backend.verbs)
+        session = backend.verbs
+        return await self._rollout.threads.run(lambda: verb(session))
 
 
 def parse(kind: type[T], data: bytes) -> T:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.updates import (
     IN_FLIGHT,
     MAX_BUCKET_BYTES,
-    MAX_TIMEOUT,
     MIN_BUCKET_BYTES,
     STAGING,
     UpdateRequest,

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, timeout_problem
 from rollout.errors import ConfigError
-from rollout.updates import (
-    IN_FLIGHT,
-    MAX_BUCKET_BYTES,
-    MAX_TIMEOUT,
-    MIN_BUCKET_BYTES,
-    STAGING,
-)
+from rollout.updates import IN_FLIGHT, MAX_BUCKET_BYTES, MIN_BUCKET_BYTES, STAGING
 from rollout.weight_sync.transports import SenderFactory
 
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
@@ -87,10 +81,7 @@ class UpdateOptions:
                 f"bucket_bytes must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}, got "
                 f"{self.bucket_bytes}"
             )
-        if not 0 < self.timeout <= MAX_TIMEOUT:
-            raise ConfigError(
-                f"timeout must be a positive number of seconds, at most {MAX_TIMEOUT:g}, got "
-                f"{self.timeout}"
-            )
+        if problem := timeout_problem(self.timeout):
+            raise ConfigError(f"timeout {problem}")
         if self.anchor_every < 0:
             raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")

@@ -425,3 +425,103 @@ def test_figures_count_what_happened(start: Start) -> None:
     assert (stats.time_to_first_token.count, stats.inter_token.count) == (3, 9)
     assert (stats.weight_updates_total, stats.weight_updates_failed_total) == (1, 1)
     assert (stats.last_stall_seconds, stats.state, stats.epoch) == (0.5, "running", core.epoch)
+
+
+# ---- what waits ----
+
+
+def hold_boundary(core: EngineCore) -> threading.Event:
+    """The engine's thread stands in a boundary until the event is set."""
+    there, go = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        there.set()
+        go.wait(60)
+
+    core.at_step_boundary(stand)
+    assert there.wait(30)
+    return go
+
+
+def test_calls_submitted_while_the_engine_closes_are_answered(start: Start) -> None:
+    core = start()
+    go = hold_boundary(core)
+    sinks = [Sink() for _ in range(3)]
+    for number, sink in enumerate(sinks):
+        core.submit([request(str(number))], sink, stream=False)
+    closing = threading.Thread(target=core.close)
+    closing.start()
+    while not core.loop.closed:
+        time.sleep(0.001)
+    go.set()
+    closing.join(30)
+    for sink in sinks:
+        with pytest.raises(EngineClosed, match="shut down"):
+            sink.results()
+    late = Sink()
+    core._closed = False  # as a caller sees it that came a moment earlier
+    core.submit([request("late")], late, stream=False)
+    core._closed = True
+    with pytest.raises(EngineClosed):
+        late.results()
+    assert not core.admission.live_ids
+
+
+def test_a_call_that_cannot_be_admitted_hears_why(start: Start) -> None:
+    core = start()
+    core.admission.build = lambda *args: 1 // 0
+    sink = Sink()
+    core.submit([request("a")], sink, stream=False)
+    with pytest.raises(EngineError, match="could not be admitted: ZeroDivisionError"):
+        sink.results()
+    del core.admission.build
+    run(core, request("a", max_tokens=1))
+
+
+@pytest.mark.parametrize("timeout", [1e300, float("inf"), float("nan"), -1.0, 0, "1", True])
+def test_an_absurd_timeout_is_refused_and_shuts_no_gate(start: Start, timeout: Any) -> None:
+    core = start()
+    for verb in (
+        lambda: core.pause("wait", timeout),
+        lambda: core.pause("keep", timeout),
+        lambda: core.sleep(1, timeout),
+        lambda: core.wake_up(timeout=timeout),
+    ):
+        with pytest.raises(InvalidRequest, match="timeout must be a number of seconds"):
+            verb()
+    assert core.state == "running"
+    run(core, request(max_tokens=1))
+
+
+def test_whoever_gives_up_waiting_opens_no_gate_of_others(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 3, max_tokens=60)
+    patient = core.control.pause("wait", 60)
+    with pytest.raises(DeadlineExceeded):
+        core.pause("wait", 0.05)
+    assert core.loop.gates.closed
+    core.at_step_boundary(lambda: core.loop.gates._freezes.clear()).result(30)
+    core.at_step_boundary(lambda: core.loop.gates._apply()).result(30)
+    sink.results()
+    patient.result()
+    assert core.state == "paused"
+    core.resume()
+    go = hold_boundary(core)
+    with pytest.raises(DeadlineExceeded):
+        core.pause("wait", 0.05)  # it never came to shut anything
+    go.set()
+    run(core, request("b", max_tokens=1))
+    assert core.state == "running"
+
+
+def test_a_resume_overrules_a_pause_that_still_waits(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, toy, 3, max_tokens=60)
+    waiting = core.control.pause("wait", 60)
+    core.resume()
+    sink.results()
+    waiting.result()
+    assert core.state == "running"
+    run(core, request("b", max_tokens=1))

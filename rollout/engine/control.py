@@ -1,0 +1,117 @@
+"""What is asked of a running engine beside requests: abort, pause, sleep, caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollout.config import check_timeout
+from rollout.engine.ask import Asked, replies_of
+from rollout.errors import InvalidRequest, RolloutError
+
+if TYPE_CHECKING:
+    from rollout.engine.core import EngineCore
+
+T = TypeVar("T")
+WAKE_TAGS = ("weights", "kv_cache")
+
+
+class Control:
+    """Each verb returns at once; what it returns is waited for, in a thread or a task.
+
+    ``timeout``: seconds, at most ``MAX_TIMEOUT``; None is the engine's own.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.asleep: set[str] = set()  # tags that were given up
+        self._core = core
+
+    def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> Asked[int]:
+        """End requests with ``finish_reason`` "abort" and what they have; how many there were."""
+        ids = list(request_ids)
+        return self._ask("abort", lambda: self._core.outputs.abort(ids), timeout)
+
+    def pause(self, mode: str = "keep", timeout: float | None = None) -> Asked[None]:
+        """Stop generating until ``resume``.
+
+        "keep" freezes what runs, "wait" lets what has begun finish first (``DeadlineExceeded``
+        when it does not, and generation goes on), "abort" ends everything.
+        """
+        core = self._core
+        if mode not in ("keep", "wait", "abort"):
+            raise InvalidRequest(f"pause mode must be keep, wait or abort, got {mode!r}")
+        if mode == "wait":
+            return core.loop.ask_drained("pause", self._limit(timeout))
+
+        def freeze() -> None:
+            core.loop.gates.freeze("pause")
+            if mode == "abort":
+                core.outputs.abort(list(core.outputs.requests))
+
+        return self._ask("pause", freeze, timeout)
+
+    def resume(self, timeout: float | None = None) -> Asked[None]:
+        return self._ask("resume", lambda: self._core.loop.gates.open("pause"), timeout)
+
+    def reset_prefix_cache(self, timeout: float | None = None) -> Asked[None]:
+        return self._ask(
+            "reset_prefix_cache", lambda: self._core.blocks.reset_prefix_cache(), timeout
+        )
+
+    def sleep(self, level: int = 1, timeout: float | None = None) -> Asked[None]:
+        """Free device memory: 1 keeps the weights in host memory, 2 drops them.
+
+        What runs is frozen and computed again after ``wake_up``; new calls get ``EngineClosed``.
+        Asleep already, or woken in part, it gives up what is not given up yet.
+        """
+        if level not in (1, 2):
+            raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r}")
+        core, wait = self._core, self._limit(timeout)
+
+        def fall_asleep() -> None:
+            core.loop.gates.freeze("sleep")
+            core.scheduler.recompute()
+            core.blocks.reset_prefix_cache()
+            self.asleep = set(WAKE_TAGS)
+            if level == 2:  # what is frozen stays so until new weights are there
+                core.broken = "sleep(level=2) dropped the weights"
+                core.loop.gates.freeze("broken")
+            self._ask_or_break("sleep", {"level": level}, wait)
+
+        return self._ask("sleep", fall_asleep, wait)
+
+    def wake_up(
+        self, tags: Sequence[str] | None = None, timeout: float | None = None
+    ) -> Asked[None]:
+        """Bring back "weights", "kv_cache" or both (None); serves again once both are there.
+
+        After ``sleep(2)`` the engine stays broken until a full update commits.
+        """
+        wanted = list(WAKE_TAGS if tags is None else tags)
+        if unknown := [tag for tag in wanted if tag not in WAKE_TAGS]:
+            raise InvalidRequest(f"unknown tag {unknown[0]!r}; known: {', '.join(WAKE_TAGS)}")
+        wait = self._limit(timeout)
+
+        def wake() -> None:
+            missing = [tag for tag in wanted if tag in self.asleep]
+            if missing:
+                self._ask_or_break("wake_up", {"tags": missing}, wait)
+            self.asleep.difference_update(missing)
+            if not self.asleep:
+                self._core.loop.gates.open("sleep")
+
+        return self._ask("wake_up", wake, wait)
+
+    def _ask(self, what: str, fn: Callable[[], T], timeout: float | None) -> Asked[T]:
+        return self._core.loop.ask(what, fn, self._limit(timeout))
+
+    def _limit(self, timeout: float | None) -> float:
+        return self._core.config.timeout if timeout is None else check_timeout(timeout)
+
+    def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> None:
+        """Ask all ranks, whose state nobody knows when one fails."""
+        try:
+            replies_of(self._core.call(method, args), method, timeout)
+        except RolloutError as error:
+            self._core.mark_broken(f"{method} failed: {error}")
+            raise

@@ -1,0 +1,26 @@
+"""Nobody waits for an engine that was shut down."""
+
+from __future__ import annotations
+
+import asyncio
+
+from api.conftest import ENGINE
+
+from rollout import AsyncRollout, RequestOutput, SamplingParams
+from rollout.errors import EngineError
+
+
+async def test_generations_beside_a_shutdown_all_end(bare_checkpoint: str) -> None:
+    rollout = AsyncRollout(bare_checkpoint, **ENGINE)
+    await rollout.start()
+    params = SamplingParams(max_tokens=100)
+
+    async def calls() -> list[RequestOutput]:
+        return [out for _ in range(50) for out in await rollout.generate([1, 2, 3], params)]
+
+    tasks = [asyncio.create_task(calls()) for _ in range(28)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        await rollout.shutdown()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(error, EngineError) for error in ended)
