@@ -1,16 +1,37 @@
-# `make demo` and `make test` do their own set-up: a virtual environment in .venv with pinned versions.
+# Every target does its own set-up: a virtual environment in .venv with pinned versions.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types unit unit-first unit-second soak install clean
+# One worker for each core; a file's tests stay on one worker, so that its engines start once.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+
+.PHONY: demo test quick more soak lint types unit install clean
 
 demo: $(STAMP)
 	$(BIN)/python trainer_examples/grpo_fsdp2.py
 
+# What every commit must pass, in 15 minutes on two idle cores.
 test: lint types unit
+
+# What shows most, in 3 minutes, while you work.
+QUICK := $(addprefix tests/,nouns engine_core loader models/test_model_registry.py \
+	models/test_weight_load.py weight_sync/test_transaction.py api/test_updates.py \
+	test_layers_of_imports.py test_errors.py)
+
+quick: lint
+	$(PYTEST) $(QUICK)
+
+# What is slow or broad: sweeps and long courses, in 18 minutes.
+more: $(STAMP)
+	$(PYTEST) -m more
+
+# What runs for its length. SEED=n for another course.
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --seconds 600 --seed $(or $(SEED),0)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -19,22 +40,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Two halves at once, one for each core; the second is whatever the first does not name.
-HALF := $(addprefix tests/,demo determinism engine_core engine_exec frameworks gpu kernels loader \
-	models nouns weight_sync_source)
-
 unit: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit-first unit-second
-
-unit-first: $(STAMP)
-	$(BIN)/pytest $(HALF)
-
-unit-second: $(STAMP)
-	$(BIN)/pytest tests $(addprefix --ignore=,$(HALF))
-
-# Ten minutes of updates, faults and streams; prints what was checked. SEED=n for another course.
-soak: $(STAMP)
-	$(BIN)/python benchmarks/soak.py --seconds 600 --seed $(or $(SEED),0)
+	$(PYTEST)
 
 install: $(STAMP)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-START_LIMIT = 90.0
+START_LIMIT = 270.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def serve(model: Path, *flags: str) -> Iterator[Served]:
         if process.poll() is None:
             process.terminate()
         try:
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

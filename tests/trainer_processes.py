@@ -63,7 +63,7 @@ class Job:
             assert process.stdin is not None
             process.stdin.write(line)
             process.stdin.flush()
-        return self.answers(60)
+        return self.answers(180)
 
     def close(self) -> None:
         for process in self.ranks:
@@ -73,7 +73,7 @@ class Job:
                 process.stdin.close()
         for process in self.ranks:
             try:
-                process.wait(8)
+                process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

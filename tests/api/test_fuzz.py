@@ -144,7 +144,7 @@ def test_streams_of_an_update(engine, eventually) -> None:
             with contextlib.suppress(grpc.RpcError):
                 list(call)
             assert call.code() is not grpc.StatusCode.UNKNOWN, call.details()
-            assert time.monotonic() - started < 8
+            assert time.monotonic() - started < 25
             warm.append(psutil.Process().memory_info().rss)
 
         check()

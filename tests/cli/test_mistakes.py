@@ -132,7 +132,7 @@ def test_the_process_itself_exits_with_2_and_one_line(bare: Path) -> None:
         [*command, "--port", "0", "--grpc-port", "0"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=270,
         check=False,
     )
     refused((done.returncode, done.stdout, done.stderr), "attention heads (4)")

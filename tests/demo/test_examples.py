@@ -46,7 +46,7 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=270,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
@@ -56,6 +56,7 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["grpo_fsdp1.py", "grpo_lora.py", "ppo_zero3.py"])
 def test_two_steps_move_the_version_twice_and_leave_a_whole_checkpoint(
     name: str, start: Path, tmp_path: Path
@@ -76,6 +77,7 @@ def test_two_steps_move_the_version_twice_and_leave_a_whole_checkpoint(
         torch.testing.assert_close(after[key], before[key], msg=key)
 
 
+@pytest.mark.more
 def test_asynchronous_steps_know_which_tokens_are_older(start: Path, tmp_path: Path) -> None:
     steps = ("--steps", "4")
     summary = run("async_grpo.py", *SMALL, *steps, "--start", str(start), "--output", str(tmp_path))
@@ -86,6 +88,7 @@ def test_asynchronous_steps_know_which_tokens_are_older(start: Path, tmp_path: P
     assert summary["largest_lag"] >= 1
 
 
+@pytest.mark.more
 def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
     small = ("--checkpoints", "2", "--every", "1", "--layers", "1", "--no-goals")
     summary = run("follow_checkpoints.py", *small, "--output", str(tmp_path / "run"))

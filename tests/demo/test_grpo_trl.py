@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(180)
 def test_trl_samples_each_step_with_the_weights_it_has_just_made() -> None:
     script = ROOT / "trainer_examples" / "grpo_trl.py"
     small = ["--steps", "2", "--layers", "1", "--prompts", "4", "--samples", "2"]
@@ -22,7 +19,7 @@ def test_trl_samples_each_step_with_the_weights_it_has_just_made() -> None:
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=270,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -49,7 +49,7 @@ def jobs(checkpoints, tmp_path_factory) -> Iterator[dict[str, Job]]:
     }
     try:
         for kind, job in started.items():
-            if None in job.answers(90):
+            if None in job.answers(270):
                 raise AssertionError((logs / f"{kind}.log").read_text())
         yield started
     finally:

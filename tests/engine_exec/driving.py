@@ -30,7 +30,7 @@ def running(model, num_blocks=64, **settings):
     try:
         executor.start()
         for future in executor.call("init_kv", {"num_blocks": num_blocks}):
-            future.result(10)
+            future.result(60)
         yield executor
     finally:
         executor.close()
@@ -50,7 +50,7 @@ def begin(executor, batch):
 def end(batch, futures):
     version = batch.version
     sampling = [e.sequence for e in batch.entries if e.samples]
-    replies = [f.result(30) for f in futures]
+    replies = [f.result(60) for f in futures]
     assert {reply["version"] for reply, _ in replies} == {version}
     assert all(not tensors for _, tensors in replies[1:])
     out = decode_step(replies[0])

@@ -46,7 +46,7 @@ def run_ranks(case, size):
     ]
     os.close(fd)
     try:
-        told = [rank.communicate(timeout=60)[0] for rank in ranks]
+        told = [rank.communicate(timeout=270)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from serving import serve
 from tiny_models import write_tiny
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LIMIT = 90
+LIMIT = 270
 
 
-@pytest.mark.timeout(180)
 def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
     flags = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs")

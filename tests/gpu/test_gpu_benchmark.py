@@ -16,8 +16,8 @@ from rollout.kernels.gpu_support import triton_runs
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not triton_runs() or torch.cuda.is_available(), reason="needs the interpreter")
-@pytest.mark.timeout(280)
 def test_every_section_of_the_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(

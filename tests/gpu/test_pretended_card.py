@@ -23,7 +23,7 @@ def _run(*command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         "TMPDIR": str(tmp_path),
     }
     return subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=560
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=880
     )
 
 
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.timeout(570)
+@pytest.mark.more
+@pytest.mark.timeout(900)
 def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path) -> None:
     done = _run(
         *("-m", "pytest", "-q"),

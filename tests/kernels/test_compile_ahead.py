@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 
 
+@pytest.mark.more
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-@pytest.mark.timeout(280)
 def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     processes = [

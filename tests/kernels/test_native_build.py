@@ -84,7 +84,7 @@ def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=270)
     finally:
         process.kill()
         process.wait()

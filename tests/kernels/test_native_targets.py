@@ -19,6 +19,8 @@ from rollout.kernels import digest, linear, paged_attention
 from rollout.kernels.native import library, native_status
 from rollout.weights import Box
 
+pytestmark = pytest.mark.more
+
 TESTS = Path(__file__).parents[1]
 SOURCES = Path(__file__).parents[2] / "rollout/kernels/native"
 WARNINGS = ("-std=gnu11", "-O1", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
@@ -64,7 +66,7 @@ print(count, native_status())
 @pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
 def test_the_sources_compile_without_a_warning_for(cpu: str, tmp_path: Path) -> None:
     command = [str(COMPILER), "-c", *WARNINGS, f"-march={cpu}", *_sources()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=270)
     assert done.returncode == 0, done.stderr
 
 
@@ -109,7 +111,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Arm:
     command = [ARM_COMPILER, "-static", *WARNINGS, f"-I{SOURCES}"]
     done = subprocess.run(
         [*command, driver, *others, "-lm", "-o", str(program)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=270,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return Arm(program)

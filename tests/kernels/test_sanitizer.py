@@ -29,6 +29,7 @@ def _cases() -> dict[str, list[Case]]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("op", sorted(_cases()))
 def test_programs_stay_in_bounds_and_apart(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = getattr(kernels, op).implementation("triton"), 0

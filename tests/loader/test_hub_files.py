@@ -108,7 +108,7 @@ def read(home, url, revision="", load_format="auto", token=""):
     env = {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
     env |= {"PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     command = [sys.executable, "-c", READ, revision, load_format, token]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=270)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

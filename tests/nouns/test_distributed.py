@@ -24,7 +24,7 @@ def run_ranks(size: int, work) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     if failures:
         raise failures[0]
@@ -48,7 +48,7 @@ def test_a_missing_member_is_a_named_error_at_the_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="rank 0 of 2"):
         join_group(server.info, 0, 1.0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 8
     server.close()
 
 
@@ -59,7 +59,7 @@ def test_a_member_that_has_given_up_is_not_knocked_at_beyond_the_deadline() -> N
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=f"rank {rank} of 2"):
             join_group(server.info, rank, 2.0)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 8
     server.close()
 
 
@@ -86,4 +86,4 @@ def test_a_rendezvous_whose_owner_is_gone_is_an_error_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(TransferFailed, match="nobody listens"):
         join_group(server.info, 1, 10.0)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 8

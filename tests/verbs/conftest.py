@@ -60,7 +60,7 @@ def engine(request, model) -> Iterator[Engine]:
     flags = ("--dtype", "float32", "--tensor-parallel-size", str(ranks))
     with (
         serve(model, *flags) as served,
-        httpx.Client(base_url=f"http://{served.http}", timeout=30) as http,
+        httpx.Client(base_url=f"http://{served.http}", timeout=180) as http,
         Rollout.connect(served.grpc) as rollout,
     ):
         yield Engine(ranks, served, http, rollout)

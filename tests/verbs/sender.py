@@ -47,7 +47,7 @@ class Sender:
             self.join()
             return future.result()
 
-    def join(self, limit: float = 20.0) -> None:
+    def join(self, limit: float = 120.0) -> None:
         """As vLLM's trainer does: the store waits for all members, then the group forms."""
         timeout = timedelta(seconds=limit)
         self._store = dist.TCPStore(

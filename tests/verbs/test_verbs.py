@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_named_and_the_sender_is_freed(engine, sender, weig
     assert (status, kind) == (422, "WeightMismatch")
     assert words in message
     assert sender.sent is not None  # its broadcast failed instead of waiting for ever
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 25
     assert (engine.info(), engine.tokens()) == (before, tokens)
     for verb in ("update_weights", "finish_weight_update"):
         body = {"update_info": described(weights[1].items())} if verb[:6] == "update" else None
@@ -162,7 +162,7 @@ def test_a_broadcast_that_does_not_come_ends_the_update(engine, sender, weights)
     body = {"update_info": described(weights[1].items())}
     begun = time.monotonic()
     assert error_of(sender.post("update_weights", body))[:2] == (504, "DeadlineExceeded")
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 25
     assert engine.info() == before
     assert error_of(sender.post("start_weight_update"))[0] == 400  # init first
 
@@ -176,7 +176,7 @@ def test_abort_ends_an_update_that_is_receiving(engine, sender, weights) -> None
     time.sleep(0.3)
     assert error_of(sender.post("update_weights", body))[:2] == (409, "UpdateInProgress")
     assert sender.post("abort_weight_update").status_code == 200
-    assert error_of(waiting.result(10))[1] == "TransferFailed"
+    assert error_of(waiting.result(60))[1] == "TransferFailed"
     assert engine.info() == before
 
 
@@ -195,9 +195,9 @@ def test_a_sender_that_breaks_its_word_costs_the_update_alone(engine, sender, we
         time.sleep(0.3)
         sender.close()
     begun = time.monotonic()
-    status, kind, message = error_of(waiting.result(15))
+    status, kind, message = error_of(waiting.result(60))
     assert (status, kind) == (502, "TransferFailed"), message
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 25
     assert (engine.info(), engine.tokens()) == (before, tokens)
     limit = time.monotonic() + 5
     while len(descendants(engine.served.process.pid)) != children - engine.ranks:
@@ -222,7 +222,7 @@ def test_a_group_that_cannot_form_is_refused_in_bounded_time(engine, sender) -> 
     status, _, message = error_of(sender.post("init_weight_transfer_engine", body))
     assert status in (502, 504)
     assert f"127.0.0.1:{info['master_port']}" in message
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 25
     assert engine.info()["state"] == "idle"
 
 

@@ -35,8 +35,6 @@ ROADS = ("grpc_stream", "broadcast", "ipc", "p2p")
 Weights = dict[str, torch.Tensor]
 START_LIMIT = 240.0  # seconds: six processes of trainers on a busy machine
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, Weights]:
@@ -81,13 +79,13 @@ def address(engine) -> Iterator[str]:
     thread.start()
 
     def run(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
 
     served = run(serve(SimpleNamespace(backend=engine)))  # type: ignore[arg-type]
     yield served.address
     run(served.stop())
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 

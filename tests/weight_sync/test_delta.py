@@ -345,8 +345,8 @@ def test_finding_and_packing_changes_takes_no_python_loop() -> None:
     old = torch.zeros(8 << 20, dtype=torch.bfloat16)
     new = old.clone()
     new[::100] = 1
-    started = time.perf_counter()
+    started = time.process_time()
     found = encode(old, new, 1 << 30)
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 3
     assert found is not None
     assert found.nbytes <= 0.02 * new.nbytes

@@ -68,7 +68,7 @@ def test_two_ranks_of_fsdp2_send_what_changed(directory, tmp_path) -> None:
             for rank in range(2)
         ]  # fmt: skip
         try:
-            said = [process.communicate(timeout=150) for process in ranks]
+            said = [process.communicate(timeout=270) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

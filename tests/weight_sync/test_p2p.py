@@ -114,7 +114,7 @@ def broken(engine, peers, weights, match, error=RolloutError, **options):
     before, version = engine.live(), engine.version
     started = time.monotonic()
     got = peers.send(weights, **options)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
     for one in got:
         assert isinstance(one, error), got
         assert type(one) is type(got[0])
@@ -177,7 +177,7 @@ def test_an_engine_rank_that_fails_frees_everybody(engine, peers, checkpoints) -
         before = engine.live()
         started = time.monotonic()
         got = peers.send(checkpoints[2])
-        assert time.monotonic() - started < 12
+        assert time.monotonic() - started < 25
         assert all(isinstance(one, TransferFailed) for one in got), got
         assert same(engine.live(), before)
     finally:

@@ -121,7 +121,7 @@ def test_what_is_not_there_or_there_in_part_twice_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "size", "place"),
-    [("fsdp:2", 2, rows), ("fsdp:3", 3, rows), ("ddp:2", 2, whole)], ids=str,
+    [("fsdp:2", 2, rows), ("fsdp:3", 3, rows), ("ddp:2", 2, whole)], ids=["fsdp2", "fsdp3", "ddp2"],
 )  # fmt: skip
 @pytest.mark.parametrize("tp", [1, 2])
 def test_planned_bytes_are_what_moves(checkpoints, tmp_path, trainer, size, place, tp) -> None:

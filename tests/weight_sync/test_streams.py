@@ -106,8 +106,8 @@ def test_a_stream_that_is_lost_for_good_fails_every_rank(engine, weights, which)
         started = time.monotonic()
         with pytest.raises(TransferFailed):
             send(ranks, nudged(weights, 0.5), service, transport=GrpcStream(0.5), encoding="full")
-        assert time.monotonic() - started < 10
-        deadline = time.monotonic() + 5
+        assert time.monotonic() - started < 25
+        deadline = time.monotonic() + 25
         while engine.weight_info().state != "idle":
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -132,7 +132,7 @@ def test_a_stream_joins_by_the_secret_and_once(engine, weights) -> None:
     with pytest.raises(TransferFailed, match="does not commit"):
         lane.commit()
     # A stream that ends without having said that all was sent takes the update with it.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 25
     while engine.weight_info().state != "idle":
         assert time.monotonic() < deadline
         time.sleep(0.02)
