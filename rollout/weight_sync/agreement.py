@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import selectors
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from rollout import errors, wire
+from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, DeadlineExceeded, SourceFailed, TransferFailed
 from rollout.weight_sync.meeting import meet
 
@@ -39,6 +41,9 @@ class Agreement:
         self.rank = rank  # index among the members
         self.ranks = tuple(ranks)  # of the members, in the trainer's job
         self._links: dict[int, socket.socket] = dict(links or {})  # by member index
+        self._talking = threading.Lock()  # the caller's own thread is in a call of this object
+        self._given_up: errors.RolloutError | None = None
+        self._early: dict[int, wire.Frame] = {}  # what ``heard`` has read of a peer
 
     @property
     def size(self) -> int:
@@ -72,18 +77,24 @@ class Agreement:
         if self.size == 1:
             return [dict(status)]
         try:
-            if self.is_sender:
-                return self._collect(dict(status), time.monotonic() + timeout, phase)
-            with suppress(TransferFailed):  # the centre may have left after an earlier verdict
-                self._send(0, {"phase": phase, "status": dict(status)}, timeout, phase)
-            # The centre waits ``timeout`` for the slowest member, and then says who it was.
-            reply = self._receive_one(0, timeout + min(1.0, timeout / 4), phase)
-            if reply.get("error"):
-                raise errors.from_wire(reply["error"])
-            return list(reply["all"])
+            with self._talking:
+                return self._exchange(dict(status), timeout, phase)
         except BaseException:
             self.close()
             raise
+
+    def _exchange(self, status: dict[str, Any], timeout: float, phase: str) -> list[Any]:
+        if self._given_up is not None:
+            raise self._given_up
+        if self.is_sender:
+            return self._collect(status, time.monotonic() + timeout, phase)
+        with suppress(TransferFailed):  # the centre may have left after an earlier verdict
+            self._send(0, {"phase": phase, "status": status}, timeout, phase)
+        # The centre waits ``timeout`` for the slowest member, and then says who it was.
+        reply = self._receive_one(0, timeout + min(1.0, timeout / 4), phase)
+        if reply.get("error"):
+            raise errors.from_wire(reply["error"])
+        return list(reply["all"])
 
     def broadcast(
         self, obj: Mapping[str, Any] | None, timeout: float, phase: str = "announce"
@@ -100,6 +111,14 @@ class Agreement:
         The others get nothing back: a vote before it says that all members have come this far.
         ``data``: uint8, in host memory.
         """
+        with self._talking:
+            if self._given_up is not None:
+                raise self._given_up
+            return self._collected(rows, data, timeout, phase)
+
+    def _collected(
+        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
+    ) -> list[tuple[list[Any], Tensor]]:
         if not self.is_sender:
             self._send(0, {"phase": phase, "rows": list(rows)}, timeout, phase, {"data": data})
             return []
@@ -107,6 +126,8 @@ class Agreement:
         deadline = time.monotonic() + timeout
         for index in range(1, self.size):
             header, tensors = self._frame(index, deadline - time.monotonic(), phase)
+            if header.get("error"):
+                raise errors.from_wire(header["error"])
             if header.get("phase") != phase or "data" not in tensors:
                 raise TransferFailed(
                     f"trainer rank {self.ranks[index]} is at {header.get('phase')!r} while rank "
@@ -129,13 +150,13 @@ class Agreement:
         mine = None if error is None else errors.to_wire(_typed(error, f"{who}, {phase}: "))
         try:
             replies = self.exchange({"error": mine}, timeout, phase)
-        except DeadlineExceeded:
+        except TransferFailed as lost:
+            raise lost from error  # a gather that fails because a peer died names only a socket
+        except errors.RolloutError:
             if error is None:
                 raise
             # The others hang in the gather that failed here; the failure says more than that.
             raise _typed(error, f"{who}, {phase}: ") from _origin(error)
-        except TransferFailed as lost:
-            raise lost from error  # a gather that fails because a peer died names only a socket
         failed = [i for i, reply in enumerate(replies) if reply and reply["error"]]
         if not failed:
             return
@@ -144,6 +165,67 @@ class Agreement:
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt of this process stays one here
         raise first from (_origin(error) if failed[0] == self.rank and error else None)
+
+    @contextmanager
+    def step(self, phase: str, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
+        """For a source's own ``__iter__``: what raises inside on one rank raises on all of them.
+
+        Collective, as ``vote``: put in it what can fail before a collective, which all ranks then
+        reach or none does.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the trainer's own code
+            failure = error
+        self.vote(failure, timeout, phase)
+
+    def give_up(self, error: errors.RolloutError) -> None:
+        """Tell the others, while this member's own thread is in code that cannot be interrupted.
+
+        They raise ``error`` from the call they are in or come to next, and so does this member.
+        From a thread beside the one that makes all other calls; one that it is in now ends by its
+        own deadline.
+        """
+        if self._given_up is not None:
+            return
+        self._given_up = error
+        if not self._talking.acquire(blocking=False):
+            return
+        try:
+            frame = {"phase": "given up", "error": errors.to_wire(error)}
+            for link in self._links.values():
+                with suppress(OSError):
+                    link.settimeout(1.0)
+                    wire.send_frame(link, frame)
+        finally:
+            self._talking.release()
+
+    def heard(self) -> errors.RolloutError | None:
+        """On the sender: how a peer has failed meanwhile, if one has; never blocks for long.
+
+        For a thread beside the one that makes all other calls, as ``give_up`` is.
+        """
+        if not self._talking.acquire(blocking=False):
+            return None  # it will hear for itself
+        try:
+            return self._heard()
+        finally:
+            self._talking.release()
+
+    def _heard(self) -> errors.RolloutError | None:
+        for index, link in self._links.items() if self.is_sender else ():
+            if index not in self._early and _readable(link):
+                try:
+                    self._early[index] = self._frame(index, 1.0, "gather")
+                except errors.RolloutError as lost:
+                    return lost
+            header = self._early[index][0] if index in self._early else {}
+            status = header.get("status")
+            said = header.get("error") or (isinstance(status, dict) and status.get("error"))
+            if said:
+                return errors.from_wire(said)
+        return None
 
     def dead_peers(self) -> tuple[int, ...]:
         """Ranks (of the trainer's job) whose link has closed; for a watchdog, never blocks.
@@ -178,15 +260,18 @@ class Agreement:
                 known = any(reply.get("error") for reply in replies.values())
                 if known:  # the verdict is clear: a peer may be stuck in the gather that failed
                     deadline = min(deadline, time.monotonic() + GRACE)
-                events = ready.select(max(0.0, deadline - time.monotonic()))
-                if not events and known:
+                come = list(self._early)
+                if not come:
+                    events = ready.select(max(0.0, deadline - time.monotonic()))
+                    come = [key.data for key, _ in events]
+                if not come and known:
                     break
-                if not events:
+                if not come:
                     error = self._late(set(range(self.size)) - set(replies), phase)
-                for key, _ in events:
+                for index in come:
                     try:
-                        replies[key.data] = self._status(key.data, deadline, phase, known)
-                        ready.unregister(key.fileobj)
+                        replies[index] = self._status(index, deadline, phase, known)
+                        ready.unregister(self._links[index])
                     except errors.RolloutError as failure:
                         error = failure
                         break
@@ -208,6 +293,8 @@ class Agreement:
         Once an update has failed (``known``, or by this status) its ranks may be anywhere.
         """
         frame = self._receive_one(index, deadline - time.monotonic(), phase)
+        if frame.get("error"):  # it gave up, wherever it is
+            raise errors.from_wire(frame["error"])
         status = frame.get("status")
         there = frame.get("phase")
         if isinstance(status, dict) and (there == phase or known or status.get("error")):
@@ -256,6 +343,8 @@ class Agreement:
 
     def _frame(self, index: int, timeout: float, phase: str) -> wire.Frame:
         link = self._link(index, phase)
+        if index in self._early:
+            return self._early.pop(index)
         try:
             link.settimeout(max(0.01, timeout))
             frame = wire.recv_frame(link)
@@ -268,6 +357,12 @@ class Agreement:
         if frame is None:
             raise TransferFailed(f"trainer rank {self.ranks[index]} is gone, at {phase!r}")
         return frame
+
+
+def _readable(link: socket.socket) -> bool:
+    with selectors.DefaultSelector() as ready:
+        ready.register(link, selectors.EVENT_READ)
+        return bool(ready.select(0))
 
 
 def _typed(error: BaseException, where: str) -> errors.RolloutError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from torch import Tensor
 
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import RolloutError, SourceFailed, WeightMismatch, from_wire, to_wire
@@ -19,8 +21,20 @@ from rollout.update_wire import (
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.cost import UpdateCost, expected_cost
+from rollout.weight_sync.digests import combine
+from rollout.weight_sync.lockstep import Walk, source_failed, watchdog
 from rollout.weight_sync.preflight import differences
-from rollout.weight_sync.source import agreement_for, incoming, opened, source_for
+from rollout.weight_sync.rounds import HeldBoxes
+from rollout.weight_sync.shipment import Books
+from rollout.weight_sync.source import (
+    LocalSource,
+    agreement_for,
+    incoming,
+    opened,
+    source_for,
+)
+from rollout.weight_sync.survey import PlanCache, survey
+from rollout.weight_sync.values import Incoming
 from rollout.weights import Box, TensorMeta, UpdateReceipt
 
 _RECENT = 8  # receipts that an estimate may rest on
@@ -122,22 +136,10 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement):
         info = _shared_info(agreement, connect, timeout)
-        source = source_for(
-            obj,
-            aliases=info.aliases,
-            dtype=info.dtype,
-            agreement=agreement,
-            tensors=info.tensors,
-        )
-        mine: dict[str, int] = {}
-        num_bytes = 0
-        for name, tensor in incoming(
-            source, info.dtype, tensors=info.tensors, aliases=info.aliases
-        ):
-            if agreement.is_sender:
-                shape = tuple(tensor.shape)
-                mine[name] = digest(tensor, shape, Box.full(shape))
-                num_bytes += tensor.nbytes
+        source, failure = _source(obj, info, agreement)
+        agreement.vote(failure, timeout, "source")
+        assert source is not None
+        mine, num_bytes = _digests(source, agreement, timeout)
         said = _said(agreement, timeout, lambda: _verdict(mine, info, connect().digests(timeout)))
         return WeightReport(
             version=info.version,
@@ -147,6 +149,59 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
             num_tensors=len(mine),
             num_bytes=num_bytes,
         )
+
+
+def _source(
+    obj: Any, info: WeightInfo, agreement: Agreement
+) -> tuple[Incoming | None, RolloutError | None]:
+    try:
+        source = source_for(
+            obj, aliases=info.aliases, dtype=info.dtype, agreement=agreement, tensors=info.tensors
+        )
+        found = incoming(source, info.dtype, tensors=info.tensors, aliases=info.aliases)
+    except RolloutError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
+        return None, source_failed(error, "")
+    return found, None
+
+
+def _digests(source: Incoming, agreement: Agreement, timeout: float) -> tuple[dict[str, int], int]:
+    """Digest per tensor of the source in the engine's dtype, and the bytes of all of them.
+
+    On every rank where each can read its own boxes, and then nothing is gathered; else as it is
+    gathered, on the sender alone.
+    """
+    found = survey(source, agreement, timeout, PlanCache()) if agreement.size > 1 else None
+    with watchdog(agreement, timeout) as watch:
+        if found is not None and found.problem is None:
+            held = HeldBoxes(cast(LocalSource, source), found, agreement.rank, Books(), watch)
+            failure = None
+            try:
+                held.finish()
+            except RolloutError as error:
+                failure = error
+            except Exception as error:  # noqa: BLE001 - the trainer's own code
+                failure = source_failed(error, "")
+            agreement.vote(failure, 2 * timeout, "digests")
+            rows = agreement.exchange({"digests": held.rows()}, timeout, "digests")
+            return (
+                combine([reply["digests"] for reply in rows]),
+                sum(meta.nbytes for meta in found.metadata),
+            )
+        mine: dict[str, int] = {}
+        sizes: list[int] = []
+
+        def take(name: str, tensor: Tensor) -> None:
+            if agreement.is_sender:
+                shape = tuple(tensor.shape)
+                mine[name] = digest(tensor, shape, Box.full(shape))
+                sizes.append(tensor.nbytes)
+
+        Walk(
+            source, agreement, watch, timeout=timeout, step_bytes=DEFAULT_BUCKET_BYTES, take=take
+        ).run()
+        return mine, sum(sizes)
 
 
 def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rollout.weight_sync.publication import Publication
 from rollout.weight_sync.shards import Shards, ShardUpdate
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.survey import Survey
+from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import UpdateReceipt
 
 
@@ -27,7 +28,6 @@ class OwnPart:
     def __init__(self, base: DeltaBase | None, options: UpdateOptions) -> None:
         self._base, self._options = base, options
         self._copies = base.take_shards() if base is not None else ShardCopies()
-        self._shards: Shards | None = None
 
     @property
     def mark(self) -> tuple[Any, ...]:
@@ -44,6 +44,7 @@ class OwnPart:
         sending: Publication,
         told: Mapping[str, Any],
         connect: Callable[[], WeightLink],
+        watch: Watchdog,
     ) -> None:
         """Send this rank's part, by the first rank or on a stream of its own."""
         with ExitStack() as stack:
@@ -54,7 +55,7 @@ class OwnPart:
                     stack.enter_context(closing(outlet))
                 agreement.vote(failure, 2 * self._options.timeout, "join")
             ShardUpdate(
-                self._own(source, found, agreement.rank),
+                Shards(source, found, agreement.rank, self._options.bucket_bytes, watch),
                 self._copies if told["changes"] == "send" else None,
                 info,
                 agreement,
@@ -86,12 +87,7 @@ class OwnPart:
         if self._base is None or (how == "send" and too_dense(self._options, *sizes)):
             return
         if how == "keep":
-            self._own(source, found, rank).keep(copies)
+            Shards(source, found, rank, self._options.bucket_bytes).keep(copies)
         copies.since_anchor = copies.since_anchor + 1 if how == "send" else 0
         copies.epoch, copies.version = receipt.epoch, receipt.version
         self._base.put_shards(copies)
-
-    def _own(self, source: WeightSource, found: Survey, rank: int) -> Shards:
-        if self._shards is None:
-            self._shards = Shards(source, found, rank, self._options.bucket_bytes)
-        return self._shards

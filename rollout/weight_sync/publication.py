@@ -15,7 +15,6 @@ from rollout.errors import (
     EngineClosed,
     RequestAborted,
     RolloutError,
-    SourceFailed,
     TransferFailed,
     VersionConflict,
 )
@@ -29,6 +28,7 @@ from rollout.updates import Seal, UpdateRequest, WeightChannel, WeightInfo
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.encodings import Encoder
 from rollout.weight_sync.link import WeightLink, receipt_of
+from rollout.weight_sync.lockstep import source_failed
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.shipment import Books, Shipment
 from rollout.weight_sync.source import WeightSource
@@ -267,11 +267,3 @@ class Publication:
             "encoding": self._encoder.encoding + ("-zstd" if self._encoder.compressed else ""),
             "encoding_reason": self._encoder.reason,
         }
-
-
-def source_failed(error: Exception, last: str) -> SourceFailed:
-    """An exception of the trainer's own code, after tensor ``last``, as one of the tree."""
-    after = f" after {last!r}" if last else ""
-    failed = SourceFailed(f"the source raised{after}: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed

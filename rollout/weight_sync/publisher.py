@@ -7,8 +7,7 @@ the same receipt or the same error.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -20,9 +19,10 @@ from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.link import WeightLink
+from rollout.weight_sync.lockstep import Walk, source_failed, watchdog
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.own_part import OwnPart
-from rollout.weight_sync.publication import Publication, source_failed
+from rollout.weight_sync.publication import Publication
 from rollout.weight_sync.rounds import Rounds
 from rollout.weight_sync.source import agreement_for, incoming, opened, source_for
 from rollout.weight_sync.survey import PlanCache, survey
@@ -64,15 +64,17 @@ def publish(
         part = OwnPart(base, options)
         found = survey(source, agreement, timeout, plans, part.mark) if look else None
         told = _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source, found))
-        if "p2p" in told:
-            assert found is not None
-            plans.learn(told["p2p"], info)
-            Rounds(source, found, agreement, options, sending).run(told["p2p"]["where"], plans)
-        elif told["changes"] == "send" or "lanes" in told:
-            assert found is not None
-            part.send(source, found, info, agreement, sending, told, connect)
-        else:
-            _stream(source, info, agreement, options, sending)
+        with watchdog(agreement, timeout, sending.give_up) as watch:
+            if "p2p" in told:
+                assert found is not None
+                plans.learn(told["p2p"], info)
+                rounds = Rounds(source, found, agreement, options, sending, watch)
+                rounds.run(told["p2p"]["where"], plans)
+            elif told["changes"] == "send" or "lanes" in told:
+                assert found is not None
+                part.send(source, found, info, agreement, sending, told, connect, watch)
+            else:
+                _stream(source, agreement, options, sending, watch)
         done = _on_sender(agreement, 4 * timeout, "commit", sending.finish)
         receipt = receipt_from_wire(done["receipt"])
         if told["changes"] and found is not None:
@@ -128,62 +130,30 @@ def _on_sender(
 
 def _stream(
     source: Incoming,
-    info: WeightInfo,
     agreement: Agreement,
     options: UpdateOptions,
     sending: Publication,
+    watch: Watchdog,
 ) -> None:
-    """Iterate the source in lockstep, sending on the sender, voting once per bucket's worth."""
-    sizes = {meta.name: meta.nbytes for meta in info.tensors}
+    """Iterate the source in lockstep, sending on the sender."""
     shipment = sending.shipment
     if shipment is not None:
         source.place_by(shipment.room)
-    items = _items(source)
-    since_vote, last = 0, ""
-    error: Exception | None = None
-    with Watchdog(options.timeout, sending.give_up) as watchdog:
-        try:
-            while True:
-                started = time.perf_counter()
-                watchdog.arm(f"trainer rank {agreement.ranks[agreement.rank]}", "gather", last)
-                try:
-                    item = next(items, None)
-                except RolloutError as failure:
-                    error, item = failure, None
-                except Exception as failure:  # noqa: BLE001 - whatever the trainer's code raises
-                    error, item = source_failed(failure, last), None
-                finally:
-                    watchdog.disarm()
-                sending.books.gather_seconds += time.perf_counter() - started
-                if item is None:
-                    break
-                last = item[0]
-                if shipment is not None:
-                    shipment.add(*item)
-                since_vote += sizes.get(last, 0)
-                if since_vote >= options.bucket_bytes or sending.failure is not None:
-                    since_vote = _vote(agreement, sending, since_vote, options)
-            if shipment is not None and error is None:
-                shipment.flush()
-            agreement.vote(error or sending.failure, options.timeout, f"end, after {last!r}")
-        finally:
-            items.close()
 
+    def take(name: str, tensor: Tensor) -> None:
+        if shipment is not None:
+            shipment.add(name, tensor)
 
-def _vote(
-    agreement: Agreement, sending: Publication, since_vote: int, options: UpdateOptions
-) -> int:
-    """One continue/abort flag of all ranks; the count since the last vote is returned.
-
-    A sender that failed between votes goes on gathering until the next one: it must not leave the
-    others alone in a collective.
-    """
-    if agreement.size > 1 and since_vote < options.bucket_bytes:
-        return since_vote
-    agreement.vote(sending.failure, options.timeout, "bucket")
-    return 0
-
-
-def _items(source: Incoming) -> Generator[tuple[str, Tensor]]:
-    """So that an ``__iter__`` that raises does it at the first ``next``, like any other."""
-    yield from source
+    walk = Walk(
+        source,
+        agreement,
+        watch,
+        timeout=options.timeout,
+        step_bytes=options.bucket_bytes,
+        take=take,
+        failed=lambda: sending.failure,
+    )
+    try:
+        walk.run(flush=lambda: None if shipment is None else shipment.flush())
+    finally:
+        sending.books.gather_seconds += walk.seconds

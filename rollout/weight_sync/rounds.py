@@ -23,6 +23,7 @@ from rollout.weight_sync.shipment import Books, Shipment
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weight_sync.survey import PlanCache, Survey
 from rollout.weight_sync.transports.p2p import P2PMember, outgoing, payload_bytes
+from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import Box, TensorMeta
 
 
@@ -40,11 +41,13 @@ class Rounds:
         agreement: Agreement,
         options: UpdateOptions,
         sending: Publication,
+        watch: Watchdog,
     ) -> None:
         self._agreement, self._timeout = agreement, options.timeout
         self._survey, self._sending = survey, sending
         self._bucket_bytes = options.bucket_bytes
-        self._held = HeldBoxes(cast(LocalSource, source), survey, agreement.rank, sending.books)
+        local = cast(LocalSource, source)
+        self._held = HeldBoxes(local, survey, agreement.rank, sending.books, watch)
 
     def run(self, where: Any, plans: PlanCache) -> None:
         """Send everything; returns when it has arrived and all digests are known."""
@@ -109,8 +112,10 @@ class _Follower:
 class HeldBoxes:
     """What this rank holds: packs parts of it, and digests each box when it is first read."""
 
-    def __init__(self, source: LocalSource, survey: Survey, rank: int, books: Books) -> None:
-        self._source, self._rank, self._books = source, rank, books
+    def __init__(
+        self, source: LocalSource, survey: Survey, rank: int, books: Books, watch: Watchdog
+    ) -> None:
+        self._source, self._rank, self._books, self._watch = source, rank, books, watch
         self._boxes = survey.have[rank]
         self._metadata: Mapping[str, TensorMeta] = {m.name: m for m in survey.metadata}
         self._digests: dict[str, list[int]] = {}
@@ -156,7 +161,9 @@ class HeldBoxes:
     def _read(self, name: str) -> list[tuple[Box, Tensor]]:
         if self._last[0] == name:
             return self._last[1]
-        meta, found = self._metadata[name], self._source.local_values(name)
+        meta = self._metadata[name]
+        with self._watch.over(f"read {name}", self._last[0]):
+            found = self._source.local_values(name)
         if tuple(box for box, _ in found) != tuple(self._boxes.get(name, ())) or any(
             tuple(values.shape) != box.shape or values.dtype != meta.dtype for box, values in found
         ):

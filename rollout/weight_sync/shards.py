@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,11 +25,13 @@ from rollout.weight_sync.boxes import cut
 from rollout.weight_sync.delta import CodedDelta, EncodedDelta, ShardCopies
 from rollout.weight_sync.digests import total
 from rollout.weight_sync.lanes import Outlet
+from rollout.weight_sync.lockstep import source_failed
 from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.plan import held
-from rollout.weight_sync.publication import Publication, source_failed
+from rollout.weight_sync.publication import Publication
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weight_sync.survey import MAX_PART, Survey, shard_layout
+from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import Box, TensorMeta, TensorPiece
 from rollout.wire import flat_bytes
 
@@ -46,8 +49,15 @@ class Part:
 class Shards:
     """One trainer rank's parts of a source, and its copies of them."""
 
-    def __init__(self, source: WeightSource, survey: Survey, rank: int, bucket_bytes: int) -> None:
-        self._source = cast(LocalSource, source)
+    def __init__(
+        self,
+        source: WeightSource,
+        survey: Survey,
+        rank: int,
+        bucket_bytes: int,
+        watch: Watchdog | None = None,
+    ) -> None:
+        self._source, self._watch = cast(LocalSource, source), watch
         self._metadata, most = survey.metadata, min(bucket_bytes, MAX_PART)
         self.layout = shard_layout(survey.layout, bucket_bytes)
         self._parts = {m.name: _parts(m, survey, rank, most) for m in survey.metadata}
@@ -59,7 +69,8 @@ class Shards:
             parts = self._parts[meta.name]
             if meta.name not in wanted or not parts:
                 continue
-            held_now = dict(self._source.local_values(meta.name))
+            with self._watch.over(f"read {meta.name}") if self._watch else nullcontext():
+                held_now = dict(self._source.local_values(meta.name))
             for part in parts:
                 values = held_now.get(part.of)
                 if values is None or tuple(values.shape) != part.of.shape:

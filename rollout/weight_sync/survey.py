@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.errors import RolloutError
 from rollout.update_wire import boxes_from_wire, boxes_to_wire, wants_from_wire, wants_to_wire
 from rollout.updates import Begun, BucketHeader, Wants, WeightInfo
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.lockstep import source_failed
 from rollout.weight_sync.plan import Layout, gap, plan_rounds
 from rollout.weight_sync.source import LocalSource, WeightSource
 from rollout.weights import TensorMeta
@@ -110,7 +112,16 @@ def survey(
     copies: Sequence[Any] = (),
 ) -> Survey:
     """Tell each other what every rank holds; collective. Boxes travel when some have changed."""
-    problem, metadata, mine = _look(source)
+    failure: RolloutError | None = None
+    looked: _Look = ("", (), {})
+    try:
+        looked = _look(source)
+    except RolloutError as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001 - the trainer's own code
+        failure = source_failed(error, "")
+    agreement.vote(failure, timeout, "survey")
+    problem, metadata, mine = looked
     status = {
         "problem": problem,
         "mine": _digest(mine),
@@ -141,7 +152,10 @@ def survey(
     return found
 
 
-def _look(source: WeightSource) -> tuple[str, tuple[TensorMeta, ...], dict[str, Any]]:
+_Look = tuple[str, tuple[TensorMeta, ...], dict[str, Any]]
+
+
+def _look(source: WeightSource) -> _Look:
     """What is in the way on this rank, or "", and its metadata and boxes."""
     metadata = source.metadata()
     if metadata is None:

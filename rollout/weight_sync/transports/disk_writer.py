@@ -28,8 +28,9 @@ from rollout.updates import BucketHeader
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker
 from rollout.weight_sync.delta import Committed
+from rollout.weight_sync.lockstep import Walk, watchdog
 from rollout.weight_sync.shipment import Books
-from rollout.weight_sync.source import WeightSource, agreement_for, incoming, opened, source_for
+from rollout.weight_sync.source import agreement_for, incoming, opened, source_for
 from rollout.weight_sync.transports.disk import (
     FORMAT,
     LENGTH,
@@ -41,6 +42,7 @@ from rollout.weight_sync.transports.disk import (
     read_manifest,
 )
 from rollout.weight_sync.transports.store import Store
+from rollout.weight_sync.values import Incoming
 from rollout.weights import Box, Shape, TensorMeta
 from rollout.wire import tensor_bytes
 
@@ -94,8 +96,7 @@ class VersionWriter:
                 writing.follow(committed or Committed())
             if agreement.is_sender:
                 source.place_by(writing.room)
-            failure = _stream(source, agreement, writing)
-            agreement.vote(failure, timeout, "write")
+            _stream(source, agreement, writing, timeout, self._bucket_bytes)
             agreement.vote(_attempt(writing.finish, agreement), timeout, "manifest")
         if not agreement.is_sender:
             return None
@@ -152,10 +153,6 @@ class _Writing:
         except Exception as error:  # noqa: BLE001 - a source's iteration is no place for it
             self._failure = error
             return None
-
-    def give_up(self, failure: Exception) -> None:
-        """Make no more room: the source is only led to its end."""
-        self._failure = self._failure or failure
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self._failure is not None:
@@ -218,23 +215,20 @@ class _Writing:
         self._sizes.append(len(head) + len(data))
 
 
-def _stream(source: WeightSource, agreement: Agreement, writing: _Writing) -> RolloutError | None:
-    """Iterate the source to its end in lockstep; the writer's own failure does not stop it."""
+def _stream(
+    source: Incoming, agreement: Agreement, writing: _Writing, timeout: float, step: int
+) -> None:
+    """Iterate the source in lockstep; the writer's own failure waits for the next vote."""
     failure = _attempt(writing.begin, agreement)
-    items = iter(source)
-    try:
-        for name, tensor in items:
-            if failure is None:
-                failure = _attempt(lambda n=name, t=tensor: writing.add(n, t), agreement)
-            else:
-                writing.give_up(failure)
-    except RolloutError as error:
-        failure = failure or error
-    finally:
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()
-    return failure
+    agreement.vote(failure, timeout, "write")
+
+    def take(name: str, tensor: Tensor) -> None:
+        failure = _attempt(lambda: writing.add(name, tensor), agreement)
+        if failure is not None:
+            raise failure
+
+    with watchdog(agreement, timeout) as watch:
+        Walk(source, agreement, watch, timeout=timeout, step_bytes=step, take=take).run()
 
 
 def _attempt(act: Any, agreement: Agreement) -> RolloutError | None:
