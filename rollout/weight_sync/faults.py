@@ -2,14 +2,18 @@
 
     from rollout.weight_sync.faults import Fault, Faulty
 
-    r.update_weights(model, transport=Faulty("inline", Fault("flip", bucket=3)))
+    r.update_weights(model, transport=Faulty("inline", Fault("flip", bucket=0)))
 
 The update must then fail with the named error, the old version must serve on bit for bit, and the
 next good update must take. Use it on your own stack before you trust a week of training to it.
 
-A transport sees the phases connect and bucket, and the end of the bytes ("seal", just before it is
-sent); what travels on the channel itself, the seal and the commit, it does not see. ``FaultyLink``
-wraps the way to the engine instead, and reaches those two.
+A transport sees the phases gather (a tensor as it has come from the source), connect and bucket,
+and the end of the bytes ("seal", just before it is sent); what travels on the channel itself, the
+seal and the commit, it does not see. ``FaultyLink`` wraps the way to the engine instead, and
+reaches those two.
+
+A fault that has not happened when all bytes are sent is a ``ConfigError``, and the update is given
+up: a test that breaks nothing proves nothing.
 """
 
 from __future__ import annotations
@@ -49,10 +53,11 @@ from rollout.weight_sync.transports import (
 from rollout.weight_sync.transports.p2p import outgoing
 from rollout.weights import Box, UpdateReceipt
 
-PHASES = ("connect", "bucket", "seal", "commit")
+PHASES = ("gather", "connect", "bucket", "seal", "commit")
 _BYTES = ("flip", "drop", "duplicate", "reorder", "truncate", "dtype", "shape")  # of a bucket
 _ANYWHERE = ("delay", "stall", "kill", "cut", "fill", "exhaust")
-KINDS = (*_BYTES, *_ANYWHERE)
+_GATHERED = ("swap",)  # of a tensor as it was gathered
+KINDS = (*_GATHERED, *_BYTES, *_ANYWHERE)
 _ON_CHANNEL: Mapping[str, tuple[str, ...]] = {
     "seal": ("flip", "drop", "duplicate"),
     "commit": ("drop", "duplicate"),
@@ -64,6 +69,10 @@ _PAST = 0.5  # seconds beyond the update's timeout that a stalled sender sleeps
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What goes wrong, and when: at ``phase``, for "bucket" as bucket ``bucket`` is sent.
+
+    Of a gather: "swap" exchanges the first and the last element of tensor number ``bucket``, as
+    if its shards had been put together in the wrong order; it is found where each trainer rank
+    digests its own boxes, as the receipt says.
 
     Of a bucket: "flip" inverts bit ``bit`` of its tensors' bytes after they were digested; "drop"
     loses it; "duplicate" sends it twice; "reorder" sends it after its successor (the last one has
@@ -89,16 +98,24 @@ class Fault:
     path: str | None = None
     spare: int = 0
 
+    @property
+    def name(self) -> str:
+        at = f" {self.bucket}" if self.phase in ("bucket", "gather") else ""
+        return f"the {self.kind} at {self.phase}{at}"
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"unknown fault {self.kind!r}; known: {', '.join(KINDS)}")
         if self.phase not in PHASES:
             raise ConfigError(f"unknown phase {self.phase!r}; known: {', '.join(PHASES)}")
-        fits = (
-            self.kind in _ANYWHERE
-            or self.phase == "bucket"
-            or self.kind in _ON_CHANNEL.get(self.phase, ())
-        )
+        if self.phase == "gather" or self.kind in _GATHERED:
+            fits = self.phase == "gather" and self.kind in (*_GATHERED, "delay", "stall")
+        else:
+            fits = (
+                self.kind in _ANYWHERE
+                or self.phase == "bucket"
+                or self.kind in _ON_CHANNEL.get(self.phase, ())
+            )
         if not fits:
             raise ConfigError(f"a {self.kind} does not happen at {self.phase}")
         needed = {"fill": self.path, "exhaust": self.pid}
@@ -125,6 +142,16 @@ class Faulty:
     def __call__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> Sender:
         inner = make_sender(self._transport, info, timeout, host)
         return _FaultySender(inner, self._faults, timeout)
+
+    def check_fired(self, sender: Sender) -> None:
+        """All bytes are sent by ``sender``: ``ConfigError`` for faults that did not happen."""
+        if not isinstance(sender, _FaultySender):
+            names = ", ".join(fault.name for fault in self._faults)
+            raise ConfigError(
+                f"{names} never happened: the update took the road {sender.name!r} instead. It "
+                "was given up"
+            )
+        sender.check_fired()
 
 
 class FaultyLink:
@@ -161,6 +188,8 @@ class _FaultySender:
         self._channel: WeightChannel | None = None
         self._late: tuple[BucketHeader, Tensor] | None = None  # sent after its successor
         self._closed = False
+        self._fired: set[Fault] = set()
+        self._buckets = self._tensors = 0  # that have passed
         self.name = inner.name
 
     def spread(self, ranks: int) -> None:
@@ -194,9 +223,24 @@ class _FaultySender:
         late, self._late = self._late, None
         if late is not None and late[0].index != index:
             self._late, late = late, None
-        if late is not None:
+        if late is not None:  # it has no successor
+            self._fired -= {f for f in self._faults if f.kind == "reorder" and f.bucket == index}
             self._inner.send(channel, *late)
         self._inner.wait(channel, index, timeout)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """A tensor of the source, before it is packed."""
+        number, self._tensors = self._tensors, self._tensors + 1
+        for fault in self._faults:
+            if fault.phase == "gather" and fault.bucket == number and self._channel is not None:
+                if fault.kind == "swap" and _ends_alike(tensor):
+                    continue
+                self._fired.add(fault)
+                if fault.kind == "swap":
+                    tensor = _swapped(tensor)
+                else:
+                    _strike(fault, self._channel, self._timeout)
+        return tensor
 
     def close(self) -> None:
         if not self._closed:  # the first time all bytes are sent; later it is the end
@@ -204,11 +248,24 @@ class _FaultySender:
             self._fire("seal")
         self._inner.close()
 
+    def check_fired(self) -> None:
+        """All bytes are sent: raise ``ConfigError`` for the faults that did not happen."""
+        idle = [fault for fault in self._faults if fault not in self._fired]
+        if idle:
+            raise ConfigError(
+                f"{', '.join(f.name for f in idle)} never happened: the update had buckets 0 to "
+                f"{self._buckets - 1}"
+                + (f" and tensors 0 to {self._tensors - 1}" if self._tensors else "")
+                + "; name one of them, or pass smaller bucket_bytes. The update was given up"
+            )
+
     def _send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         lost = twice = False
+        self._buckets = max(self._buckets, header.index + 1)
         for fault in self._faults:
             if fault.phase != "bucket" or fault.bucket != header.index:
                 continue
+            self._fired.add(fault)
             if fault.kind == "flip":
                 payload = _flipped(header, payload, fault.bit)
             elif fault.kind == "truncate":
@@ -244,6 +301,7 @@ class _FaultySender:
     def _fire(self, phase: str) -> None:
         for fault in self._faults:
             if fault.phase == phase and self._channel is not None:
+                self._fired.add(fault)
                 _strike(fault, self._channel, self._timeout)
 
 
@@ -349,6 +407,19 @@ def _flipped(header: BucketHeader, payload: Tensor, bit: int) -> Tensor:
             break
         left -= 8 * nbytes
     return payload
+
+
+def _ends_alike(tensor: Tensor) -> bool:
+    """Whether the first and the last element are the same, so that a swap would change nothing."""
+    flat = tensor.reshape(-1)
+    return not len(flat) or bool(torch.equal(flat[:1], flat[-1:]))
+
+
+def _swapped(tensor: Tensor) -> Tensor:
+    swapped = tensor.clone(memory_format=torch.contiguous_format)
+    flat = swapped.view(-1)
+    flat[[0, -1]] = flat[[-1, 0]]
+    return swapped
 
 
 def _misdescribed(header: BucketHeader, kind: str) -> BucketHeader:

@@ -96,6 +96,8 @@ class Walk:
             self._take(name, tensor)
         except RolloutError as error:
             self._error = error
+        except Exception as error:  # noqa: BLE001 - the trainer's code may run in here, too
+            self._error = source_failed(error, name)
 
     def _failure(self) -> RolloutError | None:
         return self._error or self._failed()

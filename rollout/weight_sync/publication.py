@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+from torch import Tensor
+
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -37,12 +39,15 @@ from rollout.weight_sync.transports import (
     Road,
     Sender,
     SpreadSender,
-    is_per_rank,
     is_spread,
     make_sender,
     roads,
 )
 from rollout.weights import TensorMeta
+
+# What the digests of a receipt are of.
+OWN = "each trainer rank's own boxes, taken where they lie"
+PACKED = "the tensors as the sender packed them"
 
 
 class Publication:
@@ -79,11 +84,7 @@ class Publication:
         self._link = connect()
         self._info = self._link.info()
         self._encoder = Encoder(self._options, self._info, self._base)
-        transport = self._options.transport
-        auto = transport == "auto" and "p2p" in self._info.transports
-        look = "asked" if is_spread(transport) else "auto" if auto else ""
-        if self._encoder.may_spread or is_per_rank(transport):
-            look = look or "auto"
+        look = is_spread(self._options.transport)
         return {"info": info_to_wire(self._info), "look": look}
 
     def begin(self, source: WeightSource, survey: Survey | None = None) -> dict[str, Any]:
@@ -162,8 +163,15 @@ class Publication:
             grace=getattr(sender, "grace", 0.0),
         )
         begun = channel.begin(request)
+        attested = self._survey is not None and self._survey.divided
         self.shipment = Shipment(
-            channel, sender, self._encoder, self.books, dtype=self._info.dtype, timeout=timeout
+            channel,
+            sender,
+            self._encoder,
+            self.books,
+            dtype=self._info.dtype,
+            timeout=timeout,
+            digests=not attested,
         )
         if survey is not None:
             # Every trainer rank connects, after it has been told where.
@@ -173,7 +181,7 @@ class Publication:
             return {"p2p": {"where": rendezvous_to_wire(where), **wants}, **self._changes()}
         self.shipment.connect()
         self.shipment.pack(options.bucket_bytes, buffers)
-        told = {"version": begun.version, **self._changes()}
+        told = {"version": begun.version, "attested": attested, **self._changes()}
         if lanes > 1:
             wire = request_to_wire(replace(request, metadata=None))
             told["lanes"] = {"request": wire, "secret": getattr(channel, "secret", "")}
@@ -221,6 +229,8 @@ class Publication:
         assert self._encoder is not None
         books = self.books
         self._sender.close()
+        if (check := getattr(self._options.transport, "check_fired", None)) is not None:
+            check(self._sender)
         self._channel.seal(
             Seal(
                 num_buckets=books.num_buckets,
@@ -239,6 +249,14 @@ class Publication:
         self._encoder.settle(receipt.epoch, receipt.version, books.wire_bytes, books.num_bytes)
         timings = {**receipt.timings, "total": time.perf_counter() - self._started}
         return {"receipt": receipt_to_wire(replace(receipt, timings=timings))}
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """On the sender: what the source has yielded, as it is to be packed.
+
+        Only a fault on purpose makes another of it.
+        """
+        fault = getattr(self._sender, "gathered", None)
+        return tensor if fault is None else cast(Tensor, fault(tensor))
 
     def give_up(self, reason: str) -> None:
         """From the watchdog's thread: free the engine's side; this side is in a collective."""
@@ -262,6 +280,7 @@ class Publication:
             sent["sent_elements"] = str(books.changed)
         return {
             **sent,
+            "digests": OWN if books.of_own_boxes else PACKED,
             "digest_seconds": f"{books.digest_seconds:.6f}",
             "transport_reason": self._road.reason,
             "encoding": self._encoder.encoding + ("-zstd" if self._encoder.compressed else ""),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from rollout.errors import RolloutError, from_wire, to_wire
 from rollout.update_wire import info_from_wire, receipt_from_wire
 from rollout.updates import WeightInfo
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.attest import OwnDigests
 from rollout.weight_sync.delta import DeltaBase
 from rollout.weight_sync.link import WeightLink
 from rollout.weight_sync.lockstep import Walk, source_failed, watchdog
@@ -24,7 +25,13 @@ from rollout.weight_sync.options import UpdateOptions
 from rollout.weight_sync.own_part import OwnPart
 from rollout.weight_sync.publication import Publication
 from rollout.weight_sync.rounds import Rounds
-from rollout.weight_sync.source import agreement_for, incoming, opened, source_for
+from rollout.weight_sync.source import (
+    LocalSource,
+    agreement_for,
+    incoming,
+    opened,
+    source_for,
+)
 from rollout.weight_sync.survey import PlanCache, survey
 from rollout.weight_sync.values import Incoming
 from rollout.weight_sync.watchdog import Watchdog
@@ -60,7 +67,7 @@ def publish(
         source, failure = _source(obj, info, agreement, options)
         agreement.vote(failure, timeout, "source")
         assert source is not None
-        look = told["look"] == "asked" or (told["look"] == "auto" and agreement.size > 1)
+        look = told["look"] or agreement.size > 1
         part = OwnPart(base, options)
         found = survey(source, agreement, timeout, plans, part.mark) if look else None
         told = _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source, found))
@@ -74,7 +81,13 @@ def publish(
                 assert found is not None
                 part.send(source, found, info, agreement, sending, told, connect, watch)
             else:
-                _stream(source, agreement, options, sending, watch)
+                own = None
+                if told["attested"] and found is not None:
+                    local = cast(LocalSource, source)
+                    own = OwnDigests(local, found, agreement.rank, sending.books, watch)
+                _stream(source, agreement, options, sending, watch, own)
+                if own is not None:
+                    own.sum_up(agreement, timeout)
         done = _on_sender(agreement, 4 * timeout, "commit", sending.finish)
         receipt = receipt_from_wire(done["receipt"])
         if told["changes"] and found is not None:
@@ -134,6 +147,7 @@ def _stream(
     options: UpdateOptions,
     sending: Publication,
     watch: Watchdog,
+    own: OwnDigests | None,
 ) -> None:
     """Iterate the source in lockstep, sending on the sender."""
     shipment = sending.shipment
@@ -141,8 +155,10 @@ def _stream(
         source.place_by(shipment.room)
 
     def take(name: str, tensor: Tensor) -> None:
+        if own is not None:
+            own.take(name)
         if shipment is not None:
-            shipment.add(name, tensor)
+            shipment.add(name, sending.gathered(tensor))
 
     walk = Walk(
         source,

@@ -43,6 +43,7 @@ class Books:
     gather_seconds: float = 0.0
     transfer_seconds: float = 0.0
     digest_seconds: float = 0.0
+    of_own_boxes: bool = False  # digests are of what each rank holds, not of what was gathered
 
     def digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> int:
         """Add the digest of a box to its tensor's, and return it."""
@@ -67,7 +68,7 @@ class Books:
         """Everything has been sent: the digests of all ranks' parts, and (none where the first rank
         alone sent) the bytes that each of them has.
         """
-        self.digests = dict(digests)
+        self.digests, self.of_own_boxes = dict(digests), True
         self.num_bytes = sum(meta.nbytes for meta in metadata)
         if sent:
             self.wire_bytes, self.sent = sum(sent), list(sent)
@@ -82,8 +83,10 @@ class Shipment:
 
     def __init__(
         self, channel: WeightChannel, sender: Sender, encoder: Encoder, books: Books,
-        *, dtype: torch.dtype, timeout: float,
+        *, dtype: torch.dtype, timeout: float, digests: bool = True,
     ) -> None:  # fmt: skip
+        """``digests``: whether to take them here, of what is packed."""
+        self._digests = digests
         self._channel, self._sender, self._encoder = channel, sender, encoder
         self._books, self._dtype, self._timeout = books, dtype, timeout
         self._packer: BucketPacker | None = None
@@ -206,7 +209,7 @@ class Shipment:
         if tensor.is_floating_point() and tensor.dtype != self._dtype:
             tensor = tensor.to(self._dtype)
         self._by_bucket = self._encoder.encoding == "full"
-        if not self._by_bucket:  # of the whole tensor, which may not travel
+        if self._digests and not self._by_bucket:  # of the whole tensor, which may not travel
             shape = tuple(tensor.shape)
             self._books.digest(name, tensor, shape, Box.full(shape))
         self._books.num_bytes += tensor.nbytes
@@ -245,7 +248,7 @@ class Shipment:
 
     def _ship(self, header: BucketHeader, payload: Tensor) -> None:
         """Digest what a bucket holds of whole tensors, before others can reach it, and send it."""
-        if self._by_bucket:
+        if self._digests and self._by_bucket:
             self._books.digest_bucket(header, payload)
         self._send(header, payload)
 

@@ -43,6 +43,13 @@ class Survey:
             for layout in self.have
         )
 
+    @property
+    def divided(self) -> bool:
+        """Whether every rank can read its own boxes, and some do not hold everything."""
+        numel = sum(meta.numel for meta in self.metadata)
+        sizes = [sum(b.numel for boxes in x.values() for b in boxes) for x in self.have]
+        return self.problem is None and len(self.have) > 1 and min(sizes) < numel
+
 
 class PlanCache:
     """One trainer rank's memory between updates: one layout of the source, one of the engine.

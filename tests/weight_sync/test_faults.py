@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 
 import pytest
+from peers import Boxes, Peers, agreements, rows
 from ranks import Engine, same
-from trainer import Trainer
+from trainer import BUCKET, Trainer
 
 from rollout.errors import (
     ChecksumMismatch,
@@ -21,6 +23,7 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.faults import KINDS, Fault, Faulty, FaultyLink
+from rollout.weight_sync.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import broadcast
 
 TIMEOUT = 1.0
@@ -172,7 +175,7 @@ def state_of(pid: int) -> str:
 
 
 # What does not show in the bytes of a bucket.
-UNSEEN = ("kill", "stall", "delay", "fill", "exhaust")
+UNSEEN = ("kill", "stall", "delay", "fill", "exhaust", "swap")
 
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
@@ -200,3 +203,78 @@ def test_what_a_wrapper_does_not_see_is_refused() -> None:
     ):
         with pytest.raises(ConfigError):
             wrong()
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (Fault("flip", bucket=3), r"the flip at bucket 3 never happened: .* buckets 0 to 0"),
+        (Fault("reorder", bucket=0), r"the reorder at bucket 0 never happened"),
+        (Fault("swap", phase="gather", bucket=999), r"gather 999 never .* tensors 0 to 2\d"),
+    ],
+    ids=["flip", "reorder", "swap"],
+)
+def test_a_fault_that_never_happened_is_an_error(trainer, engine, checkpoints, fault, text) -> None:
+    trainer.send(checkpoints[1])
+    before, version = engine.live(), engine.version
+    faults = Faulty(trainer.transport, Fault("delay", bucket=0), fault)
+    with pytest.raises(ConfigError, match=text):
+        trainer.send(checkpoints[2], transport=faults, bucket_bytes=64 << 20)
+    assert same(engine.live(), before)
+    assert (engine.version, engine.info().state) == (version, "idle")
+
+
+class Gathered(Boxes):
+    """Holds rows on each rank, and can be gathered."""
+
+    def __iter__(self):
+        yield from self._weights.items()
+
+
+@pytest.mark.parametrize("road", ["inline", "broadcast", "ipc"])
+def test_a_gather_gone_wrong_is_refused_and_not_proven_equal(engine, checkpoints, road) -> None:
+    """Each rank digests its own rows: two elements in the wrong place do not go live."""
+    Trainer(engine, road).send(checkpoints[1])
+    before, version = engine.live(), engine.version
+    peers = Peers(engine, 3, place=rows)
+
+    def send(weights, *faults):
+        transport = Faulty(road, *faults) if faults else road
+        got = [None] * 3
+
+        def run(rank, agreement) -> None:
+            options = UpdateOptions(transport=transport, bucket_bytes=BUCKET, timeout=10.0)
+            try:
+                got[rank] = publish(
+                    Gathered(weights, agreement), connect=lambda: engine,
+                    options=options, plans=peers.plans[rank],
+                )  # fmt: skip
+            except RolloutError as error:
+                got[rank] = error
+
+        threads = [
+            threading.Thread(target=run, args=(rank, link))
+            for rank, link in enumerate(agreements(3))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return got
+
+    names = list(checkpoints[2])
+    wrong = send(checkpoints[2], Fault("swap", phase="gather", bucket=4))
+    assert all(isinstance(error, ChecksumMismatch) for error in wrong), wrong
+    assert f"1 of {len(names)} tensors arrived changed: {names[4]}" in str(wrong[0])
+    assert same(engine.live(), before)
+    assert engine.version == version
+    good = send(checkpoints[2])
+    assert [receipt.version for receipt in good] == [version + 1] * 3, good
+    assert good[0].details["digests"].startswith("each trainer rank's own boxes")
+    assert good[0].digest == sum(engine.digests(TIMEOUT).values()) % 2**64
+
+
+def test_the_receipt_says_that_one_ranks_digests_are_of_what_was_packed(engine, checkpoints):
+    receipt = Trainer(engine, "inline").send(checkpoints[1])
+    assert receipt.details["digests"] == "the tensors as the sender packed them"

@@ -56,6 +56,7 @@ class FSDP2Source:
         check_all(items)
         self._bound = bind(items, aliases, name_of)
         self._buffer: Tensor | None = None
+        self._cast: tuple[Tensor | None, Tensor | None] = (None, None)  # a shard as last gathered
         self._place: Room = lambda dtype, shape: None
         if not self._bound:
             raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
@@ -69,6 +70,7 @@ class FSDP2Source:
     @torch.no_grad()
     def _full(self, name: str, tensor: Tensor) -> Tensor:
         """``tensor`` whole in the wire dtype on the sender, a meta tensor elsewhere."""
+        self._cast = (None, None)
         dtype = wire_dtype(tensor.dtype, self._dtype)
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
         if not isinstance(tensor, DTensor):
@@ -87,6 +89,7 @@ class FSDP2Source:
         # Cast before the gather: half the bytes, and values equal to a cast afterwards. A shard
         # offloaded to the CPU goes to the device its mesh communicates on.
         local = readable(name, tensor.to_local()).to(mesh.device_type, dtype)
+        self._cast = (tensor, local)  # its digest is taken next
         boxes = _boxes(tensor, origin)
         if boxes is not None:
             return self._gather_boxes(tensor, local, boxes) if tensor.numel() else local
@@ -146,14 +149,16 @@ class FSDP2Source:
             for name, tensor in self._bound.items():
                 yield name, self._full(name, tensor)
         finally:
-            self._buffer = None
+            self._buffer, self._cast = None, (None, None)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, local_box(tensor)) for name, tensor in self._bound.items()]
 
     @torch.no_grad()
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
-        tensor = self._bound[name]
+        tensor, (gathered, cast) = self._bound[name], self._cast
+        if gathered is tensor and cast is not None:
+            return [(box, cast.reshape(box.shape)) for box in local_box(tensor)]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         value = readable(name, local).to(wire_dtype(tensor.dtype, self._dtype))
         return [(box, value.reshape(box.shape)) for box in local_box(tensor)]

@@ -106,11 +106,6 @@ def is_spread(transport: str | SenderFactory) -> bool:
     return transport == "p2p" or bool(getattr(transport, "is_spread", False))
 
 
-def is_per_rank(transport: str | SenderFactory) -> bool:
-    """Whether every trainer rank that can opens a stream of its own on this road."""
-    return transport == "grpc_stream" or bool(getattr(transport, "is_per_rank", False))
-
-
 def roads(
     transport: str | SenderFactory, info: WeightInfo, no_p2p: str | None = "", split: bool = False
 ) -> tuple[Road, ...]:

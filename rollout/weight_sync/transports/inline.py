@@ -8,7 +8,6 @@ stream to its one port, which goes on where it was when its connection is cut.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,7 +28,6 @@ class GrpcStream:
     """
 
     grace: float = GRACE
-    is_per_rank: ClassVar[bool] = True
 
     def __call__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> InlineSender:
         if "grpc_stream" not in info.transports:
