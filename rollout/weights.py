@@ -281,7 +281,13 @@ def _as_pairs(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
-    """What one rank of the engine holds after a commit."""
+    """What one rank of the engine holds since the commit of ``version``.
+
+    Read of its memory, through the layouts: before the vote where the commit moves no byte (the two
+    instances change places, or the load went into the live one). Where a commit moves bytes
+    (contents exchanged with host memory, or under captured graphs) all ranks are read again inside
+    it, before a step runs, and it is taken back unless they hold the same.
+    """
 
     rank: int
     version: int
@@ -295,8 +301,13 @@ class UpdateReceipt:
 
     ``digest`` is the sum over tensors of their 64-bit digests, of the trainer's values in the
     engine's dtype; the commit was refused unless every rank held exactly that. ``num_bytes``
-    counts the tensors once, ``wire_bytes`` what left the sender. ``timings`` are seconds:
-    gather, transfer, stage, verify, commit, stall, total.
+    counts the tensors once, ``wire_bytes`` what left the sender.
+
+    ``timings``, all in seconds; they overlap, as the parts of an update do. By the sender's clock:
+    gather, in the source, and transfer, in handing buckets over and waiting for them. By the
+    engine's: stage, the slowest rank's loading; verify, the vote with its digests; commit, from
+    asking for it to its end; stall, in which no step could run; total, from the lease to the end of
+    the commit. Of a rollback: stall and total.
     """
 
     version: int

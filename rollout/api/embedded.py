@@ -193,6 +193,7 @@ class EmbeddedBackend:
             devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),
             num_ranks=self.config.tensor_parallel_size,
             undo=self.config.undo,
+            staging=self.config.staging,
             memory=self.core.memory.to_dict(),
         )
         self._verbs = VerbSession(self._coordinator)

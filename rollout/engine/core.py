@@ -146,7 +146,8 @@ class EngineCore:
             self.scheduler,
             self.outputs,
             block_size=config.block_size,
-            step_timeout=max(config.timeout, config.start_timeout),
+            step_timeout=config.timeout,
+            first_timeout=max(config.timeout, config.start_timeout),
             runs_ahead=config.async_scheduling,
             on_broken=self.mark_broken,
         )

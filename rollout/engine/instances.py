@@ -10,6 +10,7 @@ the shadow, ``undo`` says what is kept beside the two; see ``undo.py``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -62,7 +63,8 @@ class ModelInstances:
         self._kept: KeptWeights | None = None
         self._kept_is: int | None = None  # what ``_kept`` makes of the content ``_kept_on``
         self._kept_on: int | None = None
-        self._way_back: Callable[[], None] | None = None  # undoes the last commit
+        self._way_back: Callable[[], object] | None = None  # undoes the last commit
+        self._reading = threading.Lock()  # weights that are read stay where they are
         # What was written to the shadow since it was brought up to live; once that is committed,
         # the two contents named in ``_apart`` differ in nothing else.
         self._written: PatchJournal | None = None
@@ -156,49 +158,63 @@ class ModelInstances:
     def digest_slots(
         self, live: bool, names: frozenset[str] | None = None
     ) -> Iterator[tuple[WeightSlot, int]]:
-        """Every slot of this rank with the digest of its values; ``names`` are sources."""
-        model = self.live if live else self._shadow
-        if model is None:
-            raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
-        for source, slots in model.table.slots.items():
+        """Every slot of this rank with the digest of its values; ``names`` are sources.
+
+        Reads beside the main thread: a slot at a time, between which the weights may be parked or
+        dropped; then it raises.
+        """
+        for source, slots in self._digested(live).table.slots.items():
             if names is not None and source not in names:
                 continue
             for slot in slots:
-                yield slot, model.digest_slot(slot)
+                with self._reading:
+                    value = self._digested(live).digest_slot(slot)
+                yield slot, value
+
+    def _digested(self, live: bool) -> CausalLM:
+        model = self.live if live else self._shadow
+        if model is None:
+            raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
+        return model
 
     # ---- the main thread's side ----
 
-    def commit(self) -> None:
-        """Make what was loaded live; what was live stays in the shadow until the next load."""
+    def commit(self) -> bool:
+        """Make what was loaded live; what was live stays in the shadow until the next load.
+
+        Returns whether bytes were moved: then what was digested is not what is live.
+        """
         if not self._in_place:
             before = self._live_is
-            self._swap()
+            moved = self._swap()
             self._live_is = next(self._names)
             self._apart = None
             if self._written is not None:
                 self._apart = frozenset((self._live_is, self._shadow_is)), self._written
             self._moved(before, self._swap)
-            return
+            return moved
         before = self._kept_is if self._kept is not None else None
         self._in_place, self._live_is = False, next(self._names)
         self._kept_on = self._live_is
         self._moved(before, None if self._kept is None else self._exchange_kept)
+        return False
 
-    def go_back(self) -> None:
-        """Make what was live before the last commit live again; ``VersionConflict`` if gone."""
+    def go_back(self) -> bool:
+        """Make what was live before the last commit live again; ``VersionConflict`` if gone.
+
+        Returns whether bytes were moved.
+        """
         target, before = self._past[-1] if self._past else None, self._live_is
-        if target is None or before is None:
-            way = None
-        elif self._shadow_is == target:
+        way: Callable[[], bool]
+        if target is not None and before is not None and self._shadow_is == target:
             way = self._swap
-        elif (self._kept_is, self._kept_on) == (target, before):
+        elif target is not None and (self._kept_is, self._kept_on) == (target, before):
             way = self._exchange_kept
         else:
-            way = None
-        if way is None:
             raise VersionConflict("this rank holds no other version to go back to")
-        way()
+        moved = way()
         self._moved(before, way)
+        return moved
 
     def revert(self) -> None:
         """Undo the last ``commit`` or ``go_back``, once; ``VersionConflict`` where none can be."""
@@ -216,32 +232,39 @@ class ModelInstances:
     def drop_weights(self) -> None:
         """Let go of both instances; only a full update brings weights back."""
         self.drop_shadow()
-        self._live = self._live_is = None
-        self._parked = {}
+        with self._reading:
+            self._live = self._live_is = None
+            self._parked = {}
 
     def park(self) -> None:
-        """Move the live weights to host memory; on a CPU they stay where they are."""
+        """Move the live weights to host memory; on a CPU they stay where they are.
+
+        Waits for the slot that another thread reads.
+        """
         if self._device.type == "cpu" or self._live is None or self._parked:
             return
-        for name, parameter in self._live.named_parameters():
-            self._parked[name] = parameter.data.cpu()
-            parameter.data = parameter.data.new_empty(0)
+        with self._reading:
+            for name, parameter in self._live.named_parameters():
+                self._parked[name] = parameter.data.cpu()
+                parameter.data = parameter.data.new_empty(0)
 
     def unpark(self) -> None:
         """Bring parked weights back to the device."""
-        parked, self._parked = self._parked, {}
-        if self._live is not None:
-            for name, parameter in self._live.named_parameters():
+        with self._reading:
+            parked, self._parked = self._parked, {}
+            for name, parameter in self._live.named_parameters() if self._live else ():
                 if name in parked:
                     parameter.data = parked.pop(name).to(self._device)
 
     # ---- helpers ----
 
-    def _swap(self) -> None:
+    def _swap(self) -> bool:
+        """Exchange the two; whether that moved their contents."""
         live, shadow = self._live, self._shadow
         if shadow is None:
             raise VersionConflict("this rank holds no other version to switch to")
-        if live is not None and (self._pinned or shadow.build.device != self._device):
+        moves = live is not None and (self._pinned or shadow.build.device != self._device)
+        if live is not None and moves:
             _exchange(live, shadow)
         else:
             self._live, self._shadow = shadow, live
@@ -249,6 +272,7 @@ class ModelInstances:
             # Steps of what was live may still run; the next load begins on another stream.
             torch.cuda.synchronize(self._device)
         self._live_is, self._shadow_is = self._shadow_is, self._live_is
+        return moves
 
     def _bring_up(self, live: CausalLM, shadow: CausalLM, held: int | None) -> None:
         """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
@@ -258,13 +282,14 @@ class ModelInstances:
             written = apart[1]
         written.copy(live.storages(), shadow.storages())
 
-    def _exchange_kept(self) -> None:
+    def _exchange_kept(self) -> bool:
         assert self._kept is not None
         self._kept.exchange(self.live)
         self._kept_is, self._kept_on = self._kept_on, self._kept_is
         self._live_is = self._kept_on
+        return True
 
-    def _moved(self, before: int | None, way_back: Callable[[], None] | None) -> None:
+    def _moved(self, before: int | None, way_back: Callable[[], object] | None) -> None:
         self._past = [*self._past[-1:], before]
         self._way_back = way_back
 

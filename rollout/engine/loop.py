@@ -55,7 +55,8 @@ class StepLoop:
     """Drives one scheduler over one executor. Public methods are thread-safe.
 
     ``on_broken(reason)`` is called, in this thread, when ranks disagree about the version or one
-    does not answer a step within ``step_timeout`` seconds.
+    does not answer a step within ``step_timeout`` seconds, or twice what the longest step so far
+    took. The first step may compile and warm up: it has ``first_timeout``.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class StepLoop:
         *,
         block_size: int,
         step_timeout: float,
+        first_timeout: float,
         runs_ahead: bool,
         on_broken: Callable[[str], None],
     ) -> None:
@@ -78,7 +80,8 @@ class StepLoop:
         self._scheduler = scheduler
         self._outputs = outputs
         self._block_size = block_size
-        self._step_timeout = step_timeout
+        self._step_timeout, self._first_timeout = step_timeout, first_timeout
+        self._longest = 0.0  # seconds, of the steps so far
         self._on_broken = on_broken
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
@@ -313,7 +316,9 @@ class StepLoop:
 
     def _replies(self, futures: list[Future[Reply]]) -> list[Reply]:
         """Every rank's answer to a step; an error from outside our tree becomes ``EngineError``."""
-        deadline = time.monotonic() + self._step_timeout
+        began = time.monotonic()
+        limit = max(self._step_timeout, 2 * self._longest) if self._longest else self._first_timeout
+        deadline = began + limit
         replies = []
         for rank, future in enumerate(futures):
             try:
@@ -322,11 +327,13 @@ class StepLoop:
                 raise
             except FutureTimeout as error:
                 raise EngineBroken(
-                    f"rank {rank} did not end a step within {self._step_timeout:g} s"
+                    f"rank {rank} did not end a step within {limit:g} s; if steps may take so "
+                    "long here, start the engine with a larger timeout"
                 ) from error
             except Exception as error:
                 text = f"a step failed on rank {rank}: {type(error).__name__}: {error}"
                 raise EngineError(text) from error
+        self._longest = max(self._longest, time.monotonic() - began)
         return replies
 
 

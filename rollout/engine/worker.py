@@ -152,12 +152,13 @@ class Worker:
     def commit(self, args: Args) -> dict[str, Any]:
         """Make what was staged live as ``version``, or what was live before (``back``).
 
-        The vote came before.
+        The vote came before; ``moved`` says that bytes were, and so it no longer proves what is
+        live.
         """
         instances = self.runner.instances
-        instances.go_back() if args.get("back") else instances.commit()
+        moved = instances.go_back() if args.get("back") else instances.commit()
         self._before, self.version = self.version, int(args["version"])
-        return {"version": self.version}
+        return {"version": self.version, "moved": moved}
 
     def revert(self, args: Args) -> dict[str, Any]:
         """Be at ``version`` again: undo the last commit if this rank has made it, else nothing."""

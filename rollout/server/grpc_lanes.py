@@ -19,6 +19,7 @@ class Lanes:
 
     def __init__(self, channel: WeightChannel, request: UpdateRequest) -> None:
         self.channel, self._request = channel, request
+        self.bucket_bytes = request.bucket_bytes
         self._lock = threading.Lock()
         self._next = 0
         self._free = set(range(1, request.senders))
@@ -51,6 +52,7 @@ class Lane:
     def __init__(self, lanes: Lanes, name: str, grace: float, number: int) -> None:
         self._lanes, self._number = lanes, number
         self.name, self.grace = name, grace
+        self.bucket_bytes = lanes.bucket_bytes
         self._indices: dict[int, int] = {}  # this stream's number of a bucket -> its index
         self._sealed = False
 

@@ -31,11 +31,11 @@ from rollout.config import MAX_TIMEOUT
 from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc_lanes import Lane, Lanes
 from rollout.updates import (
-    MAX_BUCKET_BYTES,
     BucketHeader,
     UpdateRequest,
     WeightChannel,
 )
+from rollout.weight_sync.bucket import check_size
 from rollout.wire import tensor_bytes
 
 AHEAD = 8  # commands read before the first of them has run
@@ -89,6 +89,7 @@ class UpdateStream:
         self._bucket: _IncomingBucket | None = None
         self._over = self._left = self._ended = False
         self._grace = 0.0
+        self._limit = 0  # bytes of a bucket, as agreed on
         self.secret = ""
         self.lanes: Lanes | None = None
         self._thread = threading.Thread(target=self._run, name="rollout-lease", daemon=True)
@@ -244,6 +245,7 @@ class UpdateStream:
         raise TransferFailed("an update command without a kind")
 
     def _begin(self, request: UpdateRequest) -> Any:
+        self._limit = request.bucket_bytes
         begun = document(update_wire.begun_to_wire(self._channel.begin(request)))
         if not request.grace:
             return pb.UpdateEvent(begun=begun)
@@ -257,6 +259,7 @@ class UpdateStream:
     def _joined(self) -> Any:
         if type(self._channel) is not Lane:
             raise TransferFailed("a stream that carries an update joins no other")
+        self._limit = self._channel.bucket_bytes
         secret = secrets.token_hex(16)
         self._tell(self._hold, self._channel.name, self._channel.grace, secret)
         return pb.UpdateEvent(begun=pb.WeightDocument(), secret=secret)
@@ -266,10 +269,10 @@ class UpdateStream:
         if not message.HasField("payload_bytes"):
             self._channel.bucket(header, None)
             return
-        if message.payload_bytes != header.nbytes or header.nbytes > MAX_BUCKET_BYTES:
+        check_size(header, self._limit)
+        if message.payload_bytes != header.nbytes:
             raise TransferFailed(
                 f"bucket {header.index} announces {message.payload_bytes} bytes for {header.nbytes}"
-                f" (limit {MAX_BUCKET_BYTES}); use smaller bucket_bytes"
             )
         self._bucket = _IncomingBucket(header, self._channel.room(header.nbytes))
         self._add_chunk(b"")

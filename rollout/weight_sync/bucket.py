@@ -261,16 +261,23 @@ def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Unpacke
             yield entry.name, TensorPiece(entry.shape, entry.dtype, entry.box, values)
 
 
-def check_header(header: BucketHeader, max_bytes: int | None = None) -> None:
-    """Raise ``TransferFailed`` unless every entry lies, aligned and apart, inside the payload.
+def check_size(header: BucketHeader, bucket_bytes: int) -> None:
+    """Before memory is made: ``TransferFailed`` for more than was agreed on at begin.
 
-    ``max_bytes``: the bucket size that was agreed on at begin.
+    Of a round that is what each rank of the engine takes of it.
     """
+    takes = [message.stop for message in header.messages] or [header.nbytes]
+    if max(takes) > bucket_bytes:
+        raise TransferFailed(
+            f"bucket {header.index}: {max(takes)} bytes are over the agreed {bucket_bytes}"
+        )
+
+
+def check_header(header: BucketHeader) -> None:
+    """Raise ``TransferFailed`` unless every entry lies, aligned and apart, inside the payload."""
     where = f"bucket {header.index}"
     if header.index < 0 or header.nbytes < 0 or len(header.entries) > MAX_ENTRIES:
         raise TransferFailed(f"{where}: index, length or number of entries is out of bounds")
-    if max_bytes is not None and header.nbytes > max_bytes:
-        raise TransferFailed(f"{where}: {header.nbytes} bytes are over the agreed {max_bytes}")
     end = 0
     for entry in header.entries:
         problem = _problem(entry, end, header.nbytes)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -36,6 +37,10 @@ from rollout.weights import TensorMeta, UpdateReceipt
 T = TypeVar("T")
 Reply = tuple[dict[str, Any], dict[str, Tensor]]
 KEPT_RECEIPTS = 64
+_TWICE = (
+    ". This version is a rollback already: it is the engine's, not a collective of the trainer's "
+    "ranks, so call rollback() on one of them alone"
+)
 _UNTIL = {
     "shadow": "until the next update begins",
     "sparse": "until an update without staging begins",
@@ -103,6 +108,7 @@ class Coordinator:
         num_ranks: int,
         transports: tuple[str, ...] = ("broadcast", "inline", "ipc", "p2p"),
         undo: str = "shadow",
+        staging: str = "auto",
         memory: Mapping[str, int] | None = None,
         devices: tuple[str, ...] = (),
     ) -> None:
@@ -111,7 +117,7 @@ class Coordinator:
         self.aliases = dict(aliases)
         self.num_ranks = num_ranks
         self.state = "idle"
-        self.undo, self._memory = undo, dict(memory or {})
+        self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
         self._device, self._transports, self._devices = device, transports, devices
         self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
@@ -181,16 +187,15 @@ class Coordinator:
         self.acquire(None, timeout)
         try:
             if not self._can_roll_back:
+                again = bool(self._receipts) and self._receipts[-1].transport == "rollback"
                 raise VersionConflict(
                     f"version {self.engine.version} has no predecessor in memory; a rollback is "
                     f"possible once after a commit, with undo={self.undo!r} {_UNTIL[self.undo]}"
+                    + (_TWICE if again else "")
                 )
             started = time.perf_counter()
-            version, stall = self.engine.version + 1, self.switch(None, "keep", timeout)
-            held = self.digests(timeout)
-            if self._held_before is not None and held != self._held_before:
-                self.engine.mark_broken("a rollback brought back other weights than there were")
-                raise ChecksumMismatch("the weights before the last commit are damaged")
+            version = self.engine.version + 1
+            stall, held = self.switch(None, "keep", timeout, self._held_before)
             receipt = UpdateReceipt(
                 version=version,
                 epoch=self.engine.epoch,
@@ -238,6 +243,18 @@ class Coordinator:
             if self._holder is not lease:
                 raise TransferFailed(f"the update ended before it was {state}")
             self.state = state
+
+    def staged_in(self, request: UpdateRequest) -> UpdateRequest:
+        """``request`` with "auto" resolved where this engine has set no memory aside for a shadow.
+
+        Then an update goes straight into what is live, as the engine was started to. A delta needs
+        a shadow: ``VersionConflict``, upon which its sender sends everything.
+        """
+        if request.staging != "auto" or self._staging != "none":
+            return request
+        if request.encoding == "delta":
+            raise VersionConflict("the engine was started with staging='none': send a full update")
+        return replace(request, staging="none")
 
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""
@@ -309,28 +326,54 @@ class Coordinator:
             )
         return [future.result() for future in futures]
 
-    def switch(self, request: UpdateRequest | None, in_flight: str, timeout: float) -> float:
+    def switch(
+        self,
+        request: UpdateRequest | None,
+        in_flight: str,
+        timeout: float,
+        held: dict[str, int] | None,
+    ) -> tuple[float, dict[str, int]]:
         """Make what was staged live on all ranks between two steps, or what was live before
-        (no ``request``); returns the stall in seconds.
+        (no ``request``); returns the stall in seconds, and the digest per tensor of what is live.
 
-        A failure on any rank takes the others back and raises; where that fails too the engine is
-        broken.
+        ``held``: what has to be live then, None if that is not known. Where a rank moved bytes for
+        it, or nothing was loaded (no ``request``), it is read again before a step can run. Any
+        failure takes all ranks back and raises; where that fails too the engine is broken.
         """
         base = self.engine.version
+        given_up = threading.Event()
         version = base + 1 if request is None or request.version is None else request.version
 
-        def boundary() -> float:
-            started = time.perf_counter()
+        def boundary() -> tuple[float, dict[str, int]]:
+            started, live = time.perf_counter(), held
             args = {"version": version, "back": request is None}
+            moved = False
             try:
-                self.await_all(self.engine.call("commit", args), timeout, "commit")
+                replies = self.await_all(self.engine.call("commit", args), timeout, "commit")
+                moved = any(reply["moved"] for reply, _ in replies)
+                if moved or request is None or live is None:
+                    live = self._read_live(held, timeout)
+                if given_up.is_set():
+                    raise EngineBroken("the commit did not end at its deadline")
                 self.engine.on_commit(version, in_flight)
             except Exception as error:
-                self._revert(base, timeout, error)
+                self._revert(base, timeout, error, moved)
                 raise
-            return time.perf_counter() - started
+            return time.perf_counter() - started, live
 
-        return self._at_boundary(boundary, timeout)
+        return self._at_boundary(boundary, timeout, given_up)
+
+    def _read_live(self, expected: dict[str, int] | None, timeout: float) -> dict[str, int]:
+        """Inside a boundary: the digests of what is live, which must be ``expected`` if known."""
+        rows = self.gather("digests", {}, timeout, phase="digests of a commit")
+        found = combine([reply["digests"] for reply in rows])
+        wrong = [name for name in found if expected and found[name] != expected.get(name)]
+        if wrong:
+            raise ChecksumMismatch(
+                f"{len(wrong)} of {len(found)} tensors changed as they were made live: "
+                f"{', '.join(wrong[:8])}; all ranks have gone back"
+            )
+        return found
 
     def record(
         self,
@@ -347,7 +390,7 @@ class Coordinator:
         self.engine.mark_broken(None)
         self.engine.record_update(failed=False, stall=receipt.timings.get("stall", 0.0))
 
-    def _at_boundary(self, fn: Callable[[], T], timeout: float) -> T:
+    def _at_boundary(self, fn: Callable[[], T], timeout: float, given_up: threading.Event) -> T:
         future = self.engine.at_step_boundary(fn)
         try:
             # A step may be under way, and the commit itself has this deadline too.
@@ -360,17 +403,24 @@ class Coordinator:
                     f"no step boundary came within {2 * timeout:g} s (phase: commit)"
                 ) from error
         try:
-            return future.result(2 * timeout)  # under way: the commit, or going back from it
+            # Under way: the commit, its digests, or going back from it, each with its deadline.
+            return future.result(4 * timeout)
         except FutureTimeout as error:
             if isinstance(error, RolloutError):
                 raise
+            given_up.set()  # it is too late for that version: nobody will hear of it
             self.engine.mark_broken("a commit did not end at its deadline")
             raise EngineBroken("the commit did not end at its deadline") from error
 
-    def _revert(self, base: int, timeout: float, cause: Exception) -> None:
-        """Every rank is told to be at ``base`` again; one that never swapped has nothing to do."""
+    def _revert(self, base: int, timeout: float, cause: Exception, moved: bool) -> None:
+        """Every rank is told to be at ``base`` again; one that never swapped has nothing to do.
+
+        Where bytes were ``moved`` for it, what is live is read once more.
+        """
         try:
             self.await_all(self.engine.call("revert", {"version": base}), timeout, "revert")
+            if moved and self.engine.broken is None:
+                self._read_live(self._held, timeout)
         except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
             self.engine.mark_broken(f"commit failed ({cause}) and going back failed ({error})")
             raise EngineBroken(f"commit failed ({cause}) and going back failed: {error}") from cause

@@ -16,11 +16,16 @@ from torch import Tensor
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
 from rollout.update_wire import header_to_wire, request_to_wire, wants_from_wire
 from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest, Wants
+from rollout.weight_sync.bucket import check_size
 from rollout.weight_sync.digests import combine, compare, total
+from rollout.weight_sync.transports.foreign import NAME as FOREIGN
 from rollout.weights import RankReceipt, UpdateReceipt
 
 if TYPE_CHECKING:
     from rollout.weight_sync.coordinator import Coordinator, Reply
+
+
+_AHEAD = 2  # buckets under way that each sender may have, and as many again
 
 
 class Lease:
@@ -52,7 +57,7 @@ class Lease:
             of.check_fields(request, self._roads)
             of.acquire(self, request.timeout)
             self._started = time.perf_counter()
-            request = replace(request, version=of.check(request))
+            request = replace(of.staged_in(request), version=of.check(request))
             self._request = request
             self._not_ended("begin")
             of.staging_begins(request)
@@ -91,6 +96,10 @@ class Lease:
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         request = self._live("bucket")
+        if request.transport != FOREIGN:  # there the engine itself cuts what was announced
+            check_size(header, request.bucket_bytes)
+        while len(self._waiting) >= _AHEAD * request.senders + _AHEAD:
+            self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
         args = {"update_id": request.update_id, "header": header_to_wire(header)}
         carried = None if payload is None else {"payload": payload}
         self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
@@ -135,7 +144,8 @@ class Lease:
             receipt = self._receipt(request, self._sealed)  # nothing may fail once it is live
             self._enter("committing")
             of.advance(self, "committing")
-            stall = of.switch(request, request.in_flight, request.timeout)
+            held = self._sealed.held
+            stall, _ = of.switch(request, request.in_flight, request.timeout, held)
         except BaseException as error:
             self._leave()
             self.abort(str(error))
@@ -145,7 +155,7 @@ class Lease:
             stall = now - self._held_since
         times = {"commit": now - started, "stall": stall, "total": now - self._started}
         receipt = replace(receipt, timings={**receipt.timings, **times})
-        of.record(receipt, request.label, self._sealed.held, reversible=self._base_is_whole)
+        of.record(receipt, request.label, held, reversible=self._base_is_whole)
         self._leave()
         self._end("committed")
         return receipt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +69,6 @@ class Publication:
         self._info: WeightInfo | None = None
         self._survey: Survey | None = None
         self._update_id = uuid.uuid4().hex
-        self._started = time.perf_counter()
         self.books = Books()
         self.shipment: Shipment | None = None
 
@@ -137,7 +135,10 @@ class Publication:
         if survey is not None:
             cast(SpreadSender, sender).spread(len(survey.have))
             if is_spread(options.transport):
-                self._encoder.send_whole("boxes go straight from rank to rank")
+                self._encoder.send_whole(
+                    "p2p carries whole boxes, straight from rank to rank: changes need another "
+                    "transport"
+                )
             else:
                 self._encoder.fall_back("boxes go straight from rank to rank")
         buffers = sender.buffers(options.bucket_bytes)
@@ -247,8 +248,7 @@ class Publication:
             assert self._connect is not None
             receipt = receipt_of(self._connect, self._update_id, error, 5 * self._options.timeout)
         self._encoder.settle(receipt.epoch, receipt.version, books.wire_bytes, books.num_bytes)
-        timings = {**receipt.timings, "total": time.perf_counter() - self._started}
-        return {"receipt": receipt_to_wire(replace(receipt, timings=timings))}
+        return {"receipt": receipt_to_wire(receipt)}
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """On the sender: what the source has yielded, as it is to be packed.

@@ -157,7 +157,8 @@ def _bucket(nbytes, announced):
         ([_begin(), _bucket(4, 5)], "announces"),
         ([_begin(), _bucket(4, 4), _command(chunk=b"12345")], "longer"),
         ([_begin(), _bucket(4, 4), _command(commit=rollout_pb2.Commit())], "ended early"),
-        ([_begin(), _bucket(1 << 50, 1 << 50)], "smaller bucket_bytes"),
+        ([_begin(), _bucket(1 << 50, 1 << 50)], "over the agreed"),
+        ([_begin(), _bucket((1 << 20) + 1, (1 << 20) + 1)], "over the agreed 1048576"),
         ([_command()], "without a kind"),
     ],
 )

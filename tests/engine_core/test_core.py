@@ -525,3 +525,41 @@ def test_a_resume_overrules_a_pause_that_still_waits(start: Start) -> None:
     waiting.result()
     assert core.state == "running"
     run(core, request("b", max_tokens=1))
+
+
+def test_a_commit_that_fails_in_the_engine_leaves_its_version_and_its_cache(start: Start) -> None:
+    """The number was never seen, and nothing computed before or after it is taken for it."""
+    core = start()
+    run(core, request(max_tokens=2))
+    honest = core.scheduler.recompute
+
+    def failing() -> None:
+        raise RuntimeError("no memory to requeue")
+
+    core.scheduler.recompute = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        commit(core, 1, "recompute")
+    core.scheduler.recompute = honest  # type: ignore[method-assign]
+    assert (core.version, core.blocks.version, core.broken) == (0, 0, None)
+    for future in core.call("revert", {"version": 0}):
+        future.result(5)
+    again = run(core, request(max_tokens=2))["a"]
+    assert again.num_cached_tokens > 0
+    commit(core, 1)
+    assert run(core, request(max_tokens=2))["a"].num_cached_tokens == 0
+
+
+def test_a_rank_that_hangs_in_a_step_is_noticed_within_the_timeout(start: Start) -> None:
+    """Also where starting may take long: that was the first step's, and it has ended."""
+    toy = ToyExecutor()
+    core = start(toy, timeout=0.5, start_timeout=600.0)
+    run(core, request(max_tokens=2))
+    toy.gate.clear()
+    sink = Sink()
+    core.submit([request("b", max_tokens=4)], sink, stream=False)
+    try:
+        with pytest.raises(EngineBroken, match=r"rank 0 did not end a step within 0\.5 s"):
+            sink.results()
+    finally:
+        toy.gate.set()
+    assert core.state == "broken"

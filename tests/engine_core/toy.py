@@ -181,7 +181,7 @@ class ToyExecutor:
         self.commits += 1
         self.version, self.weights = args["version"], self.commits
         self.contents[self.version] = self.weights
-        return {"version": self.version}, {}
+        return {"version": self.version, "moved": False}, {}
 
     def _revert(self, args: Any, tensors: Any) -> Reply:
         self.version = args["version"]

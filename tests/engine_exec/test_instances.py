@@ -85,7 +85,9 @@ def test_a_commit_equals_a_fresh_start_and_a_revert_is_the_old_version(executor,
     votes = stage(executor, other[1].state_dict().items(), between=unchanged)
     unchanged()
     assert ask(executor, "digests", {}) == old_digests
-    assert ask(executor, "commit", {"version": 1}) == [{"version": 1}] * executor.size
+    assert (
+        ask(executor, "commit", {"version": 1}) == [{"version": 1, "moved": False}] * executor.size
+    )
     new, new_digests = fresh
     assert results(executor, 1) == new
     assert new != before

@@ -26,17 +26,25 @@ from rollout.weight_sync.receiver import RankUpdates
 
 class Rank:
     def __init__(
-        self, config: ModelConfig, rank: int, size: int, weights, layout: str, undo: str
+        self,
+        config: ModelConfig,
+        rank: int,
+        size: int,
+        weights,
+        layout: str,
+        undo: str,
+        pinned: bool,
     ) -> None:
         tp = TensorParallel(rank, size)
         live = build_model(config, tp, torch.float32, "cpu", layout)
         live.load_weights(weights.items())
         self.instances = ModelInstances(
-            live, lambda device: live.empty_like(), live.build.device, undo
+            live, lambda device: live.empty_like(), live.build.device, undo, pinned=pinned
         )
         self.updates = RankUpdates(self.instances, rank, "cpu")
         self.version = 0
         self.fail_commit = False
+        self.read = 0  # how often it was read inside a commit
         self.main: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.staging: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.threads = [
@@ -76,6 +84,10 @@ class Rank:
         rows = slot_rows(self.instances.digest_slots(live=True))
         return {"digests": rows, "versions": [self.version, self.version]}
 
+    def digests(self, args, tensors):
+        self.read += 1
+        return self.stage_digests(args, tensors)
+
     def interrupt_update(self, args, tensors):
         self.updates.interrupt(args["update_id"])
         return {}
@@ -83,9 +95,9 @@ class Rank:
     def commit(self, args, tensors):
         if self.fail_commit:
             raise RuntimeError("the commit was made to fail")
-        self.instances.go_back() if args["back"] else self.instances.commit()
+        moved = self.instances.go_back() if args["back"] else self.instances.commit()
         self.version = args["version"]
-        return {}
+        return {"moved": moved}
 
     def revert(self, args, tensors):
         if self.version != args["version"]:
@@ -101,9 +113,15 @@ class Engine:
     """The ranks, and what a coordinator needs of the engine around them."""
 
     def __init__(
-        self, config: ModelConfig, size: int, weights, layout: str = "plain", undo: str = "shadow"
+        self,
+        config: ModelConfig,
+        size: int,
+        weights,
+        layout: str = "plain",
+        undo: str = "shadow",
+        pinned: bool = False,
     ) -> None:
-        self.ranks = [Rank(config, r, size, weights, layout, undo) for r in range(size)]
+        self.ranks = [Rank(config, r, size, weights, layout, undo, pinned) for r in range(size)]
         self.epoch, self.version, self.broken = 7, 0, None
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed

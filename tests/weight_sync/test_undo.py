@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from by_hand import ByHand
@@ -10,7 +12,15 @@ from ranks import Engine, same
 from rollout.config import EngineConfig
 from rollout.engine.kv_sizing import plan_memory, size_kv
 from rollout.engine.undo import KeptWeights
-from rollout.errors import ConfigError, EngineBroken, RolloutError, SourceFailed, VersionConflict
+from rollout.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    EngineBroken,
+    EngineClosed,
+    RolloutError,
+    SourceFailed,
+    VersionConflict,
+)
 from rollout.models.causal_lm import build_model
 from rollout.weight_sync.checker import check_weights
 from rollout.weight_sync.delta import DeltaBase
@@ -302,3 +312,134 @@ def test_what_undo_takes_is_planned_and_refused_where_it_does_not_fit() -> None:
 
 def weight_bytes(rank) -> int:
     return sum(p.nbytes for p in rank.instances.live.parameters())
+
+
+# ---- what goes live is what was proven ----
+
+
+@pytest.fixture
+def exchanging(checkpoints, tp):
+    """Commits exchange contents, as they do under captured graphs."""
+    engine = Engine(checkpoints[0], tp, checkpoints[1], "tiles", pinned=True)
+    yield engine
+    engine.close()
+
+
+def damaging(rank) -> None:
+    """Make the next commit of ``rank`` leave one wrong bit in what went live."""
+    honest = rank.commit
+
+    def commit(args, tensors):
+        reply = honest(args, tensors)
+        rank.commit = honest
+        parameter = next(rank.instances.live.parameters())
+        parameter.data.view(torch.int32).view(-1)[7] ^= 1
+        return reply
+
+    rank.commit = commit
+
+
+def test_contents_that_a_commit_moved_are_read_again_before_a_step(exchanging, checkpoints) -> None:
+    engine, before = exchanging, exchanging.live()
+    damaging(engine.ranks[-1])
+    with pytest.raises(ChecksumMismatch, match=r"1 of \d+ tensors changed as they were made live"):
+        update(engine, checkpoints[2])
+    assert (engine.version, engine.broken, engine.committed) == (0, None, [])
+    assert same(engine.live(), before)
+    read = [rank.read for rank in engine.ranks]
+    assert update(engine, checkpoints[2]).version == 1
+    assert [rank.read for rank in engine.ranks] == [n + 1 for n in read]
+    assert check_weights(checkpoints[2], connect=lambda: engine, timeout=DEADLINE).equal
+
+
+def test_a_commit_that_moves_nothing_reads_nothing(make, checkpoints) -> None:
+    engine = make("shadow")
+    update(engine, checkpoints[2])
+    update(engine, checkpoints[1], staging="none")
+    assert [rank.read for rank in engine.ranks] == [0] * len(engine.ranks)
+
+
+@pytest.mark.parametrize("undo", UNDO)
+def test_a_rollback_to_damaged_weights_is_taken_back(make, checkpoints, undo) -> None:
+    engine = make(undo)
+    update(engine, checkpoints[1])
+    update(engine, checkpoints[2])
+    damaging(engine.ranks[-1])
+    with pytest.raises(ChecksumMismatch, match="changed as they were made live"):
+        engine.coordinator.rollback(DEADLINE)
+    assert (engine.version, engine.broken, engine.info().state) == (2, None, "idle")
+    assert check_weights(checkpoints[2], connect=lambda: engine, timeout=DEADLINE).equal
+    assert update(engine, checkpoints[1]).version == 3
+
+
+def test_no_number_is_given_to_two_contents(make, checkpoints) -> None:
+    """Whatever becomes of an update: a number that was seen belongs to one set of weights."""
+    engine = make("shadow")
+    seen: dict[int, set[int]] = {}
+
+    def look() -> None:
+        if engine.broken is None:
+            held = sum(engine.digests(DEADLINE).values()) % 2**64
+            seen.setdefault(engine.version, set()).add(held)
+
+    look()
+    engine.ranks[-1].fail_commit = True
+    with pytest.raises(RolloutError, match="made to fail"):
+        update(engine, checkpoints[2])
+    look()
+    engine.ranks[-1].fail_commit = False
+    update(engine, nudged(checkpoints[2]))
+    look()
+    engine.coordinator.rollback(DEADLINE)
+    look()
+    half_sent(engine, checkpoints[2], staging="none")
+    assert engine.broken
+    look()
+    update(engine, checkpoints[2])
+    look()
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert all(len(contents) == 1 for contents in seen.values()), seen
+    assert [version for version, _ in engine.committed] == [1, 2, 3]
+
+
+def test_a_second_rollback_says_who_calls_it(make, checkpoints) -> None:
+    engine = make("shadow")
+    update(engine, checkpoints[2])
+    engine.coordinator.rollback(DEADLINE)
+    with pytest.raises(VersionConflict, match=r"is a rollback already.*on one of them alone"):
+        engine.coordinator.rollback(DEADLINE)
+
+
+def test_weights_are_not_put_aside_while_they_are_read(make, checkpoints) -> None:
+    """``sleep`` on a GPU beside a comparison; here the device is only said to be one."""
+    instances = make("shadow").ranks[0].instances
+    instances._device = torch.device("cuda")
+    model, reading, go_on = instances.live, threading.Event(), threading.Event()
+    honest = model.digest_slot
+
+    def slow(slot):
+        reading.set()
+        assert go_on.wait(30)
+        return honest(slot)
+
+    model.digest_slot = slow
+    failures = []
+
+    def read() -> None:
+        try:
+            list(instances.digest_slots(live=True))
+        except EngineClosed as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert reading.wait(30)
+    parking = threading.Thread(target=instances.park)
+    parking.start()
+    parking.join(0.1)
+    assert parking.is_alive()  # it waits for the slot that is read
+    go_on.set()
+    parking.join(30)
+    reader.join(30)
+    assert not parking.is_alive()
+    assert "wake_up" in str(failures[0])

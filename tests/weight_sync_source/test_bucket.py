@@ -14,7 +14,12 @@ from torch import Tensor
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.update_wire import header_from_wire, header_to_wire
 from rollout.updates import BucketEntry, BucketHeader
-from rollout.weight_sync.bucket import ALIGNMENT, BucketPacker, check_header, unpack
+from rollout.weight_sync.bucket import (
+    ALIGNMENT,
+    BucketPacker,
+    check_size,
+    unpack,
+)
 from rollout.weights import Box, TensorPiece
 from rollout.wire import DTYPES
 
@@ -170,7 +175,7 @@ def test_overlapping_entries_and_payloads_of_another_length_are_refused() -> Non
     with pytest.raises(TransferFailed, match="payload"):
         unpack(BucketHeader(0, (ENTRY,), 128), payload[:96])
     with pytest.raises(TransferFailed, match="agreed"):
-        check_header(BucketHeader(0, (ENTRY,), 128), max_bytes=100)
+        check_size(BucketHeader(0, (ENTRY,), 128), 100)
 
 
 def test_what_cannot_travel_is_refused_by_name() -> None:

@@ -205,7 +205,7 @@ def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:
     if request.transport == "broadcast" and request.rendezvous is not None:
         from rollout.weight_sync.transports.broadcast import BroadcastReceiver
 
-        return BroadcastReceiver(request.rendezvous, rank, device)
+        return BroadcastReceiver(request.rendezvous, rank, device, request.bucket_bytes)
     if request.transport == "ipc" and request.shared is not None and request.shared.handle:
         from rollout.weight_sync.transports.cuda_ipc import CudaIpcReceiver
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
 from rollout.errors import DeadlineExceeded, TransferFailed
 from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
+from rollout.weight_sync.bucket import check_size
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
 from rollout.weight_sync.transports.group import drop, explained
 
@@ -78,8 +79,8 @@ class BroadcastSender:
 class BroadcastReceiver:
     """Joins as group rank ``rank + 1`` and receives into two alternating buffers."""
 
-    def __init__(self, where: Rendezvous, rank: int, device: str) -> None:
-        self._where, self._rank = where, rank
+    def __init__(self, where: Rendezvous, rank: int, device: str, bucket_bytes: int) -> None:
+        self._where, self._rank, self._limit = where, rank, bucket_bytes
         self._device = device if where.backend == "nccl" else "cpu"
         self._group: Any = None
         self._buffers: list[Tensor | None] = [None, None]
@@ -89,6 +90,7 @@ class BroadcastReceiver:
         self._group = join_group(self._where, self._rank + 1, timeout)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
+        check_size(header, self._limit)
         into = self._buffer(header)
         wanted = _preamble(header, into.device)
         came = torch.empty_like(wanted)
