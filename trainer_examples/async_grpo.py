@@ -171,6 +171,7 @@ def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, 
             "mixed_samples": sum(row["mixed"] for row in rows),
             "largest_lag": max(row["lag"] for row in rows),
             "max_logprob_diff": max(row["difference"] for row in rows),
+            "weights_equal": trainer.rollout.check_weights(args.output / "checkpoint").equal,
         }
 
 

@@ -171,6 +171,7 @@ def summarise(events: list[dict[str, Any]]) -> dict[str, Any]:
         "version_first": events[0]["version"],
         "version_last": steps[-1]["version"],
         "max_logprob_diff": max(step["difference"] for step in steps),
+        "weights_equal": events[-1]["equal"],
     }
 
 
@@ -186,5 +187,6 @@ def missed_goals(summary: dict[str, Any], goal: float = 0.8, gain: float = 2.0) 
         f"logprobs differ by {summary['max_logprob_diff']:.1e}, at most {LARGEST_DIFFERENCE}": (
             summary["max_logprob_diff"] <= LARGEST_DIFFERENCE
         ),
+        "the service holds the weights that were saved": summary["weights_equal"],
     }
     return [goal for goal, met in goals.items() if not met]

@@ -185,8 +185,11 @@ def run(settings: Settings, kind: type[Trainer]) -> None:
         figures = total(trainer.step(number))
         report(settings, {"event": "step", **figures})
     dist.barrier()
-    report(settings, {"event": "end", "reward": trainer.evaluate()})
+    reward = trainer.evaluate()
     trainer.save()
+    if settings.rank == 0:
+        equal = trainer.rollout.check_weights(settings.output).equal
+        report(settings, {"event": "end", "reward": reward, "equal": equal})
     trainer.rollout.shutdown()
 
 

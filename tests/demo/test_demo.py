@@ -8,18 +8,20 @@ import sys
 import time
 from pathlib import Path
 
+from learnt import check_learnt
 from serving import alive, descendants
 
 from rollout import Rollout, SamplingParams
 
 EXAMPLES = Path(__file__).parents[2] / "trainer_examples"
-SMALL = ("--prompts", "4", "--samples", "4", "--minibatches", "1", "--layers", "1")
-SMALL += ("--warmup-steps", "5", "--no-goals")
+SMALL = ("--prompts", "8", "--samples", "2", "--minibatches", "1", "--layers", "1", "--no-goals")
 
 
-def test_three_steps_move_the_version_three_times_and_leave_a_checkpoint(tmp_path: Path) -> None:
+def test_three_steps_learn_and_the_service_holds_what_was_learnt(
+    half_right: Path, tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [*command(tmp_path), "--steps", "3"],
+        [*command(tmp_path), "--start", str(half_right), "--steps", "3"],
         capture_output=True,
         text=True,
         timeout=270,
@@ -28,7 +30,9 @@ def test_three_steps_move_the_version_three_times_and_leave_a_checkpoint(tmp_pat
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["steps"], summary["version_first"], summary["version_last"]) == (3, 0, 3)
-    assert 0 <= summary["max_logprob_diff"] <= 1e-4
+    # Of three samplings, two with weights that were pushed: none is further from the trainer.
+    assert 0 < summary["max_logprob_diff"] <= 1e-4
+    check_learnt(half_right, tmp_path / "checkpoint", summary)
     assert set(summary) >= {"reward_first", "reward_last", "seconds"}
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     with Rollout(str(tmp_path / "checkpoint"), device="cpu", num_threads=1) as engine:
@@ -39,7 +43,7 @@ def test_three_steps_move_the_version_three_times_and_leave_a_checkpoint(tmp_pat
 
 def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*command(tmp_path), "--steps", "100000"],
+        [*command(tmp_path), "--warmup-steps", "5", "--steps", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -12,24 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from addition_task import make_model, save_checkpoint
 from answering import by_token
 from async_grpo import versions_of
 from grpo import Sample, make_batch
+from learnt import check_learnt
 from ppo_zero3 import LAMBDA, advantages
-from safetensors.torch import load_file
 
 from rollout.generation import VersionSpan
 
 EXAMPLES = Path(__file__).parents[2] / "trainer_examples"
 SMALL = ("--prompts", "8", "--samples", "2", "--minibatches", "1", "--steps", "2", "--no-goals")
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("start") / "checkpoint"
-    save_checkpoint(make_model(layers=1), path)
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -58,34 +50,28 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["grpo_fsdp1.py", "grpo_lora.py", "ppo_zero3.py"])
-def test_two_steps_move_the_version_twice_and_leave_a_whole_checkpoint(
-    name: str, start: Path, tmp_path: Path
+def test_two_steps_learn_and_the_service_holds_what_was_learnt(
+    name: str, half_right: Path, tmp_path: Path
 ) -> None:
     if name == "ppo_zero3.py":
         pytest.importorskip("deepspeed")
-    summary = run(name, *SMALL, "--start", str(start), "--output", str(tmp_path))
+    summary = run(name, *SMALL, "--start", str(half_right), "--output", str(tmp_path))
     assert (summary["version_first"], summary["version_last"]) == (0, 2)
     # That of the second step is with pushed weights: they are the trainer's, to the last sum.
     assert 0 < summary["max_logprob_diff"] <= 1e-4
-    before = load_file(start / "model.safetensors")
-    after = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    # An untrained model is never right, so no sample is better than another: nothing is learnt.
-    assert {key: tensor.shape for key, tensor in after.items()} == {
-        key: tensor.shape for key, tensor in before.items()
-    }
-    for key in before:
-        torch.testing.assert_close(after[key], before[key], msg=key)
+    check_learnt(half_right, tmp_path / "checkpoint", summary)
 
 
 @pytest.mark.more
-def test_asynchronous_steps_know_which_tokens_are_older(start: Path, tmp_path: Path) -> None:
-    steps = ("--steps", "4")
-    summary = run("async_grpo.py", *SMALL, *steps, "--start", str(start), "--output", str(tmp_path))
+def test_asynchronous_steps_know_which_tokens_are_older(half_right: Path, tmp_path: Path) -> None:
+    where = ("--start", str(half_right), "--output", str(tmp_path))
+    summary = run("async_grpo.py", *SMALL, "--steps", "4", *where)
     assert summary["steps"] == 4
     assert summary["calls"] >= 4
     assert 0 <= summary["max_logprob_diff"] <= 1e-4  # of the tokens that are not older
     assert 0 < summary["older_tokens"] < 1
     assert summary["largest_lag"] >= 1
+    check_learnt(half_right, tmp_path / "checkpoint", summary)
 
 
 @pytest.mark.more
@@ -95,7 +81,8 @@ def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
     assert summary["equal"]
     assert summary["versions"][0] == 0
     assert summary["version_last"] == 2
-    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+    first, last = (tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2))
+    check_learnt(first, last, {"weights_equal": summary["equal"]})
 
 
 def test_the_help_of_every_example_says_what_it_shows() -> None:

@@ -113,8 +113,10 @@ def test_each_goal_can_be_missed() -> None:
         "version_first": 0,
         "version_last": 100,
         "max_logprob_diff": 1e-6,
+        "weights_equal": True,
     }
     assert missed_goals(good) == []
+    assert len(missed_goals(good | {"weights_equal": False})) == 1
     assert len(missed_goals(good | {"reward_last": 0.82})) == 1
     assert len(missed_goals(good | {"reward_first": 0.3, "reward_last": 0.8})) == 1
     assert len(missed_goals(good | {"version_last": 99})) == 1

@@ -209,7 +209,10 @@ def test_another_process_on_the_same_gpu_updates_the_engine(
 
 
 def test_deterministic_decoding_does_not_depend_on_the_batch(tiny_qwen3: Path) -> None:
+    """Bits, so tokens and all three logprobs of each."""
     with _engine(tiny_qwen3, deterministic=True) as engine:
-        together = _tokens(engine)
+        together = [output.outputs[0] for output in engine.generate(PROMPTS, GREEDY)]
         alone = [engine.generate([p], GREEDY)[0].outputs[0] for p in PROMPTS]
-        assert [output.token_ids for output in alone] == together
+    for one, among in zip(alone, together, strict=True):
+        assert one.token_ids == among.token_ids
+        assert one.logprobs == among.logprobs
