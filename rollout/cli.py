@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import rollout
@@ -21,6 +22,7 @@ from rollout.cli_flags import (
     add_sampling_flags,
     add_token,
     engine_config,
+    refuse_engine_flags,
     sampling_params,
     token_of,
 )
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from rollout.weights import UpdateReceipt
 
 USER_ERROR, INTERRUPTED = 2, 130
-_FOLLOW_WAIT = 5.0  # seconds for an update that is under way when the service ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +106,8 @@ def generate(args: argparse.Namespace) -> int:
     words = list(args.words)
     if args.connect is None and not words:
         raise ConfigError("generate needs MODEL, or --connect HOST:PORT")
+    if args.connect is not None:
+        refuse_engine_flags(args, "--connect")
     model = words.pop(0) if args.connect is None else None
     prompts = [*words, *map(_parse_ids, args.token_ids)]
     if not prompts:
@@ -132,7 +135,7 @@ def _shown(output: Any, completion: Any, as_json: bool) -> str:
             "index": completion.index,
             "text": completion.text,
             "token_ids": completion.token_ids,
-            "logprobs": completion.logprobs.raw,
+            "logprobs": [p if isfinite(p) else None for p in completion.logprobs.raw],
             "finish_reason": completion.finish_reason,
             "weight_versions": [[s.version, s.start, s.stop] for s in completion.weight_versions],
         }
@@ -175,6 +178,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _check_against(args: argparse.Namespace) -> int:
+    refuse_engine_flags(args, "--against")
     with rollout.Rollout.connect(args.model, token_of(args)) as engine:
         report = engine.check_weights(args.against)
         cost = None if report.equal else engine.preflight(args.against).cost

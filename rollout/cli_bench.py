@@ -1,7 +1,7 @@
 """``rollout bench``: tokens per second of made-up prompts and, on demand, where a step's time goes.
 
-Prompts are random token ids; every sequence gets exactly ``--new-tokens``. The first round warms
-up and is not counted.
+Prompts are random token ids; every sequence gets exactly ``--new-tokens``, or the run is refused.
+The first round warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli_flags import add_engine_flags, engine_config
-from rollout.errors import ConfigError, DeadlineExceeded
+from rollout.errors import ConfigError, DeadlineExceeded, EngineError
 from rollout.generation import Request, SamplingParams
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineCore
 
+LENGTH = 64  # tokens of a prompt, and of what follows it, where they fit
 WAIT = 3600.0  # seconds that one round may take
 GB = 1e9
 
@@ -32,13 +33,12 @@ def add_bench(commands: Any, add_command: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     for name, default, text in (
         ("sequences", 8, "that run at the same time"),
-        ("prompt-tokens", 64, "of each sequence"),
-        ("new-tokens", 64, "of each sequence"),
+        ("prompt-tokens", None, f"of each sequence ({LENGTH}, or half of max_model_len)"),
+        ("new-tokens", None, f"of each sequence ({LENGTH}, or what max_model_len leaves)"),
         ("rounds", 3, "measured, after one that warms up"),
     ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{text} ({default})"
-        )
+        shown = text if default is None else f"{text} ({default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="X", help="0 is greedy (1)"
     )
@@ -54,16 +54,31 @@ def run(args: argparse.Namespace) -> int:
     from rollout.engine.core import EngineCore
 
     for name in ("sequences", "prompt_tokens", "new_tokens", "rounds"):
-        if getattr(args, name) < 1:
+        if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more")
     core = EngineCore(engine_config(args, model=args.model))
     core.start()
     try:
+        fit(args, core.max_model_len)
         found = measure(core, args)
     finally:
         core.close()
     print(json.dumps(found) if args.json else "\n".join(_lines(found)), flush=True)
     return 0
+
+
+def fit(args: argparse.Namespace, longest: int) -> None:
+    """Choose the lengths that were not given; ``ConfigError`` where both do not fit together."""
+    if args.prompt_tokens is None:
+        args.prompt_tokens = max(1, min(LENGTH, longest // 2, longest - (args.new_tokens or 1)))
+    if args.new_tokens is None:
+        args.new_tokens = max(1, min(LENGTH, longest - args.prompt_tokens))
+    if args.prompt_tokens + args.new_tokens > longest:
+        raise ConfigError(
+            f"--prompt-tokens {args.prompt_tokens} and --new-tokens {args.new_tokens} make "
+            f"sequences of {args.prompt_tokens + args.new_tokens} tokens, but max_model_len is "
+            f"{longest}: lower one of them"
+        )
 
 
 def measure(core: EngineCore, args: argparse.Namespace) -> dict[str, Any]:
@@ -72,8 +87,7 @@ def measure(core: EngineCore, args: argparse.Namespace) -> dict[str, Any]:
 
     turn = _Rounds(core, args)
     turn.run()
-    seconds = [turn.run() for _ in range(args.rounds)]
-    tokens = args.sequences * args.new_tokens
+    rounds = [turn.run() for _ in range(args.rounds)]
     rank = core.rank_info[0]
     found: dict[str, Any] = {
         "model": core.config.model,
@@ -84,7 +98,7 @@ def measure(core: EngineCore, args: argparse.Namespace) -> dict[str, Any]:
         "sequences": args.sequences,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
-        "tokens_per_s": [tokens / s for s in seconds],
+        "tokens_per_s": [tokens / seconds for tokens, seconds in rounds],
         "first_token_s": turn.first_token(),
     }
     if args.profile:
@@ -107,8 +121,10 @@ class _Rounds:
             temperature=args.temperature, max_tokens=args.new_tokens, ignore_eos=True
         )
 
-    def run(self) -> float:
-        """Seconds from handing in all prompts to the last one's end."""
+    def run(self) -> tuple[int, float]:
+        """Tokens made, and seconds from handing in all prompts to the last one's end."""
+        from rollout.engine.snapshot import Snapshot
+
         args = self._args
         vocab = self._core.model_config.vocab_size
         self._before = self._waits()
@@ -118,11 +134,13 @@ class _Rounds:
             self._count += 1
             name = f"bench-{self._count}"
             requests.append(Request(request_id=name, prompt_token_ids=prompt, params=self._params))
-        done, failed, left = threading.Event(), [], len(requests)
+        done, failed, left, tokens = threading.Event(), [], len(requests), 0
 
         def sink(item: Any) -> None:
-            nonlocal left
+            nonlocal left, tokens
             left -= 1
+            if isinstance(item, Snapshot):
+                tokens += item.samples[0].count
             if isinstance(item, BaseException):
                 failed.append(item)
             if failed or not left:
@@ -134,7 +152,13 @@ class _Rounds:
             raise DeadlineExceeded(f"a round of the bench did not end within {WAIT:g} s")
         if failed:
             raise failed[0]
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if tokens < args.sequences * args.new_tokens:
+            raise EngineError(
+                f"{tokens} of {args.sequences * args.new_tokens} tokens were made: samples ended "
+                "early, as they do where the logits are NaN"
+            )
+        return tokens, seconds
 
     def first_token(self) -> float:
         """Mean seconds to a sequence's first token, in the last round."""

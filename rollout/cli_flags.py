@@ -129,6 +129,16 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return EngineConfig.from_dict({**defaults, **given})
 
 
+def refuse_engine_flags(args: argparse.Namespace, beside: str) -> None:
+    """``ConfigError`` for settings of an engine where the engine is a service's."""
+    given = [f"--{name.replace('_', '-')}" for name in ENGINE_HELP if hasattr(args, name)]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: a setting of the engine, which the service has chosen at its "
+            f"start; leave it out beside {beside}"
+        )
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     names = (*SAMPLING_HELP, "stop")
     given = {name: getattr(args, f"sampling_{name}", None) for name in SAMPLING_HELP}

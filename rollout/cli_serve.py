@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -17,9 +18,14 @@ from rollout.errors import ConfigError, RolloutError
 from rollout.tls import ServerTls
 
 if TYPE_CHECKING:
+    from rollout.errors import WorkerDied
     from rollout.server.auth import Tokens
 
+log = logging.getLogger(__name__)
+
 _FOLLOW_WAIT = 5.0  # seconds for an update that is under way when the service ends
+_DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, before the end
+RANK_DIED = 1  # exit status
 
 
 def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -55,6 +61,11 @@ def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
         "own) or processed_logprobs (of the distribution sampled from, as TRL wants them)",
     )  # fmt: skip
     group.add_argument(
+        "--on-death", default="exit", choices=("exit", "serve"),
+        help="when a rank's process has ended: exit (status 1, after 5 s in which calls get "
+        "WorkerDied, so that a supervisor starts another), or serve that error on (exit)",
+    )  # fmt: skip
+    group.add_argument(
         "--exit-with-stdin", action="store_true",
         help="end when standard input closes, so when the parent process does",
     )  # fmt: skip
@@ -68,7 +79,8 @@ def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
 def serve(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; prints one line ``ready http=... grpc=...`` on stdout.
 
-    Status 0 once it was ready; a signal before that ends it with 128 + the signal's number.
+    Status 0 once it was ready, 1 when a rank died (unless ``--on-death serve``); a signal before
+    that ends it with 128 + the signal's number.
     """
     from rollout.server.auth import Tokens
 
@@ -114,7 +126,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     if args.exit_with_stdin:
         _on_end_of_input(loop, stop)
 
-    async def run() -> None:
+    async def run() -> int:
         async with serving(
             config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
             tls=_server_tls(args), logprobs_mode=args.logprobs_mode,
@@ -123,15 +135,14 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()
             async with _following(args.follow, config, at.grpc, tokens):
-                await stop.wait()
+                return await _until(stop, at.died if args.on_death == "exit" else None)
 
     # Starting can take minutes: a signal must end it too.
     running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if ready.is_set() or running.done():
-        await running  # it ends by itself, in order
-        return 0
+        return await running  # it ends by itself, in order
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError, RolloutError):
         await running
@@ -140,6 +151,17 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signals[0] if signals else 0)
+
+
+async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -> int:
+    """Wait for the end; returns the exit status."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([one for one in (stopping, died) if one], return_when="FIRST_COMPLETED")
+    if not stopping.done():
+        log.error("ending in %g s with status %d (--on-death exit)", _DEATH_WAIT, RANK_DIED)
+        await asyncio.wait((stopping,), timeout=_DEATH_WAIT)
+    stopping.cancel()
+    return RANK_DIED if died is not None and died.done() else 0
 
 
 @contextlib.asynccontextmanager

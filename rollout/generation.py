@@ -18,7 +18,8 @@ MAX_STOP_CHARS = 4096
 MAX_TOKEN_RULES = 1024  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 
 # Numbers and their bounds, within which no float32 of the sampler overflows.
 _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
@@ -185,7 +186,11 @@ class Completion:
     """One sample. ``token_ids`` keep a stop token or string that ``text`` leaves out.
 
     ``finish_reason``: None while running, "stop" (``stop_reason`` None for the end-of-sequence
-    token, an int for a stop id, a str for a stop string), "length" or "abort".
+    token, an int for a stop id, a str for a stop string), "length", or one of two that leave the
+    sample cut short, so that whoever scores it must look: "abort" (``abort``, a pause with
+    mode="abort", or an update with in_flight="abort") and "error" with ``stop_reason``
+    "nan_logits" (the weights, or this request's settings, gave logits that are not numbers; the
+    tokens up to there are good).
     ``weight_versions``: spans over output tokens, the weights whose forward gave the logits.
     ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV.
     """

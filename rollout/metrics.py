@@ -62,6 +62,7 @@ class EngineStats:
     ``kv_usage`` in [0, 1]; prefix figures are tokens; ``time_to_first_token`` is per request,
     ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
     broken | dead | closed. ``seed``: of requests that bring none.
+    ``nan_logits_total``: samples that ended because their logits were NaN.
     """
 
     state: str
@@ -76,6 +77,7 @@ class EngineStats:
     prefix_cache_queries_total: int
     prefix_cache_hits_total: int
     requests_finished: Mapping[str, int]
+    nan_logits_total: int
     epoch: int
     seed: int
     weight_version: int
@@ -96,6 +98,7 @@ class EngineCounters:
     finished: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )
+    nan_logits: int = 0
     updates: int = 0
     updates_failed: int = 0
     last_stall: float = 0.0

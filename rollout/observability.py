@@ -15,15 +15,16 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str = "warning") -> None:
-    """Send this process's log to stderr at ``level``; for programs, never called by the library.
+    """Send this process's log to stderr; for programs, never called by the library.
 
+    Ours from ``level`` on, other libraries' (grpc, asyncio, uvicorn ...) warnings and errors.
     Replaces the handlers an earlier call installed, so calling it twice prints lines once.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for chatty in ("asyncio", "httpx", "urllib3", "filelock"):
-        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+    ours = getattr(logging, level.upper())
+    logging.basicConfig(level=max(logging.WARNING, ours), handlers=[handler], force=True)
+    logging.getLogger("rollout").setLevel(ours)
 
 
 @dataclass(slots=True)

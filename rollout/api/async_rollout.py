@@ -370,4 +370,6 @@ def _ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
         return [uuid.uuid4().hex for _ in range(count)]
     if len(request_ids) != count:
         raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
+    if not all(isinstance(given, str | None) and len(given or "") <= 1024 for given in request_ids):
+        raise InvalidRequest("request ids must be texts of at most 1024 characters")
     return [request_id or uuid.uuid4().hex for request_id in request_ids]

@@ -98,6 +98,11 @@ class EmbeddedBackend:
         ids = list(self._running if request_ids is None else request_ids)
         return await self.core.control.abort(ids)
 
+    def end_calls(self, error: EngineError) -> None:
+        """End every call under way with ``error``, at the next step; does not wait for it."""
+        with contextlib.suppress(EngineError):  # it was never started, or is over
+            self.core.at_step_boundary(lambda: self.core.outputs.fail(error))
+
     # ---- control ----
 
     async def server_info(self) -> ServerInfo:

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rollout.config import EngineConfig
+from rollout.distributed import choose_device
 from rollout.engine.admission import Admission
 from rollout.engine.ask import replies_of
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
+from rollout.engine.cuda_graphs import check_graphs
 from rollout.engine.executors import Executor, Reply, make_executor
 from rollout.engine.figures import figures
 from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
@@ -69,6 +71,7 @@ class EngineCore:
         self._executor = executor
         self._loop: StepLoop | None = None
         self.control = Control(self)
+        self.died: Future[WorkerDied] = Future()  # resolved when a rank's process has ended
         self._closing = threading.Lock()
         self._closed = False
 
@@ -80,6 +83,7 @@ class EngineCore:
         Raises ``ConfigError``, ``WorkerDied`` or ``DeadlineExceeded`` and leaves nothing running.
         """
         config = self.config
+        check_graphs(config, choose_device(config.device))
         directory = str(resolve_model(config.model, config.revision, config.load_format))
         self.model_config = ModelConfig.from_directory(directory)
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
@@ -97,7 +101,7 @@ class EngineCore:
         except BaseException:
             self.close()
             raise
-        executor.on_death = self.loop.die
+        executor.on_death = self._on_death
         with self._closing:
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
@@ -108,7 +112,7 @@ class EngineCore:
         size = size_kv(config, self.model_config.max_position_embeddings, self.rank_info)
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.memory = plan_memory(config, size.num_blocks, self.rank_info)
-        log.info("memory %s", self.memory)
+        log.info("memory %s; seed %d", self.memory, self.seed)
         eos = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
@@ -314,6 +318,13 @@ class EngineCore:
             self.counters.last_stall = stall
 
     # ---- helpers ----
+
+    def _on_death(self, error: WorkerDied) -> None:
+        """From the executor's thread, once."""
+        log.error("%s (weight version %d was live)", error, self.version)
+        self.loop.die(error)
+        if not self.died.done():
+            self.died.set_result(error)
 
     def _refusal(self) -> RolloutError | None:
         """Why no request can be taken now, if so."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
+from rollout.errors import ConfigError
 from rollout.models.forward import ForwardBatch
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -42,6 +43,15 @@ def wants_graphs(config: EngineConfig, device: torch.device, own_model: bool) ->
     from rollout.kernels.gpu_support import triton_runs
 
     return triton_runs() and (own_model or config.cuda_graphs == "on")
+
+
+def check_graphs(config: EngineConfig, device: torch.device) -> None:
+    """``ConfigError`` where graphs were asked for that cannot be captured."""
+    if config.cuda_graphs == "on" and device.type != "cuda":
+        raise ConfigError(
+            f"cuda_graphs='on' captures decode steps on a GPU, but this engine runs on {device}; "
+            "use 'auto' or 'off'"
+        )
 
 
 def is_decode(batch: ForwardBatch) -> bool:

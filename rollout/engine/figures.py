@@ -25,6 +25,7 @@ def figures(core: EngineCore) -> EngineStats:
         prefix_cache_queries_total=core.blocks.query_tokens,
         prefix_cache_hits_total=core.blocks.hit_tokens,
         requests_finished=dict(count.finished),
+        nan_logits_total=count.nan_logits,
         epoch=core.epoch,
         seed=core.seed,
         weight_version=core.version,

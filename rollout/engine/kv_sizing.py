@@ -81,6 +81,7 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
             f"max_model_len {wanted} is above the model's own maximum of {longest} tokens"
         )
     blocks = config.num_kv_blocks or min(_affordable(config, reply, len(ranks)) for reply in ranks)
+    _check_asked(config, blocks, ranks)
     most = -(-wanted // config.block_size) * config.max_num_seqs
     if config.num_kv_blocks is None and config.kv_cache_bytes is None:
         blocks = min(blocks, most)
@@ -97,6 +98,21 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
             )
         wanted = room
     return KVSize(blocks, wanted)
+
+
+def _check_asked(config: EngineConfig, blocks: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """A cache that was asked for by its size must fit in what is free, whatever it will use."""
+    asked = "num_kv_blocks" if config.num_kv_blocks is not None else "kv_cache_bytes"
+    if getattr(config, asked) is None:
+        return
+    for reply in ranks:
+        nbytes, spare = blocks * int(reply["kv_block_bytes"]), _spare(config, reply, len(ranks))
+        if nbytes > spare:
+            raise ConfigError(
+                f"{asked}={getattr(config, asked)} is a KV cache of {_mib(nbytes)} on each rank, "
+                f"but {_mib(spare)} are free beside the weights, staging and undo; lower it, or "
+                "leave it out"
+            )
 
 
 def _affordable(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:

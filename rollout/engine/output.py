@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isnan
 
 from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.scheduler import Scheduler
@@ -42,6 +43,7 @@ class OutputProcessor:
         self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
+        self._nan_version = -1  # the last one that gave NaN
 
     def add(self, states: list[RequestState]) -> None:
         """Take over all requests of one call and queue their samples, in order."""
@@ -62,7 +64,7 @@ class OutputProcessor:
         drawing = [entry.sequence for entry in batch.entries if entry.samples]
         self._book_prompt_logprobs(batch, output)
         self._scheduler.advance(batch)
-        now = time.monotonic()
+        now, no_tokens = time.monotonic(), self._counters.nan_logits
         rows = zip(
             drawing,
             output.tokens,
@@ -76,6 +78,9 @@ class OutputProcessor:
             if seq.seq_id not in self._samples:
                 continue  # of a call that ended a moment ago, with another of its samples
             state, sample = self._samples[seq.seq_id]
+            if isnan(raw) or isnan(processed):
+                self._end_for_nan(state, sample, batch.version)
+                continue
             seq.append(token, batch.version, raw, processed, mass)
             if seq.top is not None:
                 seq.top.append(top or {token: raw})
@@ -92,7 +97,7 @@ class OutputProcessor:
             elif state.call.stream:
                 self._changed[state.request.request_id] = state
         self._counters.steps += 1
-        self._counters.generation_tokens += len(drawing)
+        self._counters.generation_tokens += len(drawing) - (self._counters.nan_logits - no_tokens)
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """End requests with what they have; returns how many were still running."""
@@ -141,6 +146,19 @@ class OutputProcessor:
             if count and got is not None:
                 got.extend(output.prompt_logprobs[at : at + count])
                 at += count
+
+    def _end_for_nan(self, state: RequestState, sample: Sample, version: int) -> None:
+        if self._nan_version != version:  # a line for each version, not for each sample
+            self._nan_version = version
+            log.error(
+                "request %r: its logits are NaN under weight version %d; such samples end with "
+                'finish_reason "error"',
+                sample.sequence.request_id,
+                version,
+            )
+        self._counters.nan_logits += 1
+        sample.end_for_nan()
+        self._close(state, sample)
 
     def _observe(self, state: RequestState, sample: Sample, now: float) -> None:
         if sample.last_time:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as ReadOnly
 from rollout.engine.detokenizer import Detokenizer
 from rollout.engine.sequence import Sequence
 from rollout.engine.snapshot import SampleSnapshot, Snapshot
-from rollout.generation import Request
+from rollout.generation import NAN_LOGITS, Request
 
 Sink = Callable[[Snapshot | BaseException], None]
 
@@ -58,6 +58,11 @@ class Sample:
 
     def abort(self) -> None:
         self._end("abort", None)
+
+    def end_for_nan(self) -> None:
+        """Nothing can be drawn: the logits are no numbers."""
+        self._end("error", None)
+        self.sequence.stop_reason = NAN_LOGITS
 
     def snapshot(self) -> SampleSnapshot:
         seq = self.sequence

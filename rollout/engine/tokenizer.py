@@ -75,7 +75,14 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt; the tokenizer's own rule decides about BOS."""
+        """Token ids of a plain prompt; the tokenizer's own rule decides about BOS.
+
+        Raises ``InvalidRequest`` for halves of surrogate pairs, which JSON can carry and text not.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not Unicode text: {error}") from None
         ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
         return list(ids)
 

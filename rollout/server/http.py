@@ -188,8 +188,10 @@ async def _respond(
     first = await _unless_disconnected(request, _first(outputs))
     if first is None:
         return Response(status_code=499)
-    wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _events(first, outputs, Stream(style), wants_usage)
+    options = body.stream_options
+    wants_usage = options is not None and options.include_usage
+    always = wants_usage and options is not None and options.continuous_usage_stats
+    events = _events(first, outputs, Stream(style, usage_always=always), wants_usage)
     return _EventStream(events)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from rollout.generation import Completion, RequestOutput
@@ -69,10 +70,14 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 class Stream:
-    """Turns cumulative outputs of several prompts into chunks that carry only what is new."""
+    """Turns cumulative outputs of several prompts into chunks that carry only what is new.
 
-    def __init__(self, style: AnswerStyle) -> None:
+    ``usage_always``: each chunk says how many tokens there are so far.
+    """
+
+    def __init__(self, style: AnswerStyle, *, usage_always: bool = False) -> None:
         self.style = style
+        self._usage_always = usage_always
         self._last: dict[int, RequestOutput] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) sent
 
@@ -96,7 +101,10 @@ class Stream:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.style.chat else "text_completion"
-        return _envelope(self.style, name, choices)
+        chunk = _envelope(self.style, name, choices)
+        if self._usage_always:
+            chunk["usage"] = usage(list(self._last.values()))
+        return chunk
 
 
 def _envelope(style: AnswerStyle, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,16 +170,22 @@ def _common(completion: Completion, index: int, start: int, style: AnswerStyle) 
     }
 
 
+def finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: a logprob that is none of its numbers is null."""
+    return value if isfinite(value) else None
+
+
 def _reported(completion: Completion, style: AnswerStyle) -> list[float]:
     return completion.logprobs.processed if style.processed else completion.logprobs.raw
 
 
-def _three(completion: Completion, start: int) -> dict[str, list[float]]:
+def _three(completion: Completion, start: int) -> dict[str, list[float | None]]:
     """The three figures RL needs, beside whichever of them OpenAI's own field shows."""
+    found = completion.logprobs
     return {
-        "raw_logprobs": completion.logprobs.raw[start:],
-        "processed_logprobs": completion.logprobs.processed[start:],
-        "log_kept_mass": completion.logprobs.log_kept_mass[start:],
+        "raw_logprobs": [finite(p) for p in found.raw[start:]],
+        "processed_logprobs": [finite(p) for p in found.processed[start:]],
+        "log_kept_mass": [finite(p) for p in found.log_kept_mass[start:]],
     }
 
 
@@ -193,12 +207,12 @@ def _completion_logprobs(completion: Completion, start: int, style: AnswerStyle)
     values = _reported(completion, style)[start:]
     tops = []
     for position, (token, value) in enumerate(zip(ids, values, strict=True), start):
-        row = {style.token_text(t): p for t, p in _top(completion, position, style)}
-        row.setdefault(style.token_text(token), value)
+        row = {style.token_text(t): finite(p) for t, p in _top(completion, position, style)}
+        row.setdefault(style.token_text(token), finite(value))
         tops.append(row)
     return {
         "tokens": texts,
-        "token_logprobs": values,
+        "token_logprobs": [finite(value) for value in values],
         "top_logprobs": tops,
         "text_offset": offsets,
         **_three(completion, start),
@@ -208,7 +222,7 @@ def _completion_logprobs(completion: Completion, start: int, style: AnswerStyle)
 def _chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:
     def entry(token: int, value: float) -> dict[str, Any]:
         text = style.token_text(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": text, "logprob": finite(value), "bytes": list(text.encode())}
 
     content = []
     values = _reported(completion, style)
@@ -229,6 +243,8 @@ def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | Non
     return [None if row is None else _ranked(row) for row in output.prompt_logprobs]
 
 
-def _ranked(row: Mapping[int, float]) -> dict[str, dict[str, float]]:
+def _ranked(row: Mapping[int, float]) -> dict[str, dict[str, float | None]]:
     order = sorted(row.items(), key=lambda item: -item[1])
-    return {str(t): {"logprob": value, "rank": rank} for rank, (t, value) in enumerate(order, 1)}
+    return {
+        str(t): {"logprob": finite(value), "rank": rank} for rank, (t, value) in enumerate(order, 1)
+    }

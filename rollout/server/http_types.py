@@ -21,12 +21,15 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class StreamOptions(BaseModel):
-    """``include_usage``: a last chunk without choices carries the usage."""
+    """``include_usage``: a last chunk without choices carries the usage, and with
+    ``continuous_usage_stats`` every chunk the usage so far.
+    """
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # accepted and not used: no padding is ever added
 
 
 class SamplingBody(BaseModel):
@@ -62,9 +65,9 @@ class SamplingBody(BaseModel):
     return_tokens_as_token_ids: bool = False
     logprobs_mode: LogprobsMode | None = None
     request_id: str | None = None
-    user: str | None = None  # accepted and not used, as are the two below
+    user: str | None = None  # accepted and not used, as is the next
     metadata: dict[str, str] | None = None
-    priority: int = 0
+    priority: Literal[0] = 0  # first come first served: no other is honoured
 
     @model_validator(mode="before")
     @classmethod

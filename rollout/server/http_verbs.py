@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body
 
@@ -49,7 +49,7 @@ def verb_routes(rollout: AsyncRollout, logprobs_mode: str) -> APIRouter:
         return await verbs.abort(body or AbortBody())
 
     @router.get("/server_info")
-    async def info(config_format: str = "json") -> dict[str, Any]:
+    async def info(config_format: Literal["json"] = "json") -> dict[str, Any]:
         return await server_info(rollout, logprobs_mode)
 
     return router

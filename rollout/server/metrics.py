@@ -40,6 +40,7 @@ COUNTERS = (
         "prefix_cache_hits",
         "Prompt tokens found in the prefix cache",
     ),
+    ("nan_logits_total", "nan_logits", None, "Samples that ended because their logits were NaN"),
     ("weight_updates_total", "weight_updates", None, "Committed weight updates"),
     ("weight_updates_failed_total", "weight_updates_failed", None, "Aborted weight updates"),
 )

@@ -10,6 +10,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
+from rollout.engine.cuda_graphs import check_graphs
 from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
 from rollout.errors import ConfigError, WeightMismatch
@@ -61,6 +62,7 @@ def check(config: EngineConfig) -> Preflight:
     tensors that are missing, unknown or misshapen.
     """
     device = choose_device(config.device)
+    check_graphs(config, device)
     dummy = config.load_format == "dummy"
     directory = resolve_model(config.model, config.revision, config.load_format)
     model = ModelConfig.from_directory(directory)

@@ -17,7 +17,7 @@ from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineClosed, WorkerDied
 from rollout.server.auth import Tokens
 from rollout.server.http import build_app
 from rollout.server.http_answers import TokenText
@@ -28,11 +28,15 @@ GRACE = 5.0  # seconds that open HTTP connections get at the end
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the service listens, "host:port" each; ``memory`` says what its ranks take."""
+    """Where the service listens, "host:port" each; ``memory`` says what its ranks take.
+
+    ``died`` is done once a rank's process has ended, with the error that every call gets then.
+    """
 
     http: str
     grpc: str
     memory: str = ""
+    died: asyncio.Future[WorkerDied] | None = None
 
 
 @asynccontextmanager
@@ -72,7 +76,9 @@ async def serving(
             )
             async with _http(rollout, app, http_socket, context):
                 http_port = http_socket.getsockname()[1]
-                yield Addresses(_join(host, http_port), grpc_address, _memory(rollout))
+                yield Addresses(
+                    _join(host, http_port), grpc_address, _memory(rollout), _death(rollout)
+                )
         finally:
             await rollout.shutdown()
 
@@ -117,11 +123,20 @@ async def _http(
             await asyncio.sleep(0.01)
         yield
     finally:
-        # Requests end first: an open stream would hold the server until its grace is over.
-        with contextlib.suppress(asyncio.CancelledError):
-            await rollout.abort()
+        # Requests end first: an open stream would hold the server until its grace is over. They
+        # end with an error: a sample cut short would look like a good one to who does not ask.
+        backend = rollout.backend
+        if isinstance(backend, EmbeddedBackend):
+            backend.end_calls(EngineClosed("the service was stopped while the call ran"))
         server.should_exit = True
         await task
+
+
+def _death(rollout: AsyncRollout) -> asyncio.Future[WorkerDied] | None:
+    backend = rollout.backend
+    if not isinstance(backend, EmbeddedBackend):
+        return None
+    return asyncio.wrap_future(backend.core.died)
 
 
 def _memory(rollout: AsyncRollout) -> str:

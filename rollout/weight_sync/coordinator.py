@@ -6,6 +6,7 @@ through ``at_step_boundary``. The state machine is drawn in ``rollout/updates.py
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -46,6 +47,8 @@ _UNTIL = {
     "sparse": "until an update without staging begins",
     "host": "until an update without staging begins",
 }
+
+log = logging.getLogger(__name__)
 
 
 class EngineControl(Protocol):
@@ -383,6 +386,11 @@ class Coordinator:
         reversible: bool = False,
     ) -> None:
         """Remember a commit; ``held``: digest per tensor of all that is live now."""
+        log.info(
+            "version %d is live: %s, %d tensors by %s, stalled %.4f s",
+            *(receipt.version, receipt.update_id or "rolled back", receipt.num_tensors),
+            *(receipt.transport, receipt.timings.get("stall", 0.0)),
+        )
         self._receipts.append(receipt)
         self._held_before, self._held = self._held, held
         self._label = label

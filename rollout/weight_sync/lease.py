@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 
 _AHEAD = 2  # buckets under way that each sender may have, and as many again
+log = logging.getLogger(__name__)
+_CLOSED = "the channel was closed before the commit"
 
 
 class Lease:
@@ -81,6 +84,11 @@ class Lease:
             self._end(self._ended or str(error), failed=True)
             raise
         assert request.version is not None
+        log.info(
+            "update %s begins: version %d, by %s, %s, staging=%s",
+            *(request.update_id, request.version, request.transport, request.encoding),
+            request.staging,
+        )
         return Begun(
             update_id=request.update_id,
             epoch=of.engine.epoch,
@@ -164,7 +172,7 @@ class Lease:
         self._end(reason, failed=True)
 
     def close(self) -> None:
-        self._end("the channel was closed before the commit", failed=True)
+        self._end(_CLOSED, failed=True)
 
     @property
     def is_lost(self) -> bool:
@@ -225,6 +233,13 @@ class Lease:
                 return
             self._freed = True
         request, of = self._request, self._of
+        if failed and request is None and reason is not _CLOSED:
+            log.info("an update was refused: %s", reason)
+        elif failed and request is not None:
+            log.info(
+                "update %s ended, version %d serves on: %s",
+                *(request.update_id, of.engine.version, reason),
+            )
         broken = None
         if request is not None:
             if failed:

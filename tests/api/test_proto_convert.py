@@ -141,7 +141,8 @@ def test_figures_of_an_engine_survive():
         state="running", running=1, waiting=2, kv_usage=0.5, num_kv_blocks=9,
         prompt_tokens_total=1, generation_tokens_total=2, steps_total=3, preemptions_total=4,
         prefix_cache_queries_total=5, prefix_cache_hits_total=6,
-        requests_finished={"stop": 1, "length": 2}, epoch=7, seed=11, weight_version=8,
+        requests_finished={"stop": 1, "length": 2}, nan_logits_total=12, epoch=7, seed=11,
+        weight_version=8,
         weight_updates_total=9, weight_updates_failed_total=10, last_stall_seconds=0.25,
         time_to_first_token=histogram, inter_token=histogram,
     )  # fmt: skip

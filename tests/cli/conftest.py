@@ -32,8 +32,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    root, ours = logging.getLogger(), logging.getLogger("rollout")
+    handlers, level, our_level = list(root.handlers), root.level, ours.level
 
     def call(*argv: object) -> tuple[int, str, str]:
         status = main([str(word) for word in argv])
@@ -43,3 +43,4 @@ def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     yield call
     root.handlers[:] = handlers
     root.setLevel(level)
+    ours.setLevel(our_level)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_models import write_tiny
 
 from rollout.cli_bench import summary
 from rollout.config import EngineConfig
@@ -65,6 +66,31 @@ def test_the_table_for_people_says_what_bounds_a_decode(run: Run, bare: Path) ->
     status, _, err = run("bench", bare, "--rounds", 0)
     assert status == 2
     assert "--rounds must be 1 or more" in err
+
+
+def test_lengths_that_were_not_given_fit_the_model(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the demo's does: its checkpoint has 64 positions, what prompt and answer take each."""
+    write_tiny(tmp_path, "llama", max_position_embeddings=64)
+    capsys.readouterr()
+    few = (*CPU, "--sequences", 2, "--rounds", 1)
+    status, out, err = run("bench", tmp_path, *few, "--profile", "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["prompt_tokens"], found["new_tokens"]) == (32, 32)
+    assert found["profile"]["kinds"]["decode"]["steps"] == 31
+    for lengths, words in (
+        (("--prompt-tokens", 60), (60, 4)),
+        (("--new-tokens", 60), (4, 60)),
+        (("--prompt-tokens", 63, "--new-tokens", 1), (63, 1)),
+    ):
+        found = json.loads(run("bench", tmp_path, *few, *lengths, "--json")[1])
+        assert (found["prompt_tokens"], found["new_tokens"]) == words
+    status, _, err = run("bench", tmp_path, *few, "--prompt-tokens", 60, "--new-tokens", 64)
+    assert status == 2
+    assert "--prompt-tokens 60 and --new-tokens 64 make sequences of 124 tokens" in err
+    assert "max_model_len is 64" in err
 
 
 def test_after_a_profile_ops_and_engine_run_what_they_ran_before(bare: Path) -> None:

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from serving import alive, descendants, serve
 from tiny_models import write_tiny
 
-from rollout import Rollout
+from rollout import RequestOutput, Rollout, SamplingParams
 from rollout.cli import make_parser
 from rollout.cli_flags import ENGINE_HELP, engine_config
+from rollout.cli_serve import _until
 from rollout.config import EngineConfig
+from rollout.errors import EngineClosed, VersionConflict, WeightMismatch, WorkerDied
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = ("--device", "cpu", "--num-threads", "1")
+
+
+@contextmanager
+def under_way(engine: Rollout) -> Iterator[Future[list[RequestOutput]]]:
+    """A call that has begun and does not end: generation stands still."""
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, [[1, 2, 3]] * 4, params)
+        while not engine.metrics().running:
+            time.sleep(0.001)
+        engine.pause_generation("keep")
+        assert not call.done()
+        yield call
 
 
 def test_every_engine_setting_has_a_flag() -> None:
@@ -59,6 +81,13 @@ def test_generate_writes_the_same_twice_and_as_json(run: Run, tiny: Path) -> Non
     assert len(row["token_ids"]) == len(row["logprobs"]) <= 6
 
 
+def test_a_debug_log_is_ours_and_not_that_of_libraries(run: Run, tiny: Path) -> None:
+    assert run("check", tiny, "--device", "cpu", "--log-level", "debug")[0] == 0
+    assert logging.getLogger("rollout.engine.core").isEnabledFor(logging.DEBUG)
+    for library in ("grpc", "asyncio", "uvicorn", "httpx"):
+        assert not logging.getLogger(library).isEnabledFor(logging.INFO)
+
+
 def test_prompts_may_follow_flags(run: Run, bare: Path) -> None:
     words = make_parser().parse_known(["generate", "M", "a", "--max-tokens", "4", "b", "--", "-c"])
     assert words.words == ["M", "a", "b", "-c"]
@@ -89,13 +118,58 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
         _, out, _ = run("info", served.grpc)
         assert f"{facts['epoch']}" in out
         assert "memory            weights " in out
-        served.process.send_signal(signal.SIGINT)
+        with Rollout.connect(served.grpc) as engine, under_way(engine) as running:
+            served.process.send_signal(signal.SIGINT)
+            with pytest.raises(EngineClosed):  # and no samples cut short that look like good ones
+                running.result(30)
         assert served.process.wait(60) == 0
         assert served.process.stdout is not None
         assert served.process.stdout.read() == ""  # the ready line was all
         assert served.process.stderr is not None
         assert "undo='host' takes" in served.process.stderr.read()
     gone_by(time.monotonic() + 5, ranks)
+
+
+def test_a_rank_that_dies_ends_the_service_and_the_log_says_what_happened(bare: Path) -> None:
+    with serve(bare, "--tensor-parallel-size", "2", "--log-level", "info") as served:
+        with Rollout.connect(served.grpc) as engine:
+            engine.update_weights(bare, label="first")
+            with pytest.raises(WeightMismatch):
+                engine.update_weights({"no.such": torch.zeros(2)})
+            with pytest.raises(VersionConflict):
+                engine.update_weights(bare, version=1)
+            engine.rollback()
+            rank = min(descendants(served.process.pid))
+            with under_way(engine) as running:
+                os.kill(rank, signal.SIGKILL)
+                with pytest.raises(WorkerDied, match=f"pid {rank}.*SIGKILL"):
+                    running.result(30)
+            with pytest.raises(WorkerDied):  # for a while it says so to who comes late, too
+                engine.generate([1, 2, 3])
+        assert served.process.wait(30) == 1
+        assert served.process.stderr is not None
+        told = served.process.stderr.read()
+    for line in (
+        r"INFO +rollout.*: update \w+ begins: version 1, by \w+, full, staging=auto",
+        r"INFO +rollout.*: version 1 is live: \w+, \d+ tensors by \w+, stalled",
+        r"INFO +rollout.*: an update was refused: .*no\.such|version 1 serves on: .*no\.such",
+        r"INFO +rollout.*: an update was refused: version 1 is not above",
+        r"INFO +rollout.*: version 2 is live: rolled back, ",
+        rf"ERROR +rollout.*: rank . \(pid {rank}\) ended by signal SIGKILL.*version 2 was live",
+        r"ERROR +rollout.*: ending in 5 s with status 1 \(--on-death exit\)",
+    ):
+        assert re.search(line, told), f"{line} is not in\n{told}"
+
+
+async def test_on_death_serve_waits_for_a_signal_alone() -> None:
+    stop, died = asyncio.Event(), asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(_until(stop, None))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stop.set()
+    assert await waiting == 0
+    died.set_result(WorkerDied("rank 0"))
+    assert await _until(stop, died) == 1  # a signal does not hide the death
 
 
 def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare, tmp_path) -> None:

@@ -109,6 +109,24 @@ def test_an_unreachable_server_is_named(run: Run) -> None:
     refused(run("info", "nonsense"), "host:port")
 
 
+def test_what_would_be_ignored_is_refused(run: Run, tiny: Path) -> None:
+    words = ("--dtype, --num-threads", "leave it out beside --connect")
+    ask = ("generate", "--connect", "127.0.0.1:9", "hi")
+    refused(run(*ask, "--dtype", "float32", "--num-threads", 1), *words)
+    against = ("check", "--against", tiny, "127.0.0.1:9")
+    refused(run(*against, "--tensor-parallel-size", 2), "leave it out beside --against")
+    for command in (("check", tiny), ("generate", tiny, "hi")):
+        result = run(*command, "--device", "cpu", "--cuda-graphs", "on")
+        refused(result, "cuda_graphs='on'", "on cpu", "use 'auto' or 'off'")
+
+
+def test_a_cache_beyond_the_free_memory_is_refused(run: Run, tiny: Path) -> None:
+    for flag, value in (("--kv-cache-bytes", 1 << 50), ("--num-kv-blocks", 1 << 40)):
+        for command in (("check", tiny), ("generate", tiny, "hi", *CPU)):
+            name = flag[2:].replace("-", "_")
+            refused(run(*command, flag, value), f"{name}={value} is a KV cache of", "lower it")
+
+
 def test_bad_prompts_and_parameters_are_named(run: Run, bare: Path) -> None:
     refused(run("generate", bare, "hi", *CPU), "needs a tokenizer")
     refused(run("generate", bare, "--token-ids", "1,x", *CPU), "--token-ids")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, request, run
-from engine_core.toy import ToyExecutor, continuation
+from engine_core.toy import Reply, ToyExecutor, continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
+from rollout.engine.sampling_batch import SamplingBatch
 from rollout.errors import EngineError, InvalidRequest
 from rollout.generation import Completion, Request, SamplingParams
 
@@ -177,4 +180,37 @@ def test_text_that_cannot_be_made_ends_its_own_request_alone(start: Start) -> No
     with pytest.raises(EngineError, match="'bad' failed: AttributeError"):
         bad.results()
     assert len(good.results()["good"].outputs[0].token_ids) == 12
+    assert core.blocks.num_free == core.num_kv_blocks
+
+
+class NotANumberAt(ToyExecutor):
+    """Gives NaN for the token at one position."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
+
+    def _reply(self, states: list[int], sampling: SamplingBatch) -> Reply:
+        header, out = super()._reply(states, sampling)
+        for row in np.flatnonzero(sampling.counters == self.position):
+            out["raw"][row] = math.nan
+        return header, out
+
+
+def test_a_sample_ends_by_name_where_its_logits_are_no_numbers(start: Start) -> None:
+    core = start(NotANumberAt(len(PROMPT) + 5))
+    outs = run(
+        core,
+        request("long", max_tokens=20),
+        request("short", max_tokens=5),
+        request("ahead", [*PROMPT, *continuation(PROMPT, 8)], max_tokens=5),
+    )
+    samples = {name: out.outputs[0] for name, out in outs.items()}
+    ends = {name: (sample.finish_reason, sample.stop_reason) for name, sample in samples.items()}
+    assert ends == {
+        "long": ("error", "nan_logits"), "short": ("length", None), "ahead": ("length", None)
+    }  # fmt: skip
+    assert outs["long"].outputs[0].token_ids == continuation(PROMPT, 5)
+    stats = core.stats()
+    assert (stats.nan_logits_total, stats.generation_tokens_total) == (1, 15)
     assert core.blocks.num_free == core.num_kv_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -39,6 +40,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({**OK, "stop": [""]}, "stop"),
     ({**OK, "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"prompt": [5] * 600}, "512"),
+    ({**OK, "priority": 1}, "priority"),
+    ({**OK, "stream": True, "stream_options": {"include_usge": True}}, "stream_options"),
 ]
 
 
@@ -60,6 +63,14 @@ def test_a_message_that_is_no_text_is_400(
         reply = http.post(path, json={"messages": [message]})
         assert reply.status_code == 400
         assert words in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_half_a_surrogate_pair_is_400(http: httpx.Client, path: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    reply = http.post(path, content=b'{"prompt": "a \\ud800 b"}', headers=headers)
+    assert reply.status_code == 400
+    assert "not Unicode text" in reply.json()["error"]["message"]
 
 
 def test_text_parts_are_the_text(http: httpx.Client) -> None:
@@ -86,6 +97,25 @@ def test_a_bad_body_is_400_in_openai_shape(
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == 400
+
+
+def test_every_chunk_carries_the_usage_so_far_where_asked(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
+    body = {**OK, "max_tokens": 5, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = http.post("/v1/completions", json=body).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[-1], chunks[-1]["choices"]) == (5, [])
+    assert counts[0] < 5 or len(counts) == 2  # all may have come at once
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+
+
+def test_a_config_format_that_is_not_given_is_refused(http: httpx.Client) -> None:
+    assert http.get("/server_info", params={"config_format": "json"}).status_code == 200
+    reply = http.get("/server_info", params={"config_format": "text"})
+    assert reply.status_code == 400
+    assert "config_format" in reply.json()["error"]["message"]
 
 
 def test_broken_json_and_unknown_paths_are_named(http: httpx.Client) -> None:
