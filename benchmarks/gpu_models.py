@@ -377,7 +377,7 @@ def collective_rank(where: Any, rank: int) -> float:
     device = torch.device("cuda", rank) if CUDA else DEVICE
     if CUDA:
         torch.cuda.set_device(device)
-    group = join_group(rendezvous_from_wire(where), rank, 30.0, device=device.type)
+    group = join_group(rendezvous_from_wire(where), rank, 30.0)
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     data = torch.full(((1 << 28) if CUDA else 1 << 12,), rank, dtype=torch.uint8, device=device)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from rollout.background import NativeThread
 from rollout.cli_flags import add_engine_flags, add_token, engine_config, environment, token_of
 from rollout.errors import ConfigError, RolloutError
 from rollout.tls import ServerTls
@@ -178,7 +179,7 @@ async def _following(
     client = RolloutClient(address, tokens.control or tokens.generation, config.timeout)
     follower = Follower(directory, config.weight_dirs, lambda: client, timeout=config.timeout)
     ended = threading.Event()
-    thread = threading.Thread(target=follower.run, args=(ended,), name="follow", daemon=True)
+    thread = NativeThread("follow", lambda: follower.run(ended), ended.set)
     thread.start()
     try:
         yield

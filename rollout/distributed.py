@@ -1,29 +1,39 @@
 """Process groups without process-global state: tensor parallelism, rendezvous, devices.
 
 Groups are raw backend objects (``ProcessGroupGloo`` / ``ProcessGroupNCCL``), so forming one never
-touches ``torch.distributed``'s default group of the job it is formed in. Rendezvous listens on a
-socket bound here (``TCPStore`` alone would bind every interface), on loopback unless told
-otherwise, and every key carries a secret that travelled over the control channel.
+touches ``torch.distributed``'s default group of the job it is formed in.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-import socket
-import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollout.background import NativeThread
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
+from rollout.rendezvous import LOOPBACK, Board, Rendezvous, RendezvousServer, local_address
 
-LOOPBACK = "127.0.0.1"
+__all__ = [
+    "LOOPBACK",
+    "Rendezvous",
+    "RendezvousServer",
+    "TensorParallel",
+    "choose_device",
+    "gloo_group",
+    "join_group",
+    "local_address",
+]
 
 if torch.__version__ < "2.13":
     # The recorder of collectives that torch 2.11 has on by default (2.13's is sound) crashes the
@@ -65,76 +75,62 @@ class TensorParallel:
         return torch.cat(parts, dim=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the members of a group meet: plain values that travel over the control channel."""
-
-    host: str
-    port: int
-    secret: str
-    size: int
-    backend: str  # gloo | nccl
-
-
-class RendezvousServer:
-    """The listening side of a rendezvous; keep it alive as long as its groups."""
-
-    def __init__(self, size: int, backend: str, host: str = LOOPBACK, timeout: float = 30.0):
-        listener = socket.socket(_family(host), socket.SOCK_STREAM)
-        try:
-            listener.bind((host, 0))
-            listener.listen(size + 8)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"cannot listen on {host} for the weight group: {error}") from error
-        port = listener.getsockname()[1]
-        self.info = Rendezvous(host, port, secrets.token_hex(16), size, backend)
-        self._store: Any = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=listener.detach(),
-        )
-
-    def close(self) -> None:
-        self._store = None
-
-
 _SLACK = 0.5  # seconds in which gloo's own timeout may speak first
+_LOOK = 0.002  # seconds between looks at a group that forms
 
 
-def join_group(
-    where: Rendezvous, rank: int, timeout: float, *, tag: str = "0", device: str = "cpu"
-) -> Any:
+def join_group(where: Rendezvous, rank: int, timeout: float, *, tag: str = "0") -> Any:
     """Form the group together with all ``where.size`` members; returns the raw process group.
 
     Collective: every member calls it with its own ``rank`` and the same ``tag`` within ``timeout``
-    seconds. Raises ``TransferFailed`` or ``DeadlineExceeded`` naming the place.
+    seconds; NCCL's on the caller's current device. Each member has a store in its own memory, and
+    what a group writes to it travels over the authenticated board of the rendezvous: a ``TCPStore``
+    would tell its keys to whoever connects. Raises ``TransferFailed`` or ``DeadlineExceeded``.
     """
     limit = timedelta(seconds=timeout)
-    _probe(where, rank, timeout)
-    try:
-        tcp = dist.TCPStore(
-            where.host, where.port, is_master=False, wait_for_workers=False, timeout=limit
-        )
-        store = dist.PrefixStore(f"{where.secret}/{tag}", tcp)
-        if where.backend == "nccl":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = limit
-            return dist.ProcessGroupNCCL(store, rank, where.size, nccl)
-        return gloo_group(store, where.host, rank, where.size, limit)
-    except (RuntimeError, dist.DistError) as error:
-        place = f"rank {rank} of {where.size} at {where.host}:{where.port}"
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            raise DeadlineExceeded(
-                f"{place}: the group did not form within {timeout:g} s; are all members up?"
-            ) from error
-        raise TransferFailed(f"{place}: the group did not form: {error}") from error
+    place = f"rank {rank} of {where.size} at {where.host}:{where.port}"
+    with closing(Board(where, rank, time.monotonic() + timeout)) as board:
+        store = dist.HashStore()
+        store.set_timeout(limit)
+        mirror = _Mirror(store, board, tag)
+        try:
+            if where.backend == "nccl":
+                return _formed(_nccl(store, rank, where.size, limit), limit, mirror.exchange)
+            return gloo_group(store, where.host, rank, where.size, limit, mirror.exchange)
+        except (RuntimeError, dist.DistError) as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise DeadlineExceeded(
+                    f"{place}: the group did not form within {timeout:g} s; are all members up?"
+                ) from error
+            raise TransferFailed(f"{place}: the group did not form: {error}") from error
 
 
-def gloo_group(store: Any, host: str, rank: int, size: int, limit: timedelta) -> Any:
+class _Mirror:
+    """What a group writes to this member's store goes to the others', and theirs comes here."""
+
+    def __init__(self, store: Any, board: Board, tag: str) -> None:
+        self._store, self._board, self._tag = store, board, f"{tag}/"
+        self._known: set[str] = set()
+
+    def exchange(self) -> None:
+        for key in set(self._store.list_keys()) - self._known:
+            self._known.add(key)
+            self._board.write(self._tag + key, self._store.get(key))
+        for name, value in self._board.look(_LOOK).items():
+            key = name.removeprefix(self._tag)
+            if key != name and key not in self._known:
+                self._known.add(key)
+                self._store.set(key, value)
+
+
+def gloo_group(
+    store: Any,
+    host: str,
+    rank: int,
+    size: int,
+    limit: timedelta,
+    meanwhile: Callable[[], None] = lambda: time.sleep(_LOOK),
+) -> Any:
     """A raw gloo group over ``store``, on the interface that reaches ``host``; collective.
 
     Formed on a thread that is left alone at the deadline: gloo goes on knocking at a member that
@@ -143,50 +139,49 @@ def gloo_group(store: Any, host: str, rank: int, size: int, limit: timedelta) ->
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(host))]
     options._timeout = limit
+    make = partial(dist.ProcessGroupGloo, store, rank, size, options)
+    del options  # an error's frames would keep the sockets open
+    return _formed(make, limit, meanwhile)
+
+
+def _nccl(store: Any, rank: int, size: int, limit: timedelta) -> Callable[[], Any]:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def make() -> Any:
+        with torch.cuda.device(device):
+            group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            # Now, while the store is mirrored: the communicator's id goes through it.
+            group.eager_connect_single_device(device)
+        return group
+
+    return make
+
+
+def _formed(make: Callable[[], Any], limit: timedelta, meanwhile: Callable[[], None]) -> Any:
+    """What ``make`` returns on a thread of its own, while ``meanwhile`` is called again and again.
+
+    ``RuntimeError`` where it takes longer than ``limit``.
+    """
     made: Future[Any] = Future()
-    forming = (made, store, rank, size, options)
-    threading.Thread(target=_form, args=forming, name="rollout-group", daemon=True).start()
+    NativeThread("rollout-group", partial(_form, made, make)).start()
+    deadline = time.monotonic() + limit.total_seconds() + _SLACK
     try:
-        return made.result(limit.total_seconds() + _SLACK)
-    except TimeoutError:
-        raise RuntimeError("timed out connecting to the other members") from None
+        while not made.done():
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out connecting to the other members")
+            meanwhile()
+        return made.result()
     finally:
-        del made, forming, options  # an error's frames would keep the sockets open
+        del made, make  # an error's frames would keep the sockets open
 
 
-def _form(made: Future[Any], store: Any, rank: int, size: int, options: Any) -> None:
+def _form(made: Future[Any], make: Callable[[], Any]) -> None:
     try:
-        made.set_result(dist.ProcessGroupGloo(store, rank, size, options))
+        made.set_result(make())
     except BaseException as error:  # noqa: BLE001 - raised where it is waited for
         made.set_exception(error.with_traceback(None))
-
-
-def _probe(where: Rendezvous, rank: int, timeout: float) -> None:
-    """Fail at once when nobody listens: a store would retry a refused port until its deadline.
-
-    The socket is bound before the place is announced, so a refusal means that its owner is gone.
-    """
-    try:
-        with socket.create_connection((where.host, where.port), timeout):
-            pass
-    except OSError as error:
-        raise TransferFailed(
-            f"rank {rank} of {where.size}: nobody listens at {where.host}:{where.port}; "
-            f"the peer that announced it is gone ({error})"
-        ) from error
-
-
-def local_address(host: str) -> str:
-    """The address of this machine on the interface that reaches ``host``."""
-    if host in ("localhost", LOOPBACK, "::1"):
-        return LOOPBACK
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def choose_device(device: str) -> torch.device:

@@ -8,7 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "rollout"
 NOUNS = {
     "generation", "weights", "updates", "update_wire", "errors", "config", "distributed", "wire",
-    "wire_fields", "positions", "metrics", "observability", "server_info", "spellings",
+    "rendezvous", "background", "child_environment", "wire_fields", "positions", "metrics",
+    "observability", "server_info", "spellings",
     "rollout_pb2", "rollout_pb2_grpc",
 }  # fmt: skip
 CLIENT = {

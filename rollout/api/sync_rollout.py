@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import weakref
@@ -84,6 +85,8 @@ class Rollout:
         except BaseException:
             self._end()
             raise
+        # Before what its threads have registered: an engine that nobody closed ends in order.
+        atexit.register(self._end)
 
     generate = _blocking(AsyncRollout.generate)
     chat = _blocking(AsyncRollout.chat)
@@ -133,6 +136,7 @@ class Rollout:
     def shutdown(self) -> None:
         """End the server, the engine and its processes; a connected one only disconnects."""
         self._end()
+        atexit.unregister(self._end)
 
     def __enter__(self) -> Self:
         return self

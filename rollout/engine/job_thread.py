@@ -8,6 +8,8 @@ from queue import SimpleQueue
 
 import torch
 
+from rollout.background import NativeThread
+
 
 class JobThread:
     """Runs jobs one after the other, in the order given. Started by the first job.
@@ -20,7 +22,7 @@ class JobThread:
     def __init__(self, name: str, num_threads: int | None = None) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_threads = num_threads
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = NativeThread(name, self._run, lambda: self.close(0.0))
         self._lock = threading.Lock()
         self._ended = False
         self._ready = threading.Event()

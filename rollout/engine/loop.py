@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rollout.background import NativeThread
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor, Reply
@@ -88,7 +89,7 @@ class StepLoop:
         self._ended = False
         self._ending = threading.Lock()
         self._drains: list[Future[None]] = []
-        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
+        self._thread = NativeThread("rollout-engine", self._run, self._tell_to_end)
 
     @property
     def is_current_thread(self) -> bool:
@@ -103,8 +104,7 @@ class StepLoop:
 
     def stop(self) -> bool:
         """Ask the thread to end and wait a little; False when a step is still under way."""
-        self.closed = True
-        self._inbox.put((lambda: None, Future()))
+        self._tell_to_end()
         self._thread.join(_CLOSE_WAIT)
         return not self._thread.is_alive()
 
@@ -164,6 +164,10 @@ class StepLoop:
     def wait_drained(self, gate: str, timeout: float) -> None:
         """``ask_drained``, and wait for it in this thread."""
         self.ask_drained(gate, timeout).result()
+
+    def _tell_to_end(self) -> None:
+        self.closed = True
+        self._inbox.put((lambda: None, Future()))
 
     # ---- in the thread ----
 

@@ -246,13 +246,7 @@ class Worker:
     def _join(self, rendezvous: Any) -> None:
         """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""
         where = rendezvous_from_wire(rendezvous)
-        group = join_group(
-            where,
-            self.tp.rank,
-            self.config.start_timeout,
-            tag="tensor-parallel",
-            device=self.device.type,
-        )
+        group = join_group(where, self.tp.rank, self.config.start_timeout, tag="tensor-parallel")
         limit = max(self.config.timeout, DEFAULT_TIMEOUT)
         group._set_default_timeout(timedelta(seconds=limit))
         if self.device.type == "cpu":

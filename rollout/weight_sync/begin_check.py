@@ -27,7 +27,7 @@ MAX_SENDERS = 1 << 16
 MAX_GRACE = 60.0  # seconds
 MAX_ID = 256  # characters
 _GROUPS = ("broadcast", "p2p")  # roads that need a place to meet
-_BACKENDS = ("gloo", "nccl")
+_BACKENDS = ("tcp", "nccl")
 _ENCODINGS = ("full", "delta")
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from rollout.background import NativeThread
 from rollout.errors import TransferFailed
 
 
@@ -27,7 +28,7 @@ class Beside:
         """Have ``task`` run after those given before; raises what one of them has raised."""
         self.check()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = NativeThread(self._name, self._run, self.close)
             self._thread.start()
         self._tasks.put(task)
 

@@ -102,7 +102,7 @@ class _Follower:
 
     def send_round(self, header: BucketHeader, payload: Tensor) -> None:
         # The round before the last has arrived, says the last vote: this does not wait.
-        self._member.free(header.index - 2)
+        self._member.free(header.index - 2, self._timeout)
         self._member.post(header, payload)
 
     def flush(self) -> None:

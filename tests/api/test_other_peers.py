@@ -117,7 +117,7 @@ def test_a_trainer_of_another_model_is_told_which_tensors_differ(engine, client,
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_group_of_another_size_is_refused_before_anyone_waits_in_it(engine, client, size):
-    where = Rendezvous("127.0.0.1", 1, "secret", size, "gloo")
+    where = Rendezvous("127.0.0.1", 1, "secret", size, "tcp")
     channel = client._async.backend.open()
     with soon(), pytest.raises(ConfigError, match=f"has {size} places"):
         channel.begin(request(transport="broadcast", rendezvous=where))

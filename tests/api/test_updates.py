@@ -175,7 +175,7 @@ def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, commands, nam
         time.sleep(0.02)
 
 
-GROUP = {"host": "127.0.0.1", "port": 9, "secret": "s", "size": 2, "backend": "gloo"}
+GROUP = {"host": "127.0.0.1", "port": 9, "secret": "s", "size": 2, "backend": "tcp"}
 MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096, "handle": ""}
 NORM = ["model.norm.weight", "float32", [64]]
 BAD = [

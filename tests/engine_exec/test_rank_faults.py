@@ -100,12 +100,15 @@ def test_an_internal_error_of_one_call_does_not_hold_up_the_replies_behind_it(ti
         assert time.monotonic() - started < 25
 
 
-def test_ranks_print_no_stack_frames_and_hear_no_ctrl_c(tiny):
+def test_ranks_print_no_stack_frames_hear_no_ctrl_c_and_get_no_tokens(tiny, monkeypatch):
+    tokens = ("ROLLOUT_TOKEN", "ROLLOUT_CONTROL_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    for name in tokens:
+        monkeypatch.setenv(name, "a-secret")
     with running(tiny[0], executor="multiprocess") as executor:
         pid = executor._links[0].process.pid
-        assert b"TORCH_CPP_LOG_LEVEL=ERROR" in Path(f"/proc/{pid}/environ").read_bytes().split(
-            b"\0"
-        )
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"TORCH_CPP_LOG_LEVEL=ERROR" in environment.split(b"\0")
+        assert b"a-secret" not in environment
         assert os.getpgid(pid) != os.getpgid(0)
 
 

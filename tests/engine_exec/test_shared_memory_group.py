@@ -1,10 +1,12 @@
 """Collectives through shared memory: real processes, against a plain sum."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -85,17 +87,28 @@ def test_all_ranks_keep_their_sockets_when_one_has_no_memory():
     assert [told for _, told in run_ranks("lacking", 2)] == [{"total": [2.0] * 4}] * 2
 
 
+def shared_memories() -> Counter[str]:
+    """This process's descriptors of memory that ranks share; others come and go meanwhile."""
+    found = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them is closed by now
+            name = os.readlink(path)
+            found[name] += name.startswith("/memfd:rollout-")
+    return +found
+
+
 def shared(executor):
     return [f.result(10)[0]["shared_memory"] for f in executor.call("info", {})]
 
 
 def test_ranks_of_an_engine_share_memory_and_without_a_compiler_they_do_without(tiny, monkeypatch):
     settings = {"executor": "multiprocess", "tensor_parallel_size": 2}
-    before = len(os.listdir("/proc/self/fd"))
+    before = shared_memories()
     with running(tiny[0], **settings) as executor:
         assert shared(executor) == [True, True]
         tokens = [s.token_ids for s in generate(executor, [[3, 4, 5]], 6)]
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert shared_memories() <= before
+    assert [link._sock.fileno() for link in executor._links] == [-1, -1]
     monkeypatch.setenv("CC", "/nowhere/cc")
     with running(tiny[0], **settings) as executor:
         assert shared(executor) == [False, False]

@@ -8,8 +8,8 @@ from rollout.weight_sync.transports.broadcast import choose_backend
 @pytest.mark.parametrize(
     ("device", "cuda_here", "backend"),
     [
-        ("cpu", True, "gloo"),
-        ("cuda:0", False, "gloo"),
+        ("cpu", True, "tcp"),
+        ("cuda:0", False, "tcp"),
         ("cuda:0", True, "nccl"),
         ("cuda", True, "nccl"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from uuid import uuid4
 
 import pytest
@@ -11,7 +13,7 @@ from rollout.errors import ConfigError, TransferFailed
 from rollout.update_wire import info_from_wire, info_to_wire, shared_from_wire, shared_to_wire
 from rollout.updates import SharedBuckets, WeightInfo
 from rollout.weight_sync.host import host_id
-from rollout.weight_sync.transports import make_receiver, make_sender, roads
+from rollout.weight_sync.transports import cuda_ipc, make_receiver, make_sender, roads
 from rollout.weight_sync.transports.broadcast import choose_backend
 from rollout.weight_sync.transports.cuda_ipc import (
     FLAGS,
@@ -20,6 +22,7 @@ from rollout.weight_sync.transports.cuda_ipc import (
     pack_handle,
     released,
     unpack_handle,
+    wait_released,
     why_not,
 )
 from rollout.weights import TensorMeta
@@ -103,6 +106,29 @@ def test_memory_is_free_when_no_rank_has_it_open() -> None:
     assert released(flags)
 
 
+def test_memory_is_kept_while_a_rank_may_be_about_to_open_it(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_OPEN_WAIT", 0.5)
+    flags, over = torch.tensor([2, 2], dtype=torch.uint8), threading.Event()
+    assert not released(torch.tensor([2, 0], dtype=torch.uint8), 0.0)
+    started = time.monotonic()
+    assert wait_released(flags, over)  # both have closed it: at once
+    assert time.monotonic() - started < 0.5
+    flags[1] = 0  # it never came
+    started = time.monotonic()
+    assert wait_released(flags, over)
+    assert time.monotonic() - started >= 0.5
+    flags[1] = 0  # it maps the memory, is slow, and sets its flag
+    timers = [threading.Timer(at, flags.__setitem__, (1, to)) for at, to in ((0.1, 1), (1.0, 2))]
+    for timer in timers:
+        timer.start()
+    started = time.monotonic()
+    assert wait_released(flags, over)
+    assert time.monotonic() - started >= 1.0 - 0.1
+    flags[1] = 1
+    over.set()  # the program ends: it is not waited for
+    assert not wait_released(flags, over)
+
+
 def test_a_cpu_has_no_uuid() -> None:
     assert gpu_uuid(torch.device("cpu")) == ""
 
@@ -130,7 +156,7 @@ def test_a_mig_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_gpu_for_both_sides_is_no_place_for_nccl() -> None:
-    assert choose_backend("cuda:0", True, True) == "gloo"
+    assert choose_backend("cuda:0", True, True) == "tcp"
     assert choose_backend("cuda:0", True, False) == "nccl"
 
 

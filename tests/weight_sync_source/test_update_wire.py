@@ -15,7 +15,7 @@ from rollout.updates import Begun, BucketEntry, BucketHeader, Seal, UpdateReques
 from rollout.weights import Box, RankReceipt, TensorMeta, UpdateReceipt
 
 META = TensorMeta("a.weight", torch.bfloat16, (3, 4))
-WHERE = Rendezvous("127.0.0.1", 4711, "s", 3, "gloo")
+WHERE = Rendezvous("127.0.0.1", 4711, "s", 3, "tcp")
 BIG = (1 << 64) - 1
 NOUNS: list[tuple[str, Any]] = [
     ("meta", META),

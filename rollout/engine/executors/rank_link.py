@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -13,17 +12,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-import rollout
+from rollout.child_environment import child_environment
 from rollout.engine.executors import Reply
 from rollout.errors import RolloutError, from_wire
 from rollout.wire import encode, recv_frame
 
 _EXIT_WAIT = 1.0  # seconds for a rank whose socket closed to be reaped
+_LOOK = 100  # milliseconds until a writer looks whether it was closed
 _BLAME_WAIT = 0.5  # seconds in which a fatal error may turn out to be another rank's death
 
 
@@ -195,6 +194,8 @@ class _Outbox:
         return views
 
     def _write(self) -> None:
+        takes_more = select.poll()  # select knows no descriptor above 1023
+        takes_more.register(self._sock, select.POLLOUT)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
@@ -203,7 +204,7 @@ class _Outbox:
                 views = self._send_now([self._queue.popleft() for _ in range(len(self._queue))])
                 self._queue.extendleft(reversed(views))
             if views:
-                select.select([], [self._sock], [], 0.1)
+                takes_more.poll(_LOOK)
 
 
 def fail(future: Future[Reply], error: Exception) -> None:
@@ -221,19 +222,18 @@ def encode_call(
 
 
 def _environment(num_threads: int) -> dict[str, str]:
-    """The rank's environment: ours, this package importable, and its share of the cores.
+    """The rank's environment, and its share of the cores.
 
-    The one place where the executors read the environment. Threads that wait for the next
-    parallel loop spin briefly instead of for ever: a trainer may run on the same cores.
+    Threads that wait for the next parallel loop spin briefly instead of for ever: a trainer may run
+    on the same cores.
     """
-    env = dict(os.environ)
-    root = str(Path(rollout.__file__).parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    env["OMP_NUM_THREADS"] = str(num_threads)
-    # A broadcast that fails is reported by its error; torch would print C++ stack frames too.
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # NCCL's watchdog would end the rank at a sender's silence; deadlines here abort the update.
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    defaults = {
+        # A broadcast that fails is reported by its error; torch would print C++ stack frames too.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # NCCL's watchdog would end the rank at a sender's silence; deadlines here abort the update.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    }
+    env = child_environment({"OMP_NUM_THREADS": str(num_threads)}, defaults)
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "20000")
     return env

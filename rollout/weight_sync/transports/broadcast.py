@@ -1,45 +1,35 @@
-"""Buckets broadcast over a process group formed between independently started jobs.
+"""Every bucket to every engine rank, over connections formed between independently started jobs.
 
-Group rank 0 is the trainer's sender, rank r + 1 is engine rank r. The same code runs on gloo and
-NCCL; the backend follows the engine's device. The group lives as long as one update, so a failed
-one leaves no half-open communicator behind.
-
-Before each payload goes a preamble of fixed size, (index, nbytes): gloo ends the whole process
-when a message is longer than its receive, so a rank must know what comes before it posts one.
+Group rank 0 is the trainer's sender, rank r + 1 is engine rank r. Sockets of ours carry the bytes
+(``links``), or NCCL where both sides have GPUs of their own (``nccl_group``). They live as long as
+one update, so a failed one leaves nothing half open behind.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
-from rollout.errors import DeadlineExceeded, TransferFailed
+from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer
 from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
 from rollout.weight_sync.bucket import check_size
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
-from rollout.weight_sync.transports.group import drop, explained
-
-_POLL = 0.0005  # seconds between looks at a pending receive
+from rollout.weight_sync.transports.group import explained
+from rollout.weight_sync.transports.links import Links
+from rollout.weight_sync.transports.nccl_group import NcclGroup
 
 
 class BroadcastSender:
-    """Listens for the engine's ranks and broadcasts each bucket to all of them."""
+    """Listens for the engine's ranks and sends each bucket to all of them."""
 
     name = "broadcast"
 
     def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
         backend = choose_backend(info.device, torch.cuda.is_available(), shares_gpu(info.devices))
-        size = info.tensor_parallel_size + 1
-        self._server = RendezvousServer(size, backend, host, timeout)
-        self._group: Any = None
-        self._pending: dict[int, list[Any]] = {}
+        self._server = RendezvousServer(info.tensor_parallel_size + 1, backend, host)
+        self._carrier = _carrier(self._server.info, 0)
 
     def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
         return ()
@@ -52,27 +42,21 @@ class BroadcastSender:
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         with explained(channel):
-            self._group = join_group(self._server.info, 0, timeout)
+            self._carrier.connect(timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, None)
-        with explained(channel, header.index), _link(header.index):
-            preamble = _preamble(header, payload.device)
-            self._pending[header.index] = [
-                self._group.broadcast([part], _options()) for part in (preamble, payload)
-            ]
+        with explained(channel, header.index):
+            self._carrier.send(header.index, payload)
 
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
-        # The channel knows of a rank's error first; the group would only time out.
+        # The channel knows of a rank's error first; the link would only time out.
         channel.wait(index, timeout)
-        with explained(channel, index), _link(index):
-            for work in self._pending.pop(index, ()):
-                work.wait()
+        with explained(channel, index):
+            self._carrier.wait(index, timeout)
 
     def close(self) -> None:
-        self._pending.clear()
-        held, self._group = [self._group], None
-        drop(held)
+        self._carrier.close()
         self._server.close()
 
 
@@ -80,33 +64,18 @@ class BroadcastReceiver:
     """Joins as group rank ``rank + 1`` and receives into two alternating buffers."""
 
     def __init__(self, where: Rendezvous, rank: int, device: str, bucket_bytes: int) -> None:
-        self._where, self._rank, self._limit = where, rank, bucket_bytes
+        self._limit = bucket_bytes
         self._device = device if where.backend == "nccl" else "cpu"
-        self._group: Any = None
+        self._carrier = _carrier(where, rank + 1)
         self._buffers: list[Tensor | None] = [None, None]
-        self._closed = threading.Event()
 
     def connect(self, timeout: float) -> None:
-        self._group = join_group(self._where, self._rank + 1, timeout)
+        self._carrier.connect(timeout)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         check_size(header, self._limit)
         into = self._buffer(header)
-        wanted = _preamble(header, into.device)
-        came = torch.empty_like(wanted)
-        try:
-            self._wait(self._group.broadcast([came], _options()), header.index, timeout)
-            if not torch.equal(came, wanted):
-                index, nbytes = came.tolist()
-                raise TransferFailed(
-                    f"rank {self._rank}: bucket {index} of {nbytes} bytes came where bucket "
-                    f"{header.index} of {header.nbytes} was announced"
-                )
-            self._wait(self._group.broadcast([into], _options()), header.index, timeout)
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"rank {self._rank}: the sender's link broke at bucket {header.index}: {error}"
-            ) from error
+        self._carrier.receive(header.index, into, timeout)
         return into
 
     def _buffer(self, header: BucketHeader) -> Tensor:
@@ -117,33 +86,47 @@ class BroadcastReceiver:
             self._buffers[which] = held
         return held[: header.nbytes]
 
-    def _wait(self, work: Any, index: int, timeout: float) -> None:
-        # Polled rather than waited for, so that an abort frees this thread at once. NCCL's own
-        # deadline would end the process.
-        deadline = time.monotonic() + timeout
-        while not work.is_completed():
-            if self._closed.is_set():
-                raise TransferFailed(f"rank {self._rank}: aborted while receiving bucket {index}")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"rank {self._rank}: bucket {index} was announced but did not arrive within "
-                    f"{timeout:g} s (phase: transfer)"
-                )
-            time.sleep(_POLL)
-        work.wait()
-
     def close(self) -> None:
-        self._closed.set()
-        held, self._group = [self._group], None
-        drop(held)
+        self._carrier.close()
+
+
+class _Carrier(Protocol):
+    def connect(self, timeout: float) -> None: ...
+    def send(self, index: int, payload: Tensor) -> None: ...
+    def wait(self, index: int, timeout: float) -> None: ...
+    def receive(self, index: int, into: Tensor, timeout: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Sockets:
+    """The sender's link to each engine rank, or a rank's to the sender."""
+
+    def __init__(self, where: Rendezvous, rank: int) -> None:
+        self._links, self._receivers = Links(where, rank, 1), range(1, where.size)
+        self.connect, self.wait, self.close = (
+            self._links.connect,
+            self._links.wait,
+            self._links.close,
+        )
+
+    def send(self, index: int, payload: Tensor) -> None:
+        for peer in self._receivers:
+            self._links.post(index, peer, payload)
+
+    def receive(self, index: int, into: Tensor, timeout: float) -> None:
+        self._links.receive(index, 0, into, timeout)
+
+
+def _carrier(where: Rendezvous, rank: int) -> _Carrier:
+    return NcclGroup(where, rank) if where.backend == "nccl" else _Sockets(where, rank)
 
 
 def choose_backend(device: str, cuda_here: bool, shared: bool = False) -> str:
-    """NCCL where the engine's ranks (``cuda:0`` ...) and this process have devices, else gloo.
+    """NCCL where the engine's ranks (``cuda:0`` ...) and this process have devices, else sockets.
 
     NCCL refuses a group two of whose members ``shared`` one GPU.
     """
-    return "nccl" if device.split(":")[0] == "cuda" and cuda_here and not shared else "gloo"
+    return "nccl" if device.split(":")[0] == "cuda" and cuda_here and not shared else "tcp"
 
 
 def shares_gpu(devices: tuple[str, ...]) -> bool:
@@ -151,25 +134,3 @@ def shares_gpu(devices: tuple[str, ...]) -> bool:
     if not torch.cuda.is_available():
         return False
     return gpu_uuid(torch.device("cuda", torch.cuda.current_device())) in filter(None, devices)
-
-
-@contextmanager
-def _link(index: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransferFailed(
-            f"the link to the engine's ranks broke at bucket {index}: {error}"
-        ) from error
-
-
-def _preamble(header: BucketHeader, device: torch.device) -> Tensor:
-    return torch.tensor([header.index, header.nbytes], dtype=torch.int64, device=device)
-
-
-def _options() -> Any:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    options.asyncOp = True
-    return options

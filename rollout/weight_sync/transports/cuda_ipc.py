@@ -7,7 +7,8 @@ It holds a page of flags, one byte a rank, and two halves that buckets are packe
 The handle travels as plain bytes (a mark, the GPU's UUID, the size, a secret, CUDA's 64 bytes),
 never pickled, and the GPU is named by its UUID, since ordinals differ between processes. Memory is
 freed when no rank has it open: a rank sets its flag when it maps the memory and clears it after its
-last read. A MIG slice has no such handles; roads other than this one are taken there.
+last read; one that has never set it gets some time to, in case it is about to. A MIG slice has no
+such handles; roads other than this one are taken there.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import secrets
 import struct
 import threading
 import time
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import torch
 from torch import Tensor
 
+from rollout.background import NativeThread
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, TransferFailed
 from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
@@ -39,6 +42,7 @@ _FORM = struct.Struct("<16s16sQ16s64s")  # mark, UUID, bytes, secret, CUDA's han
 _MAGIC = b"rollout-cuda-1"
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _FREE_WAIT, _FREE_POLL = 60.0, 0.05  # seconds
+_OPEN_WAIT = 2.0  # seconds from mapping the memory to setting the flag
 _log = logging.getLogger(__name__)
 
 
@@ -150,8 +154,10 @@ def unpack_handle(text: str, nbytes: int, secret: str) -> tuple[str, bytes]:
     return str(UUID(bytes=uuid)), handle
 
 
-def released(flags: Tensor) -> bool:
-    """Whether no rank has the memory open; uint8, one a rank."""
+def released(flags: Tensor, waited: float = _OPEN_WAIT) -> bool:
+    """Whether no rank has the memory open, ``waited`` seconds after the end; uint8, one a rank."""
+    if waited < _OPEN_WAIT:
+        return bool((flags == _CLOSED).all())
     return not bool((flags == _OPEN).any())
 
 
@@ -164,6 +170,7 @@ class CudaIpcSender:
         why = why_not(info)
         if why is not None:
             raise ConfigError(f"transport 'ipc' is not possible: {why}; use 'broadcast' or 'auto'")
+        self._ranks = info.tensor_parallel_size
         self._needed = sum(meta.nbytes + 512 for meta in info.tensors)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._runtime = Runtime()
@@ -213,10 +220,10 @@ class CudaIpcSender:
         pointer, self._pointer = self._pointer, 0
         whole, self._whole, self._halves = self._whole, None, ()
         if pointer and whole is not None:
-            arguments = (self._runtime, pointer, whole[:FLAGS], self._device)
-            threading.Thread(
-                target=_free_when_released, args=arguments, name="free-ipc", daemon=True
-            ).start()
+            over = threading.Event()  # the program ends, which frees it, too
+            flags = whole[: self._ranks]
+            free = partial(_free, self._runtime, pointer, flags, self._device, over)
+            NativeThread("free-ipc", free, over.set).start()
 
 
 class CudaIpcReceiver:
@@ -308,16 +315,22 @@ def _device_of(uuid: str) -> torch.device | None:
     return None
 
 
-def _free_when_released(
-    runtime: Runtime, pointer: int, flags: Tensor, device: torch.device
+def _free(
+    runtime: Runtime, pointer: int, flags: Tensor, device: torch.device, over: threading.Event
 ) -> None:
     """Freeing what a rank still has open is undefined; a rank that died leaves its flag set."""
-    deadline = time.monotonic() + _FREE_WAIT
     with torch.cuda.device(device):
-        while not released(flags):
-            if time.monotonic() > deadline:
-                _log.warning("GPU memory shared with a rank was never released; it stays allocated")
-                return
-            time.sleep(_FREE_POLL)
-        time.sleep(_FREE_POLL)  # from its flag to its unmapping
-        runtime.free(pointer)
+        if wait_released(flags, over):
+            runtime.free(pointer)
+
+
+def wait_released(flags: Tensor, over: threading.Event) -> bool:
+    """Until no rank has the memory open; False when it has to be left as it is."""
+    started = time.monotonic()
+    while not released(flags, waited := time.monotonic() - started):
+        if waited > _FREE_WAIT:
+            _log.warning("GPU memory shared with a rank was never released; it stays allocated")
+            return False
+        if over.wait(_FREE_POLL):
+            return False
+    return not over.wait(_FREE_POLL)  # from its flag to its unmapping

@@ -19,13 +19,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import rollout
+from rollout.child_environment import child_environment
 from rollout.errors import DeadlineExceeded, TransferFailed, from_wire
 from rollout.weight_sync.transports.foreign import ForeignGroup
 from rollout.wire import recv_frame, send_frame
@@ -56,9 +55,7 @@ class GlooMember:
         if nbytes == 0:
             return self._buffer[:0]
         if nbytes > self._size:
-            os.ftruncate(self._memory, nbytes)
-            mapped = mmap.mmap(self._memory, nbytes)
-            self._buffer, self._size = torch.frombuffer(mapped, dtype=torch.uint8), nbytes
+            self._grow(nbytes)
         self._tell(nbytes=nbytes)
         self._answer(timeout, f"a broadcast of {nbytes} bytes; does the trainer send them?")
         return self._buffer[:nbytes]
@@ -80,6 +77,16 @@ class GlooMember:
 
     # ---- helpers ----
 
+    def _grow(self, nbytes: int) -> None:
+        with self._lock:  # a descriptor that was closed may be somebody else's by now
+            closed = self._closed
+            if not closed:
+                os.ftruncate(self._memory, nbytes)
+                mapped = mmap.mmap(self._memory, nbytes)
+                self._buffer, self._size = torch.frombuffer(mapped, dtype=torch.uint8), nbytes
+        if closed:
+            raise self._gone()
+
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
@@ -93,7 +100,7 @@ class GlooMember:
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env=_environment(),
+                env=child_environment({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}),
                 process_group=0,
             )
 
@@ -147,11 +154,3 @@ def _anonymous_file() -> int:
         return os.memfd_create("rollout-foreign", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with this package importable, one thread, and errors told by us alone."""
-    env = dict(os.environ)
-    root = str(Path(rollout.__file__).parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    return env | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollout.background import NativeThread
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
 from rollout.weight_sync.transports.foreign import ForeignGroup
 
@@ -68,7 +69,7 @@ class NcclMember:
             group.host, group.port, group.size, is_master=False, timeout=timedelta(seconds=timeout)
         )
         # NCCL's own rendezvous has no deadline: this thread is left behind at ours.
-        thread = threading.Thread(target=run, name="rollout-nccl-join", daemon=True)
+        thread = NativeThread("rollout-nccl-join", run)
         thread.start()
         thread.join(timeout)
         if thread.is_alive():

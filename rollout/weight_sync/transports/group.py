@@ -1,10 +1,9 @@
-"""What the roads over a process group of trainer and engine ranks share: its errors and its end."""
+"""What the roads that form a group of trainer and engine ranks share: how its errors are told."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from rollout.errors import DeadlineExceeded, RolloutError
 from rollout.updates import WeightChannel
@@ -29,19 +28,3 @@ def explained(channel: WeightChannel, index: int = 0) -> Iterator[None]:
         except RolloutError as reason:
             raise reason from error
         raise
-
-
-def drop(held: list[object]) -> None:
-    """Empty ``held``: a group and its work, without waiting for what ends only at its timeout.
-
-    NCCL leaves a kernel waiting for a peer that is gone, unless it is told to abort.
-    """
-
-    def end() -> None:
-        for one in held:
-            if "NCCL" in type(one).__name__ and hasattr(one, "abort"):
-                one.abort()
-        held.clear()
-
-    with suppress(RuntimeError):  # no memory for a thread: then it goes with its last reference
-        threading.Thread(target=end, name="drop-group", daemon=True).start()

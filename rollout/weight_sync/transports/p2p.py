@@ -1,29 +1,25 @@
 """Boxes sent by the trainer ranks that have them, straight to the engine ranks that want them.
 
-One gloo group over all of them: ranks 0 .. W-1 are the trainer's, W .. W+TP-1 the engine's. The
-sender announces a round to the engine's ranks; every rank posts all its messages of that round
-before it waits for one. A tag says which round a message is of, and both ends know its length
-from the same plan, so that no message can be longer than its receive, which gloo punishes with
-the end of the process. The group lives as long as one update.
+Ranks 0 .. W-1 are the trainer's, W .. W+TP-1 the engine's; each engine rank has a link to each of
+the trainer's (``links``) for as long as one update lasts. The sender announces a round to the
+engine's ranks; every trainer rank posts all its messages of that round before it waits for one, and
+both ends know their order and lengths from the same plan.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer, join_group
-from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer
+from rollout.errors import TransferFailed
 from rollout.updates import BucketHeader, Message, SharedBuckets, WeightChannel, WeightInfo
 from rollout.weight_sync.bucket import ALIGNMENT
-from rollout.weight_sync.transports.group import drop, explained
-
-_TAGS = 1 << 30
+from rollout.weight_sync.transports.group import explained
+from rollout.weight_sync.transports.links import Links
 
 
 def outgoing(header: BucketHeader, src: int) -> Iterator[tuple[Message, int]]:
@@ -41,48 +37,30 @@ def payload_bytes(header: BucketHeader, src: int) -> int:
 
 
 class P2PMember:
-    """One trainer rank's place in the group; used by one thread."""
+    """One trainer rank's links to the engine's ranks; used by one thread."""
 
     def __init__(self, where: Rendezvous, rank: int, senders: int) -> None:
-        self._where, self._rank, self._senders = where, rank, senders
-        self._group: Any = None
-        self._posted: dict[int, list[tuple[Any, Tensor]]] = {}
+        self._rank, self._senders = rank, senders
+        self._links = Links(where, rank, senders)
         self.sent_bytes = 0
 
     def connect(self, timeout: float) -> None:
-        """Meet all members, collectively."""
-        self._group = join_group(self._where, self._rank, timeout)
+        """Meet the engine's ranks, collectively."""
+        self._links.connect(timeout)
 
     def post(self, header: BucketHeader, payload: Tensor) -> None:
         """Start sending this rank's part of a round, uint8 [payload_bytes]; see ``free``."""
-        posted = self._posted.setdefault(header.index, [])
         for message, at in outgoing(header, self._rank):
             part = payload[at : at + message.nbytes]
-            try:
-                work = self._group.send([part], self._senders + message.dst, _tag(header.index))
-            except RuntimeError as error:
-                raise self._broken(header.index, error) from error
-            posted.append((work, part))
+            self._links.post(header.index, self._senders + message.dst, part)
             self.sent_bytes += message.nbytes
 
-    def free(self, index: int) -> None:
+    def free(self, index: int, timeout: float) -> None:
         """Until round ``index`` has left this rank, so that its payload may be overwritten."""
-        for work, _ in self._posted.pop(index, ()):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._broken(index, error) from error
+        self._links.wait(index, timeout)
 
     def close(self) -> None:
-        held, self._group = [self._group, self._posted], None
-        self._posted = {}
-        drop(held)
-
-    def _broken(self, index: int, error: RuntimeError) -> TransferFailed:
-        return TransferFailed(
-            f"trainer rank {self._rank}: a link to the engine's ranks broke at round {index}: "
-            f"{error}"
-        )
+        self._links.close()
 
 
 class P2PSender:
@@ -94,13 +72,13 @@ class P2PSender:
     name = "p2p"
 
     def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
-        self._engine_ranks, self._timeout, self._host = info.tensor_parallel_size, timeout, host
+        self._engine_ranks, self._host = info.tensor_parallel_size, host
         self._server: RendezvousServer | None = None
         self._member: P2PMember | None = None
 
     def spread(self, ranks: int) -> None:
         size = ranks + self._engine_ranks
-        self._server = RendezvousServer(size, "gloo", self._host, self._timeout)
+        self._server = RendezvousServer(size, "tcp", self._host)
         self._member = P2PMember(self._server.info, 0, ranks)
 
     def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
@@ -127,13 +105,14 @@ class P2PSender:
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, None)
-        self.member.post(header, payload)
+        with explained(channel, header.index):
+            self.member.post(header, payload)
 
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
-        # The channel knows of a rank's error first; the group would only time out.
+        # The channel knows of a rank's error first; the link would only time out.
         channel.wait(index, timeout)
         with explained(channel, index):
-            self.member.free(index)
+            self.member.free(index, timeout)
 
     def close(self) -> None:
         if self._member is not None:
@@ -143,80 +122,32 @@ class P2PSender:
 
 
 class P2PReceiver:
-    """An engine rank's place in the group: receives its part of a round from several ranks."""
+    """An engine rank's links to the trainer's ranks: receives its part of a round from several."""
 
     def __init__(self, where: Rendezvous, senders: int, rank: int, bucket_bytes: int) -> None:
-        self._where, self._senders, self._rank = where, senders, rank
-        self._limit = bucket_bytes
-        self._group: Any = None
+        self._senders, self._rank, self._limit = senders, rank, bucket_bytes
+        self._links = Links(where, senders + rank, senders)
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._ends: queue.SimpleQueue[RolloutError | int] = queue.SimpleQueue()
 
     def connect(self, timeout: float) -> None:
-        self._group = join_group(self._where, self._senders + self._rank, timeout)
+        self._links.connect(timeout)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         self._check(header)
         if self._buffer.numel() < header.nbytes:
             self._buffer = torch.empty(header.nbytes, dtype=torch.uint8)
-        into, index = self._buffer[: header.nbytes], header.index
-        if not header.messages:
-            return into
-        try:
-            posted = [
-                (m, self._group.recv([into[m.start : m.stop]], m.src, _tag(index)))
-                for m in header.messages
-            ]
-        except (RuntimeError, AttributeError) as error:  # no group: closed meanwhile
-            raise TransferFailed(f"rank {self._rank}: aborted before round {index}") from error
-        # Waited for beside this thread, so that an abort frees it at once.
-        waiting = threading.Thread(
-            target=self._wait_for, args=(index, posted, into), name="p2p-receive", daemon=True
-        )
-        waiting.start()
-        while True:
-            try:
-                end = self._ends.get(timeout=timeout)
-            except queue.Empty:
-                raise self._late(index, timeout) from None
-            if isinstance(end, RolloutError):
-                raise end
-            if end == index:
-                return into
+        into, deadline = self._buffer[: header.nbytes], time.monotonic() + timeout
+        for message in header.messages:
+            left = deadline - time.monotonic()
+            part = into[message.start : message.stop]
+            self._links.receive(header.index, message.src, part, left)
+        return into
 
     def close(self) -> None:
-        self._ends.put(TransferFailed(f"rank {self._rank}: aborted while receiving (phase: round)"))
-        held, self._group = [self._group], None
-        drop(held)
-
-    def _wait_for(self, index: int, posted: list[tuple[Message, Any]], into: Tensor) -> None:
-        """Runs in a thread of its own; ``into`` is held until gloo writes to it no more."""
-        for message, work in posted:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                late = "timed out" in str(error).lower()
-                self._ends.put(
-                    self._late(index, None, message.src)
-                    if late
-                    else TransferFailed(
-                        f"rank {self._rank}: the link to trainer rank {message.src} broke at "
-                        f"round {index}: {error}"
-                    )
-                )
-                return
-        self._ends.put(index)
-
-    def _late(self, index: int, timeout: float | None, src: int | None = None) -> DeadlineExceeded:
-        who = "a trainer rank's part" if src is None else f"trainer rank {src}'s part"
-        within = "the deadline" if timeout is None else f"{timeout:g} s"
-        return DeadlineExceeded(
-            f"rank {self._rank}: {who} of bucket {index} was announced but did not arrive within "
-            f"{within} (phase: transfer)"
-        )
+        self._links.close()
 
     def _check(self, header: BucketHeader) -> None:
-        """Lengths and ranks that were agreed on, before memory is made or a receive posted."""
+        """Lengths and ranks that were agreed on, before memory is made or a byte is read."""
         end = 0
         for m in header.messages:
             if not end <= m.start <= m.stop <= header.nbytes or m.src >= self._senders:
@@ -230,7 +161,3 @@ class P2PReceiver:
                 f"rank {self._rank}: round {header.index} of {header.nbytes} bytes is over the "
                 f"agreed {self._limit}"
             )
-
-
-def _tag(index: int) -> int:
-    return 1 + index % _TAGS

@@ -26,6 +26,9 @@ class Nccl:
         group: Any = dist.ProcessGroupGloo
         self._group = group(store, rank, size, options._timeout)
 
+    def eager_connect_single_device(self, device: Any) -> None:
+        """gloo's members have met when the group is made."""
+
     def __getattr__(self, name: str) -> Any:
         called = getattr(self._group, name)
         if name not in ("allreduce", "allgather", "broadcast"):

@@ -1,0 +1,55 @@
+"""A trainer that comes to the end of ``main`` ends with status 0, and leaves nothing behind.
+
+ROLLOUT_TEST_EXITS: how many exits of each kind the sweep of `make more` has; a soak wants 30.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from exits import OUTCOMES, PROMPT, TRANSPORTS, Case, exiting_trainers, variants
+
+EXITS = int(os.environ.get("ROLLOUT_TEST_EXITS", "5"))
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    with exiting_trainers(tmp_path_factory) as trainers:
+        yield trainers
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_trainers_end_with_status_0(trainers, transport, ranks) -> None:
+    took = []
+    for outcome in ("committed", "failed"):
+        for case in variants(transport, ranks, outcome, 2 if ranks == 1 else 1):
+            took += trainers.run(case)
+    assert min(took) < PROMPT, took  # a wait would show in all of them, a busy machine in some
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["plain", "fsdp2"])
+def test_after_an_aborted_update_too(trainers, ranks) -> None:
+    for transport in ("broadcast", "p2p"):
+        trainers.run(Case(transport, ranks, "aborted"))
+
+
+def test_an_engine_that_nobody_closed_ends_with_its_processes(trainers) -> None:
+    trainers.run(Case("ipc", 1, "committed", embedded=2))
+
+
+@pytest.mark.more
+@pytest.mark.timeout(60 + 60 * EXITS)
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("ranks", [1, 2], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_way_to_end(trainers, transport, ranks, outcome) -> None:
+    took = [s for case in variants(transport, ranks, outcome, EXITS) for s in trainers.run(case)]
+    assert min(took) < PROMPT, took  # a wait would show in all of them, a busy machine in some
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_an_engine_that_nobody_closed_whatever_the_update_did(trainers, outcome) -> None:
+    trainers.run(Case("ipc", 1, outcome, embedded=2))

@@ -1,0 +1,56 @@
+"""Threads inside native code do not end the program by a signal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+# Waits in C++ without the GIL, and comes back while the interpreter ends, which takes a while.
+SCRIPT = """
+import threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from rollout import background
+
+class Slow:
+    sleep = time.sleep
+    def __del__(self):
+        self.sleep(2.0)
+
+def stuck():
+    inside.set()
+    dist.HashStore().wait(["never"], timedelta(seconds=1.0))
+
+background._EXIT_WAIT = 0.1
+inside = threading.Event()
+{start}
+inside.wait()
+slow = Slow()
+"""
+LEFT = 'background.NativeThread("stuck", stuck).start()'
+STOPPED = """
+over = threading.Event()
+def work():
+    inside.set()
+    over.wait()
+    print("stopped")
+background.NativeThread("works", work, over.set).start()
+"""
+
+
+def run(start: str) -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(SCRIPT).format(start=start)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+def test_one_that_cannot_be_stopped_is_left_where_it_is() -> None:
+    done = run(LEFT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_one_that_can_be_is_stopped() -> None:
+    done = run(STOPPED)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
