@@ -46,6 +46,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "cuda_graphs": "capture decode steps on a GPU: auto, on or off",
     "cuda_graph_sizes": "batch size to capture; may be repeated (default: some up to the most)",
     "async_scheduling": "give the ranks step N+1 while N runs",
+    "check_finite": "refuse updates whose weights hold NaN or infinity (default: on)",
     "progress": "draw a bar while weights are read",
 }
 SAMPLING_HELP: Mapping[str, str] = {

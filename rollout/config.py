@@ -65,6 +65,7 @@ class EngineConfig:
     requests that bring none; None draws one at every start, so that no two engines sample alike.
     ``async_scheduling``: give the ranks step N+1 while N runs, as long as all running requests
     decode and none waits; what arrives, is aborted or commits may wait for two steps then.
+    ``check_finite``: refuse updates whose weights hold NaN or infinity, warn of such checkpoints.
     """
 
     model: str
@@ -100,6 +101,7 @@ class EngineConfig:
     cuda_graphs: str = "auto"
     cuda_graph_sizes: tuple[int, ...] = ()
     async_scheduling: bool = False
+    check_finite: bool = True
 
     def __post_init__(self) -> None:
         def one_of(name: str, *allowed: str) -> None:

@@ -62,7 +62,8 @@ class EngineStats:
     ``kv_usage`` in [0, 1]; prefix figures are tokens; ``time_to_first_token`` is per request,
     ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
     broken | dead | closed. ``seed``: of requests that bring none.
-    ``nan_logits_total``: samples that ended because their logits were NaN.
+    ``nan_logits_total``: samples that ended because their logits were NaN. ``nonfinite_tensors``:
+    of the live weights, as a cold start found them; 0 where nothing looked.
     """
 
     state: str
@@ -86,6 +87,8 @@ class EngineStats:
     last_stall_seconds: float
     time_to_first_token: HistogramSnapshot
     inter_token: HistogramSnapshot
+    weight_updates_nonfinite_total: int = 0
+    nonfinite_tensors: int = 0
 
 
 @dataclass(slots=True)
@@ -101,6 +104,8 @@ class EngineCounters:
     nan_logits: int = 0
     updates: int = 0
     updates_failed: int = 0
+    updates_nonfinite: int = 0
+    nonfinite_tensors: int = 0
     last_stall: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)

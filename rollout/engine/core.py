@@ -113,6 +113,7 @@ class EngineCore:
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.memory = plan_memory(config, size.num_blocks, self.rank_info)
         log.info("memory %s; seed %d", self.memory, self.seed)
+        self._warn_of_nonfinite()
         eos = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
@@ -309,6 +310,10 @@ class EngineCore:
         elif was is not None:
             self.at_step_boundary(lambda: self.loop.gates.open("broken"))
 
+    def record_nonfinite(self) -> None:
+        """Count an update that is refused for NaN or infinity."""
+        self.counters.updates_nonfinite += 1
+
     def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
         """Count an update; ``stall`` is the committed one's, in seconds."""
         if failed:
@@ -316,6 +321,7 @@ class EngineCore:
         else:
             self.counters.updates += 1
             self.counters.last_stall = stall
+            self.counters.nonfinite_tensors = 0
 
     # ---- helpers ----
 
@@ -325,6 +331,19 @@ class EngineCore:
         self.loop.die(error)
         if not self.died.done():
             self.died.set_result(error)
+
+    def _warn_of_nonfinite(self) -> None:
+        """A checkpoint with NaN is served, as it may be what is to be looked into."""
+        bad = sorted({name for info in self.rank_info for name in info.get("nonfinite", ())})
+        self.counters.nonfinite_tensors = len(bad)
+        if bad:
+            more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+            log.warning(
+                "the checkpoint's weights hold NaN or infinity in %s%s: what is generated will be "
+                "meaningless",
+                ", ".join(bad[:8]),
+                more,
+            )
 
     def _refusal(self) -> RolloutError | None:
         """Why no request can be taken now, if so."""

@@ -31,6 +31,8 @@ def figures(core: EngineCore) -> EngineStats:
         weight_version=core.version,
         weight_updates_total=count.updates,
         weight_updates_failed_total=count.updates_failed,
+        weight_updates_nonfinite_total=count.updates_nonfinite,
+        nonfinite_tensors=count.nonfinite_tensors,
         last_stall_seconds=count.last_stall,
         time_to_first_token=count.time_to_first_token.snapshot(),
         inter_token=count.inter_token.snapshot(),

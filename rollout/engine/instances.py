@@ -156,20 +156,34 @@ class ModelInstances:
             yield from slots
 
     def digest_slots(
-        self, live: bool, names: frozenset[str] | None = None
+        self,
+        live: bool,
+        names: frozenset[str] | None = None,
+        nonfinite: list[tuple[WeightSlot, int]] | None = None,
     ) -> Iterator[tuple[WeightSlot, int]]:
         """Every slot of this rank with the digest of its values; ``names`` are sources.
 
         Reads beside the main thread: a slot at a time, between which the weights may be parked or
-        dropped; then it raises.
+        dropped; then it raises. ``nonfinite``: where given, it is filled with the slots that hold
+        NaN or infinity, and how many.
         """
         for source, slots in self._digested(live).table.slots.items():
             if names is not None and source not in names:
                 continue
             for slot in slots:
+                found = None if nonfinite is None else [0]
                 with self._reading:
-                    value = self._digested(live).digest_slot(slot)
+                    value = self._digested(live).digest_slot(slot, found)
+                if nonfinite is not None and found is not None and found[0]:
+                    nonfinite.append((slot, found[0]))
                 yield slot, value
+
+    def nonfinite(self) -> tuple[str, ...]:
+        """The sources of the live weights that hold NaN or infinity; takes as long as digests."""
+        bad: list[tuple[WeightSlot, int]] = []
+        for _ in self.digest_slots(live=True, nonfinite=bad):
+            pass
+        return tuple(dict.fromkeys(slot.source for slot, _ in bad))
 
     def _digested(self, live: bool) -> CausalLM:
         model = self.live if live else self._shadow

@@ -49,6 +49,7 @@ class Worker:
         self._before: int | None = None  # the version before the last commit
         self._runner: ModelRunner | None = None
         self._updates: RankUpdates | None = None
+        self._nonfinite: tuple[str, ...] = ()  # tensors of the checkpoint that hold NaN
         self._asleep = 0  # the level of the sleep
         self._profile: RankProfile | None = None
         self._stream: Any = None  # the staging thread's, on a GPU
@@ -140,7 +141,11 @@ class Worker:
                 self._join(args["rendezvous"])
             self._runner = ModelRunner(config, model_config, directory, self.tp, self.device)
             device = str(self.device)
-            self._updates = RankUpdates(self._runner.instances, self.tp.rank, device)
+            self._updates = RankUpdates(
+                self._runner.instances, self.tp.rank, device, check_finite=config.check_finite
+            )
+            if config.check_finite and config.load_format != "dummy":
+                self._nonfinite = self._runner.instances.nonfinite()
         return self.info(args)
 
     def init_kv(self, args: Args) -> dict[str, Any]:
@@ -203,6 +208,7 @@ class Worker:
             "asleep": self._asleep,
             "num_kv_blocks": self.runner.kv.num_blocks,
             "has_shadow": self.runner.instances.has_shadow,
+            "nonfinite": list(self._nonfinite),
             "kept_bytes": self.runner.instances.kept_bytes,
             "all_reduces": self.tp.all_reduces,
             "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),

@@ -114,9 +114,9 @@ class CausalLM(nn.Module):
         """The live values of a slot, shaped like its take."""
         return self._slot_io(slot).read_box(slot, slot.take)
 
-    def digest_slot(self, slot: WeightSlot) -> int:
-        """The digest of the live values of a slot, as elements of its source."""
-        return self._slot_io(slot).digest(slot)
+    def digest_slot(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
+        """The digest of the live values of a slot, as elements of its source; see ``SlotIO``."""
+        return self._slot_io(slot).digest(slot, nonfinite)
 
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
         module, _, name = slot.param.rpartition(".")

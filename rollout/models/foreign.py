@@ -75,8 +75,8 @@ class ForeignCausalLM(CausalLM):
     def read_slot(self, slot: WeightSlot) -> Tensor:
         return self._slot_io(slot).read_box(slot, slot.take)
 
-    def digest_slot(self, slot: WeightSlot) -> int:
-        return self._slot_io(slot).digest(slot)
+    def digest_slot(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
+        return self._slot_io(slot).digest(slot, nonfinite)
 
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
         return SlotIO(self.table, {slot.param: self.inner.get_parameter(slot.param).data})

@@ -67,13 +67,16 @@ class SlotIO:
             else whole[box.shifted(tuple(-start for start in slot.take.starts)).slices]
         )
 
-    def digest(self, slot: WeightSlot) -> int:
-        """The digest of the slot's values as elements of its source, read where they lie."""
+    def digest(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
+        """The digest of the slot's values as elements of its source, read where they lie.
+
+        ``nonfinite``: where given, its one number grows by the values that are NaN or infinite.
+        """
         if not slot.take.numel:
             return 0
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
         values, shape, box = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
-        return digest(values, shape, box)
+        return digest(values, shape, box, nonfinite)
 
     def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Kept, Tensor]:
         """Which of the source's ascending flat ``positions`` lie in the slot, and their values."""

@@ -21,6 +21,7 @@ GAUGES = (
     ("kv_usage", "kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
     ("num_kv_blocks", "kv_blocks", None, "KV blocks of each rank"),
     ("weight_version", "weight_version", None, "Version of the live weights"),
+    ("nonfinite_tensors", "nonfinite_tensors", None, "Tensors of the checkpoint with NaN or inf"),
     ("last_stall_seconds", "last_stall_seconds", None, "Generation pause of the last commit"),
 )
 COUNTERS = (
@@ -43,6 +44,12 @@ COUNTERS = (
     ("nan_logits_total", "nan_logits", None, "Samples that ended because their logits were NaN"),
     ("weight_updates_total", "weight_updates", None, "Committed weight updates"),
     ("weight_updates_failed_total", "weight_updates_failed", None, "Aborted weight updates"),
+    (
+        "weight_updates_nonfinite_total",
+        "weight_updates_nonfinite",
+        None,
+        "Weight updates refused for NaN or infinity",
+    ),
 )
 HISTOGRAMS = (
     ("time_to_first_token", "time_to_first_token_seconds", "Time to a request's first token"),

@@ -97,6 +97,10 @@ class EngineControl(Protocol):
         """Count an update that ended; ``stall`` in seconds."""
         ...
 
+    def record_nonfinite(self) -> None:
+        """Count an update that is refused for NaN or infinity."""
+        ...
+
 
 class Coordinator:
     """Transactions on one engine's weights. Thread-safe; one update at a time holds the lease."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollout.errors import ChecksumMismatch
+from rollout.errors import ChecksumMismatch, WeightMismatch
 from rollout.weights import WeightSlot
 
 MASK = (1 << 64) - 1
@@ -45,6 +45,18 @@ def combine(ranks: Sequence[Sequence[SlotDigest]]) -> dict[str, int]:
     if torn:
         raise ChecksumMismatch(f"copies of one box differ between ranks: {_some(torn)}")
     return sums
+
+
+def check_finite(counts: Mapping[str, int]) -> None:
+    """Raise ``WeightMismatch`` where a tensor holds NaN or infinity; ``counts`` says how many."""
+    if counts:
+        held = [f"{name} ({count} elements)" for name, count in counts.items()]
+        raise WeightMismatch(
+            f"{len(counts)} tensors hold NaN or infinity in the engine's dtype: {_some(held)}; the "
+            "update was refused. Has training diverged, or is a value out of the dtype's range? "
+            "An engine started with check_finite=False takes them",
+            problems=[f"{one} hold NaN or infinity" for one in held],
+        )
 
 
 def compare(sent: Mapping[str, int], held: Mapping[str, int], aliases: Mapping[str, str]) -> None:

@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
+from rollout.errors import (
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    VersionConflict,
+    WeightMismatch,
+)
 from rollout.update_wire import header_to_wire, request_to_wire, wants_from_wire
 from rollout.updates import Begun, BucketHeader, Seal, UpdateRequest, Wants
 from rollout.weight_sync.bucket import check_size
-from rollout.weight_sync.digests import combine, compare, total
+from rollout.weight_sync.digests import check_finite, combine, compare, total
 from rollout.weight_sync.transports.foreign import NAME as FOREIGN
 from rollout.weights import RankReceipt, UpdateReceipt
 
@@ -192,11 +198,20 @@ class Lease:
             votes = of.gather("stage_seal", args, request.timeout, phase="seal")
             held = combine([vote["digests"] for vote in votes])
             seal = judge(held)
+            self._check_finite(votes)
         except BaseException as error:
             self.abort(str(error))
             raise
         self._sealed = _Sealed(seal, votes, held, time.perf_counter() - started)
         of.advance(self, "staged")
+
+    def _check_finite(self, votes: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what the ranks, as they digested it, found to be no number; copies count once."""
+        try:
+            check_finite(combine([vote["nonfinite"] for vote in votes]))
+        except WeightMismatch:
+            self._of.engine.record_nonfinite()
+            raise
 
     def _live(self, phase: str) -> UpdateRequest:
         if self._request is None:

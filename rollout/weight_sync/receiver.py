@@ -60,16 +60,27 @@ class UpdateHost(Protocol):
         """What this rank takes of every checkpoint tensor; an empty take where it is nothing."""
         ...
 
-    def digest_slots(self, live: bool) -> Iterator[tuple[WeightSlot, int]]:
-        """Every slot with the digest of what is held for it, read through the layout."""
+    def digest_slots(
+        self,
+        live: bool,
+        names: frozenset[str] | None = None,
+        nonfinite: list[tuple[WeightSlot, int]] | None = None,
+    ) -> Iterator[tuple[WeightSlot, int]]:
+        """Every slot with the digest of what is held for it, read through the layout.
+
+        ``nonfinite`` is filled with those that hold NaN or infinity, and how many.
+        """
         ...
 
 
 class RankUpdates:
     """At most one update at a time on this rank; a failed call leaves none."""
 
-    def __init__(self, host: UpdateHost, rank: int, device: str) -> None:
+    def __init__(
+        self, host: UpdateHost, rank: int, device: str, *, check_finite: bool = True
+    ) -> None:
         self._host, self._rank, self._device = host, rank, device
+        self._check_finite = check_finite
         self._update: _Staging | None = None
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
         self._member: Member | None = None  # of a framework's group, across its updates
@@ -160,13 +171,15 @@ class RankUpdates:
                 )
             report = update.session.finish(partial=update.request.partial)
             started = time.perf_counter()
-            rows = slot_rows(self._host.digest_slots(update.live))
+            bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
+            rows = slot_rows(self._host.digest_slots(update.live, nonfinite=bad))
             verify = time.perf_counter() - started
             self._host.finish_load(update.live)
         update.receiver.close()
         self._update = None
         return {
             "digests": rows,
+            "nonfinite": slot_rows(bad or ()),
             "num_bytes": report.nbytes,
             "stage_seconds": update.seconds,
             "verify_seconds": verify,

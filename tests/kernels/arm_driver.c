@@ -9,7 +9,8 @@ void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w, const u
                     int32_t level, int32_t threads);
 uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int64_t columns,
                         int64_t row_stride, int64_t column_stride, uint64_t position,
-                        uint64_t position_stride, int32_t threads);
+                        uint64_t position_stride, int32_t threads, uint64_t exponent,
+                        uint64_t *bad);
 
 static void get(void *to, size_t size) {
     if (size && fread(to, 1, size, stdin) != size) exit(2);
@@ -31,9 +32,10 @@ int main(int count, char **words) {
     if (count < 2) return 2;
     if (!strcmp(words[1], "digest")) {
         void *data = buffer();
-        uint64_t sum = rollout_digest(data, (int32_t)i[0], i[1], i[2], i[3], i[4], (uint64_t)i[5],
-                                      (uint64_t)i[6], 1);
+        uint64_t bad, sum = rollout_digest(data, (int32_t)i[0], i[1], i[2], i[3], i[4], (uint64_t)i[5],
+                                      (uint64_t)i[6], 1, (uint64_t)i[7], &bad);
         fwrite(&sum, 8, 1, stdout);
+        fwrite(&bad, 8, 1, stdout);
     } else if (!strcmp(words[1], "linear")) {
         size_t size = (size_t)(i[0] * i[1] * 2);
         void *x = buffer(), *w = buffer(), *bias = buffer(), *out = malloc(size);

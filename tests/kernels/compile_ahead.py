@@ -55,6 +55,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "exchange", lambda: kernel("exchange")(x, x.clone())
     box = Box((0, 0), (3, 4096))
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box)
+    yield "digest", lambda: kernel("digest")(x, (3, 4096), box, [0])
     yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 128256, dtype=BF16))
     warm = torch.ones(2)
     yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 32000), warm)

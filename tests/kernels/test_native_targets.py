@@ -16,6 +16,7 @@ from kernels.cases import attention, packed_linear
 from torch import Tensor
 
 from rollout.kernels import digest, linear, paged_attention
+from rollout.kernels.digest import EXPONENTS
 from rollout.kernels.native import library, native_status
 from rollout.weights import Box
 
@@ -145,10 +146,13 @@ def test_arm_digests_are_those_of_the_reference(arm: Arm, dtype: torch.dtype) ->
     values = torch.arange(7 * 203).view(7, 203).to(dtype)
     part = values[:, 3:200]  # rows of another stride than their length
     box = Box((0, 3), (7, 200))
-    start = [dtype.itemsize, 7, 197, 203, 1, 3, 203]
+    found = [0]
+    if dtype.is_floating_point:
+        part[2, 5] = part[6, 196] = float("nan")
+    start = [dtype.itemsize, 7, 197, 203, 1, 3, 203, EXPONENTS.get(dtype, 0)]
     data = values.flatten()[3:]
-    (got,) = struct.unpack("<Q", arm("digest", start, data))
-    assert got == digest.reference(part, (7, 203), box)
+    got = struct.unpack("<QQ", arm("digest", start, data))
+    assert got == (digest.reference(part, (7, 203), box, found), *found)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 37])

@@ -196,6 +196,8 @@ class Engine:
     def mark_broken(self, reason: str | None) -> None:
         self.broken = reason
 
+    def record_nonfinite(self) -> None: ...
+
     def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
         self.ended.append(failed)
 

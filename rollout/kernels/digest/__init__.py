@@ -29,18 +29,32 @@ _CHUNK = 1 << 20  # elements whose int64 temporaries are alive at once
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+#: the bits that NaN and infinity have all of, by dtype
+EXPONENTS = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
+
+
 @op
-def digest(values: Tensor, shape: Shape, box: Box) -> int:
+def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None = None) -> int:
     """The digest, in [0, 2^64), of the elements of ``box`` of a tensor of full ``shape``.
 
     values: ``box.shape``, any strides, of a dtype of 1, 2, 4 or 8 bytes. An empty box gives 0.
+    ``nonfinite``: where given, its one number grows by how many elements are NaN or infinite, which
+    the same pass sees; dtypes without an entry in ``EXPONENTS`` have none.
     """
     assert tuple(values.shape) == box.shape, f"values {values.shape} do not fill {box}"
     assert box.fits(shape)
     assert values.dtype.itemsize in _INTEGERS
     bits = values.detach().view(_INTEGERS[values.dtype.itemsize])
+    exponent = EXPONENTS.get(values.dtype)
     total = 0
     for part, at in _pieces(bits, box):
+        if nonfinite is not None and exponent is not None:
+            nonfinite[0] += int(((part.long() & exponent) == exponent).sum())
         total += int(_mix(part, _positions(shape, at, bits.device)).sum())
     return total % 2**64
 

@@ -1,8 +1,11 @@
 """Native ``digest``: strided boxes, tiles among them, are read where they lie."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
+from rollout.kernels.digest import EXPONENTS
 from rollout.kernels.digest.strides import Dim, collapse, offsets, row_major
 from rollout.kernels.native import address, entry, library
 from rollout.weights import Box, Shape
@@ -14,7 +17,7 @@ def available() -> bool:
     return library() is not None
 
 
-def digest(values: Tensor, shape: Shape, box: Box) -> int:
+def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None = None) -> int:
     assert tuple(values.shape) == box.shape, f"values {values.shape} do not fill {box}"
     assert box.fits(shape), f"{box} is not inside {shape}"
     size = values.element_size()
@@ -24,10 +27,15 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
     strides = row_major(shape)
     position = sum(a * s for a, s in zip(box.starts, strides, strict=True))
     dims = collapse(list(zip(values.shape, values.stride(), strides, strict=True)))
+    exponent = 0 if nonfinite is None else EXPONENTS.get(values.dtype, 0)
+    count = ctypes.c_uint64()
     if _are_tiles(dims) and size in (2, 4):
-        return _digest_tiles(values, dims, position)
+        total = _digest_tiles(values, dims, position, exponent, count)
+        if nonfinite is not None:
+            nonfinite[0] += count.value
+        return total
     *outer, rows, columns = dims
-    run = entry("digest", "pillllu" + "ui", "u")
+    run = entry("digest", "pillllu" + "uiup", "u")
     threads, total, base = torch.get_num_threads(), 0, address(values)
     for memory, ahead in offsets(outer):
         total += run(
@@ -40,7 +48,11 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
             position + ahead,
             rows[2],
             threads,
+            exponent,
+            ctypes.addressof(count),
         )
+        if nonfinite is not None:
+            nonfinite[0] += count.value
     return total % 2**64
 
 
@@ -54,10 +66,12 @@ def _are_tiles(dims: list[Dim]) -> bool:
     )
 
 
-def _digest_tiles(values: Tensor, dims: list[Dim], position: int) -> int:
+def _digest_tiles(
+    values: Tensor, dims: list[Dim], position: int, exponent: int, count: ctypes.c_uint64
+) -> int:
     tiles, rows, pairs, _ = dims if len(dims) == 4 else [(1, 0, 0), *dims]
     return int(
-        entry("digest_tiles", "pilllu" + "uui", "u")(
+        entry("digest_tiles", "pilllu" + "uuiup", "u")(
             address(values),
             values.element_size(),
             tiles[0],
@@ -67,5 +81,7 @@ def _digest_tiles(values: Tensor, dims: list[Dim], position: int) -> int:
             tiles[2],
             rows[2],
             torch.get_num_threads(),
+            exponent,
+            ctypes.addressof(count),
         )
     )

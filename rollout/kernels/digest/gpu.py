@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.kernels.digest import EXPONENTS
 from rollout.kernels.digest.strides import collapse, offsets, row_major
 from rollout.kernels.gpu_launch import launch
 from rollout.weights import Box, Shape
@@ -16,7 +17,7 @@ _ROUNDS = 8  # blocks of one program, one after the other
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-def digest(values: Tensor, shape: Shape, box: Box) -> int:
+def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None = None) -> int:
     assert tuple(values.shape) == box.shape, f"values {values.shape} do not fill {box}"
     assert box.fits(shape), f"{box} is not inside {shape}"
     assert values.element_size() in _BITS, f"no digest of {values.dtype}"
@@ -28,9 +29,11 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
     *outer, rows, columns = collapse(list(zip(values.shape, values.stride(), strides, strict=True)))
     rounds = 1 if columns[0] <= _BLOCK else _ROUNDS
     chunks = triton.cdiv(columns[0], _BLOCK * rounds)
+    exponent = 0 if nonfinite is None else EXPONENTS.get(values.dtype, 0)
     total = 0
     for memory, ahead in offsets(outer):
-        sums = torch.empty(rows[0] * chunks, dtype=torch.int64, device=values.device)
+        size = (2 if exponent else 1, rows[0] * chunks)  # sums, and counts where there are some
+        sums = torch.empty(size, dtype=torch.int64, device=values.device)
         launch(
             _digest,
             (rows[0] * chunks,),
@@ -38,8 +41,11 @@ def digest(values: Tensor, shape: Shape, box: Box) -> int:
             *(columns[0], rows[1], columns[1], rows[2]),
             BLOCK=_BLOCK,
             ROUNDS=rounds,
+            EXPONENT=exponent,
         )
-        total += int(sums.sum())
+        total += int(sums[0].sum())
+        if nonfinite is not None and exponent:
+            nonfinite[0] += int(sums[1].sum())
     return total % 2**64
 
 
@@ -56,6 +62,7 @@ def _digest(
     row_positions,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
+    EXPONENT: tl.constexpr,
 ):
     """A row of the box and a chunk of its columns, whose positions are consecutive."""
     program = tl.program_id(0).to(tl.int64)
@@ -63,6 +70,7 @@ def _digest(
     bits += memory + row * row_stride
     position += row * row_positions + 1
     total = tl.zeros([BLOCK], tl.uint64)
+    found = tl.zeros([BLOCK], tl.int32)
     for step in range(ROUNDS):
         column = first + step * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         value = tl.load(bits + column * column_stride, mask=column < columns, other=0)
@@ -70,4 +78,8 @@ def _digest(
         x = (x & 0xFFFFFFFF) * (x >> 32) + x
         x = (x & 0xFFFFFFFF) * (x >> 32) + x
         total += tl.where(column < columns, x, 0)
+        if EXPONENT != 0:
+            found += ((value.to(tl.uint64) & EXPONENT) == EXPONENT).to(tl.int32)
     tl.store(sums + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
+    if EXPONENT != 0:
+        tl.store(sums + tl.num_programs(0) + program, tl.sum(found, 0).to(tl.int64))

@@ -77,48 +77,101 @@ INLINE v64 lanes_at(const uint8_t *p, int size) {
     }
 }
 
-/* n consecutive positions; elements lie `stride` elements apart. */
-INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t position, int size) {
+/* NaN and infinity have all bits of the exponent. While digesting, all elements of a span are OR-ed
+ * together, one instruction for two vectors of them; where the outcome has all those bits (a NaN is
+ * there, or large and small values are), they are counted in a pass of its own. */
+typedef uint64_t raw __attribute__((vector_size(8 * LANES)));
+INLINE raw raw_at(const uint8_t *p) {
+    raw x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE int suspect(const raw *seen, uint64_t exponent, int size) {
+    for (int64_t i = 0; i < (int64_t)sizeof *seen / size; i++)
+        if ((bits_at((const uint8_t *)seen + i * size, size) & exponent) == exponent) return 1;
+    return 0;
+}
+INLINE uint64_t nonfinite(const uint8_t *p, int64_t n, int64_t stride, uint64_t exponent, int size) {
+    uint64_t count = 0;
+    if (stride == 1)
+        for (int64_t i = 0; i < n; i++)
+            count += (bits_at(p + i * size, size) & exponent) == exponent;
+    else
+        for (int64_t i = 0; i < n; i++)
+            count += (bits_at(p + i * stride * size, size) & exponent) == exponent;
+    return count;
+}
+
+/* n consecutive positions; elements lie `stride` elements apart. *count grows by
+ * those that have all bits of `exponent`, unless that is 0. */
+INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t position,
+                     uint64_t exponent, uint64_t *count, int size) {
     uint64_t sum = 0, z = (position + 1) * STEP;
     int64_t i = 0;
+    int look = exponent != 0;
     if (stride == 1 && n >= LANES) {
+        enum { STEPS = 8 }; /* of LANES elements: `size` vectors of raw bytes */
         v64 at = {0}, total = {0};
+        raw seen = {0};
         for (int j = 0; j < LANES; j++) at[j] = z + (uint64_t)j * STEP;
-#pragma GCC unroll 4
+        for (; i + STEPS * LANES <= n; i += STEPS * LANES) {
+            const uint8_t *from = p + i * size;
+#pragma GCC unroll 8
+            for (int j = 0; j < STEPS; j++) {
+                const uint8_t *here = from + j * LANES * size;
+                __builtin_prefetch(here + 2048); /* virtual machines often have no other */
+                total += mix_lanes(at + lanes_at(here, size));
+                at += LANES * STEP;
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < size; j++) seen |= raw_at(from + j * sizeof(raw));
+        }
+        int64_t rest = i;
         for (; i + LANES <= n; i += LANES) {
-            __builtin_prefetch(p + i * size + 2048); /* virtual machines often have no other */
             total += mix_lanes(at + lanes_at(p + i * size, size));
             at += LANES * STEP;
         }
         for (int j = 0; j < LANES; j++) sum += total[j];
         z += (uint64_t)i * STEP;
+        if (look && rest && !suspect(&seen, exponent, size)) {
+            look = 0;
+            *count += nonfinite(p + rest * size, n - rest, 1, exponent, size);
+        }
     }
     for (; i < n; i++, z += STEP) sum += mix(z + bits_at(p + i * stride * size, size));
+    if (look) *count += nonfinite(p, n, stride, exponent, size);
     return sum;
 }
-static uint64_t span_of(const uint8_t *p, int64_t n, int64_t stride, uint64_t position, int size) {
+static uint64_t span_of(const uint8_t *p, int64_t n, int64_t stride, uint64_t position,
+                        uint64_t exponent, uint64_t *count, int size) {
     switch (size) {
-    case 1: return span(p, n, stride, position, 1);
-    case 2: return span(p, n, stride, position, 2);
-    case 4: return span(p, n, stride, position, 4);
-    default: return span(p, n, stride, position, 8);
+    case 1: return span(p, n, stride, position, exponent, count, 1);
+    case 2: return span(p, n, stride, position, exponent, count, 2);
+    case 4: return span(p, n, stride, position, exponent, count, 4);
+    default: return span(p, n, stride, position, exponent, count, 8);
     }
 }
 
-/* rows x columns elements of `size` bytes; strides count elements, position_stride positions. */
+/* rows x columns elements of `size` bytes; strides count elements, position_stride positions.
+ * *bad: how many have all bits of `exponent`; 0 where that is 0. */
 EXPORT uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int64_t columns,
                         int64_t row_stride, int64_t column_stride, uint64_t position,
-                        uint64_t position_stride, int32_t threads) {
+                        uint64_t position_stride, int32_t threads, uint64_t exponent,
+                        uint64_t *bad) {
+    uint64_t count = 0;
     int64_t per_row = (columns + CHUNK - 1) / CHUNK, chunks = rows * per_row;
     if (rows * columns < CHUNK) threads = 1;
     uint64_t sum = 0;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) reduction(+ : sum)
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) \
+    reduction(+ : sum, count)
     for (int64_t c = 0; c < chunks; c++) {
         int64_t row = c / per_row, start = c % per_row * CHUNK;
         int64_t n = columns - start < CHUNK ? columns - start : CHUNK;
         const uint8_t *p = (const uint8_t *)data + (row * row_stride + start * column_stride) * size;
-        sum += span_of(p, n, column_stride, position + row * position_stride + start, size);
+        uint64_t at = position + row * position_stride + start;
+        sum += span_of(p, n, column_stride, at, exponent, &count, size);
     }
+    *bad = count;
     return sum;
 }
 
@@ -126,7 +179,8 @@ EXPORT uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int
 #define IN_TILE (2 * ROWS) /* elements */
 
 INLINE uint64_t tile_span(const uint8_t *p, int64_t pairs, uint64_t position, uint64_t row_stride,
-                          int size) {
+                          uint64_t exponent, uint64_t *count, int size) {
+    raw seen = {0};
     v64 offset[IN_TILE / LANES], total = {0};
     for (int e = 0; e < IN_TILE; e++)
         offset[e / LANES][e % LANES] = ((uint64_t)(e / 2) * row_stride + e % 2) * STEP;
@@ -137,23 +191,31 @@ INLINE uint64_t tile_span(const uint8_t *p, int64_t pairs, uint64_t position, ui
 #pragma GCC unroll 16
         for (int j = 0; j < IN_TILE / LANES; j++)
             total += mix_lanes(offset[j] + z + lanes_at(from + j * LANES * size, size));
+#pragma GCC unroll 16
+        for (int j = 0; j < IN_TILE * size / (int)sizeof(raw); j++)
+            seen |= raw_at(from + j * sizeof(raw));
     }
     for (int j = 0; j < LANES; j++) sum += total[j];
+    if (exponent && suspect(&seen, exponent, size))
+        *count += nonfinite(p, pairs * IN_TILE, 1, exponent, size);
     return sum;
 }
 
 /* Tiles [tiles][pairs][16 rows][2] of elements of 2 or 4 bytes; strides as above. */
 EXPORT uint64_t rollout_digest_tiles(const void *data, int32_t size, int64_t tiles, int64_t pairs,
                         int64_t tile_stride, uint64_t position, uint64_t tile_position_stride,
-                        uint64_t row_position_stride, int32_t threads) {
-    uint64_t sum = 0;
+                        uint64_t row_position_stride, int32_t threads, uint64_t exponent,
+                        uint64_t *bad) {
+    uint64_t sum = 0, count = 0;
     if (tiles * pairs * IN_TILE < CHUNK) threads = 1;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) reduction(+ : sum)
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) \
+    reduction(+ : sum, count)
     for (int64_t t = 0; t < tiles; t++) {
         const uint8_t *p = (const uint8_t *)data + t * tile_stride * size;
         uint64_t at = position + (uint64_t)t * tile_position_stride;
-        sum += size == 2 ? tile_span(p, pairs, at, row_position_stride, 2)
-                         : tile_span(p, pairs, at, row_position_stride, 4);
+        sum += size == 2 ? tile_span(p, pairs, at, row_position_stride, exponent, &count, 2)
+                         : tile_span(p, pairs, at, row_position_stride, exponent, &count, 4);
     }
+    *bad = count;
     return sum;
 }
