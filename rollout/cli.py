@@ -235,6 +235,8 @@ def info(args: argparse.Namespace) -> int:
         "updates": stats.weight_updates_total,
         "updates failed": stats.weight_updates_failed_total,
         "last stall s": stats.last_stall_seconds,
+        "following": stats.following or None,
+        "follow error": stats.follow_error or None,
         "package": server.package_version,
     }
     if args.json:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from rollout.background import NativeThread
 from rollout.cli_flags import add_engine_flags, add_token, engine_config, environment, token_of
 from rollout.errors import ConfigError, RolloutError
+from rollout.metrics import EngineCounters
 from rollout.tls import ServerTls
 
 if TYPE_CHECKING:
     from rollout.errors import WorkerDied
     from rollout.server.auth import Tokens
+    from rollout.server.service import Addresses
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +137,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
             print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()
-            async with _following(args.follow, config, at.grpc, tokens):
+            async with _following(args.follow, config, at, tokens):
                 return await _until(stop, at.died if args.on_death == "exit" else None)
 
     # Starting can take minutes: a signal must end it too.
@@ -167,7 +169,7 @@ async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -
 
 @contextlib.asynccontextmanager
 async def _following(
-    directory: str | None, config: Any, address: str, tokens: Tokens
+    directory: str | None, config: Any, at: Addresses, tokens: Tokens
 ) -> AsyncIterator[None]:
     """Updates from ``directory`` go through the service's own gRPC, from a thread."""
     if directory is None:
@@ -176,8 +178,17 @@ async def _following(
     from rollout.grpc_client import RolloutClient
     from rollout.weight_sync.follower import Follower
 
-    client = RolloutClient(address, tokens.control or tokens.generation, config.timeout)
-    follower = Follower(directory, config.weight_dirs, lambda: client, timeout=config.timeout)
+    counters = at.counters or EngineCounters()
+    counters.following = directory
+
+    def note(error: str) -> None:
+        counters.follow_error = error
+        counters.follow_failures += bool(error)
+
+    client = RolloutClient(at.grpc, tokens.control or tokens.generation, config.timeout)
+    follower = Follower(
+        directory, config.weight_dirs, lambda: client, timeout=config.timeout, on_state=note
+    )
     ended = threading.Event()
     thread = NativeThread("follow", lambda: follower.run(ended), ended.set)
     thread.start()

@@ -63,7 +63,9 @@ class EngineStats:
     ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
     broken | dead | closed. ``seed``: of requests that bring none.
     ``nan_logits_total``: samples that ended because their logits were NaN. ``nonfinite_tensors``:
-    of the live weights, as a cold start found them; 0 where nothing looked.
+    of the live weights, as a cold start found them; 0 where nothing looked. ``following`` is the
+    directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
+    once a version has become live since.
     """
 
     state: str
@@ -89,6 +91,9 @@ class EngineStats:
     inter_token: HistogramSnapshot
     weight_updates_nonfinite_total: int = 0
     nonfinite_tensors: int = 0
+    following: str = ""
+    follow_error: str = ""
+    follow_failures_total: int = 0
 
 
 @dataclass(slots=True)
@@ -106,6 +111,9 @@ class EngineCounters:
     updates_failed: int = 0
     updates_nonfinite: int = 0
     nonfinite_tensors: int = 0
+    following: str = ""
+    follow_error: str = ""
+    follow_failures: int = 0
     last_stall: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)

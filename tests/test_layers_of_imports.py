@@ -10,7 +10,7 @@ NOUNS = {
     "generation", "weights", "updates", "update_wire", "errors", "config", "distributed", "wire",
     "rendezvous", "background", "child_environment", "wire_fields", "positions", "metrics",
     "observability", "server_info", "spellings",
-    "rollout_pb2", "rollout_pb2_grpc",
+    "rollout_pb2", "rollout_pb2_grpc", "weight_files",
 }  # fmt: skip
 CLIENT = {
     "grpc_client",

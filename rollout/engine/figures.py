@@ -36,4 +36,7 @@ def figures(core: EngineCore) -> EngineStats:
         last_stall_seconds=count.last_stall,
         time_to_first_token=count.time_to_first_token.snapshot(),
         inter_token=count.inter_token.snapshot(),
+        following=count.following,
+        follow_error=count.follow_error,
+        follow_failures_total=count.follow_failures,
     )

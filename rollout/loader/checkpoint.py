@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.loader.dummy import DummyFiles
 from rollout.loader.hub import resolve_model
-from rollout.loader.safetensors_files import SafetensorsFiles
-from rollout.loader.shards import PT, SAFETENSORS, find_shards
-from rollout.loader.torch_files import TorchFiles
+from rollout.weight_files import Files, open_weights
 from rollout.weights import Box, LazyTensor, TensorMeta
 
 FORMATS = ("auto", "safetensors", "pt", "dummy")
-
-
-class Files(Protocol):
-    """One format: what tensors there are, and reads of boxes of them."""
-
-    def metadata(self) -> Mapping[str, TensorMeta]: ...
-
-    def read(self, name: str, box: Box) -> Tensor: ...
-
-    def close(self) -> None: ...
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -112,22 +100,8 @@ def open_checkpoint(
         if not metadata:
             raise ConfigError("load_format='dummy' needs the model's metadata: names and shapes")
         return Checkpoint(directory, "dummy", DummyFiles(metadata, seed), progress)
-    for kind in (SAFETENSORS, PT):
-        if load_format not in ("auto", kind.name):
-            continue
-        shards = find_shards(directory, kind)
-        if shards.files:
-            files = SafetensorsFiles(shards) if kind is SAFETENSORS else TorchFiles(shards)
-            return Checkpoint(directory, kind.name, files, progress)
-    wanted = " or ".join(
-        pattern
-        for kind in (SAFETENSORS, PT)
-        if load_format in ("auto", kind.name)
-        for pattern in kind.patterns
-    )
-    raise ConfigError(
-        f"{directory} holds no {wanted} weights; check the path, or choose another load_format"
-    )
+    kind, files = open_weights(directory, load_format)
+    return Checkpoint(directory, kind.name, files, progress)
 
 
 def _with_progress(metas: Sequence[TensorMeta]) -> Iterator[TensorMeta]:

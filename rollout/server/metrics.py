@@ -50,6 +50,7 @@ COUNTERS = (
         None,
         "Weight updates refused for NaN or infinity",
     ),
+    ("follow_failures_total", "follow_failures", None, "Failed looks at what --follow names"),
 )
 HISTOGRAMS = (
     ("time_to_first_token", "time_to_first_token_seconds", "Time to a request's first token"),

@@ -18,6 +18,7 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
+from rollout.metrics import EngineCounters
 from rollout.server.auth import Tokens
 from rollout.server.http import build_app
 from rollout.server.http_answers import TokenText
@@ -31,12 +32,14 @@ class Addresses:
     """Where the service listens, "host:port" each; ``memory`` says what its ranks take.
 
     ``died`` is done once a rank's process has ended, with the error that every call gets then.
+    ``counters``: the engine's, for what else runs in its process.
     """
 
     http: str
     grpc: str
     memory: str = ""
     died: asyncio.Future[WorkerDied] | None = None
+    counters: EngineCounters | None = None
 
 
 @asynccontextmanager
@@ -77,7 +80,11 @@ async def serving(
             async with _http(rollout, app, http_socket, context):
                 http_port = http_socket.getsockname()[1]
                 yield Addresses(
-                    _join(host, http_port), grpc_address, _memory(rollout), _death(rollout)
+                    _join(host, http_port),
+                    grpc_address,
+                    _memory(rollout),
+                    _death(rollout),
+                    _counters(rollout),
                 )
         finally:
             await rollout.shutdown()
@@ -142,6 +149,11 @@ def _death(rollout: AsyncRollout) -> asyncio.Future[WorkerDied] | None:
 def _memory(rollout: AsyncRollout) -> str:
     backend = rollout.backend
     return str(backend.core.memory) if isinstance(backend, EmbeddedBackend) else ""
+
+
+def _counters(rollout: AsyncRollout) -> EngineCounters | None:
+    backend = rollout.backend
+    return backend.core.counters if isinstance(backend, EmbeddedBackend) else None
 
 
 def _token_text(rollout: AsyncRollout) -> TokenText | None:

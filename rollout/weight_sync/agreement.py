@@ -50,6 +50,11 @@ class Agreement:
         return len(self.ranks)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether its links are gone, after ``close`` or an error; an agreement of one has none."""
+        return self.size > 1 and not self._links
+
+    @property
     def is_sender(self) -> bool:
         return self.rank == 0
 

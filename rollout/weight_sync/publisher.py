@@ -7,6 +7,7 @@ the same receipt or the same error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, cast
@@ -28,6 +29,7 @@ from rollout.weight_sync.rounds import Rounds
 from rollout.weight_sync.source import (
     LocalSource,
     agreement_for,
+    calls_alone,
     incoming,
     opened,
     source_for,
@@ -36,6 +38,8 @@ from rollout.weight_sync.survey import PlanCache, survey
 from rollout.weight_sync.values import Incoming
 from rollout.weight_sync.watchdog import Watchdog
 from rollout.weights import UpdateReceipt
+
+log = logging.getLogger(__name__)
 
 __all__ = ["UpdateOptions", "WeightLink", "publish"]
 
@@ -60,6 +64,9 @@ def publish(
     timeout = options.timeout
     plans = plans if plans is not None else PlanCache()
     obj = opened(obj)
+    if not plans.told_alone and (alone := calls_alone(obj)) is not None:
+        plans.told_alone = True
+        log.warning("%s", alone)
     agreement = agreement_for(obj, timeout=timeout)
     with closing(agreement), closing(Publication(options, base, plans)) as sending:
         told = _on_sender(agreement, timeout, "info", lambda: sending.meet(connect))

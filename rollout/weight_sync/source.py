@@ -245,7 +245,13 @@ def agreement_for(obj: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Agreement:
     where aliases and dtype are only known to the sender, and ``broadcast`` them.
     """
     if kind_of(obj) == "source":
-        return obj.agreement  # type: ignore[no-any-return]
+        held: Agreement = obj.agreement
+        if held.is_closed:
+            raise SourceFailed(
+                f"this {type(obj).__name__} has been used: the agreement of its ranks ends with "
+                "the first update, check or preflight; make a new source for each"
+            )
+        return held
     ranks = shared_ranks(obj)
     return Agreement() if ranks is None else Agreement.over(ranks, timeout)
 
@@ -315,6 +321,23 @@ def shared_ranks(obj: Any) -> tuple[int, ...] | None:
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group))
+
+
+def calls_alone(obj: Any) -> str | None:
+    """What a rank other than 0 should be told that sends what no other rank has a part in.
+
+    None where ``obj`` is the ranks' together, a ``WeightSource``, or there is one rank alone.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    if dist.get_rank() == 0 or kind_of(obj) == "source" or shared_ranks(obj) is not None:
+        return None
+    return (
+        f"trainer rank {dist.get_rank()} of {dist.get_world_size()} sends a {type(obj).__name__} "
+        "of its own: every rank that does so makes a version of its own. Call update_weights on "
+        "rank 0 alone, or pass what the ranks hold together (DDP, FSDP, ZeRO, DTensors)"
+    )
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")

@@ -65,6 +65,7 @@ class PlanCache:
         self._survey: Survey | None = None
         self._planned: tuple[Any, tuple[BucketHeader, ...]] | None = None
         self.num_planned = 0
+        self.told_alone = False  # whether it has been said that every rank makes its own version
 
     def surveyed(self, layout: str) -> Survey | None:
         """The survey of the source that has this digest, if it was the last one."""

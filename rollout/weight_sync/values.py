@@ -41,10 +41,8 @@ def fault(tensor: Any) -> str | None:
 
 
 def _subclass(tensor: Tensor) -> str | None:
-    """What is wrong with a tensor whose values are elsewhere than in its own memory."""
+    """What is wrong with a tensor that is made of others, or of none."""
     kind = type(tensor)
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return None
     if kind.__name__ == "FakeTensor":
         return "is a FakeTensor and holds no values; make it outside of FakeTensorMode"
     if kind.__name__ == "DTensor":
@@ -52,6 +50,8 @@ def _subclass(tensor: Tensor) -> str | None:
             "is a DTensor, whose values are spread over ranks; pass the module or its whole "
             "state_dict(), or yield full_tensor()"
         )
+    if not hasattr(kind, "__tensor_flatten__"):
+        return None  # what else is no tensor of its own has no memory
     return (
         f"is a {kind.__module__}.{kind.__name__}, which holds no plain values; send it dequantised "
         "or unwrapped, as a torch.Tensor"

@@ -16,13 +16,13 @@ NAME = "model.norm.weight"
 TRANSPORTS = ("inline", "grpc_stream", "broadcast", "ipc", "p2p")
 
 
-class Quantised(Tensor):
-    """A wrapper of other tensors, as torchao's are: it has a dtype and no values of its own."""
+class Wrapper(Tensor):
+    """A wrapper of other tensors: it has a dtype and no values of its own."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Quantised:
+    def __new__(cls, inner: Tensor) -> Wrapper:
         kind = {"dtype": torch.float32, "device": inner.device}
-        made: Quantised = Tensor._make_wrapper_subclass(cls, inner.shape, **kind)
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, **kind)
         made.inner = inner  # type: ignore[attr-defined]
         return made
 
@@ -31,6 +31,13 @@ class Quantised(Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].inner)
         raise AssertionError(f"{func} reads a tensor that should have been refused")
+
+
+class Quantised(Wrapper):
+    """One that says what it is made of, as torchao's do."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
 
 
 def freed(tensor: Tensor) -> Tensor:
@@ -50,6 +57,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "freed": (freed, "freed"),
     "sparse": (lambda t: t.to_sparse(), "to_dense"),
     "quantised": (lambda t: Quantised(t.to(torch.int8)), "dequantised"),
+    "wrapper": (lambda t: Wrapper(t.to(torch.int8)), "stands for another tensor"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
 }
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -191,6 +191,12 @@ def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare,
         ]
         status, _, _ = run("check", "--against", bare, served.grpc)
         assert status == 0
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / "pytorch_model.bin").write_bytes(b"\x80\x02no pickle of ours")
+        status, out, error = run("check", "--against", tmp_path / "broken", served.grpc)
+        assert (status, out) == (2, "")
+        assert "pytorch_model.bin" in error
+        assert "Traceback" not in error
         _, out, _ = run("info", served.grpc, "--receipts", 1, "--json")
         (last,) = json.loads(out)["receipts"]
         assert (last["version"], last["digest"]) == (2, sent[1].digest)

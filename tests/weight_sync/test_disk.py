@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 
 import pytest
 import torch
 from ranks import Engine, same
-from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
 from rollout.errors import (
@@ -19,9 +17,8 @@ from rollout.errors import (
     SourceFailed,
     TransferFailed,
     VersionConflict,
-    WeightMismatch,
 )
-from rollout.weight_sync.follower import INDEX, Follower
+from rollout.weight_sync.follower import Follower
 from rollout.weight_sync.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.disk import VersionSource, complete_versions
 from rollout.weight_sync.transports.disk_writer import VersionWriter
@@ -297,134 +294,3 @@ def test_a_writer_that_vanishes_leaves_no_version_behind(engine, checkpoints, tm
         VersionSource(LocalStore(where), 5)
     writer(LocalStore(where)).write(checkpoints[1], 5)  # the next writer begins it anew
     assert following.look().version == 5
-
-
-# ---- following a directory ----
-
-
-@pytest.fixture
-def follower(engine, tmp_path):
-    where = tmp_path / "run"
-    where.mkdir()
-    return Follower(where, [tmp_path], lambda: engine, timeout=DEADLINE), where
-
-
-def checkpoint(path, weights, shards: int = 1) -> None:
-    path.mkdir(parents=True)
-    names = list(weights)
-    files = {}
-    for shard in range(shards):
-        part = names[shard::shards]
-        file = (
-            f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-            if shards > 1
-            else ("model.safetensors")
-        )
-        save_file({name: weights[name] for name in part}, path / file)
-        files.update(dict.fromkeys(part, file))
-    if shards > 1:
-        (path / INDEX).write_text(json.dumps({"weight_map": files}))
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> None:
-    following, where = follower
-    assert following.look() is None
-    checkpoint(where / "checkpoint-500", checkpoints[2], shards)
-    receipt = following.look()
-    assert (receipt.version, receipt.label) == (500, "checkpoint-500")
-    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
-    assert following.look() is None
-    checkpoint(where / "checkpoint-400", checkpoints[1], shards)
-    assert following.look() is None  # older than what is live
-    writer(LocalStore(where)).write(checkpoints[1], 501)
-    assert following.look().version == 501
-    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[1]))
-
-
-def test_what_is_not_complete_yet_waits(follower, engine, checkpoints) -> None:
-    following, where = follower
-    half = where / "checkpoint-7"
-    checkpoint(half, checkpoints[2], 3)
-    index = (half / INDEX).read_text()
-    shard = half / "model-00002-of-00003.safetensors"
-    whole = shard.read_bytes()
-    checkpoint(where / "checkpoint-3", checkpoints[1])
-    (half / INDEX).unlink()  # shards without an index
-    assert following.look().version == 3  # the newest one that is complete
-    (half / INDEX).write_text(index[:30])
-    assert following.look() is None
-    (half / INDEX).write_text(index)
-    for data in (whole[:5], whole[:100], whole[:-1]):
-        shard.write_bytes(data)
-        assert following.look() is None
-    shard.unlink()
-    assert following.look() is None
-    shard.write_bytes(whole)
-    assert following.look().version == 7
-    (where / "000000000009").mkdir()
-    (where / "000000000009" / "bucket-000000").write_bytes(b"x")  # no manifest
-    (where / "checkpoint-11").mkdir()
-    assert following.look() is None
-    assert engine.version == 7
-
-
-def test_what_does_not_fit_is_named_once_and_changes_nothing(follower, engine, checkpoints) -> None:
-    following, where = follower
-    before = engine.live()
-    checkpoint(where / "checkpoint-1", {"model.other": torch.ones(3)})
-    with pytest.raises(WeightMismatch, match=r"model\.other"):
-        following.look()
-    assert following.look() is None  # the same files are not tried again
-    assert same(engine.live(), before)
-    checkpoint(where / "checkpoint-2", checkpoints[2])
-    assert following.look().version == 2
-
-
-def test_only_the_allowed_directories_are_read(engine, tmp_path, checkpoints) -> None:
-    allowed, outside = tmp_path / "allowed", tmp_path / "outside"
-    allowed.mkdir()
-    checkpoint(outside / "checkpoint-1", checkpoints[2])
-    with pytest.raises(ConfigError, match=f"outside every --weight-dir.*--weight-dir {outside}"):
-        Follower(outside, [allowed], lambda: engine)
-    with pytest.raises(ConfigError, match="is not a directory"):
-        Follower(allowed / "no", [allowed], lambda: engine)
-    following = Follower(allowed, [allowed], lambda: engine, timeout=DEADLINE)
-    (allowed / "checkpoint-1").symlink_to(outside / "checkpoint-1")
-    with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
-        following.look()
-    (allowed / "checkpoint-1").unlink()
-    (allowed / "checkpoint-2").mkdir()
-    (allowed / "checkpoint-2" / "model.safetensors").symlink_to(
-        outside / "checkpoint-1" / "model.safetensors"
-    )
-    with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
-        following.look()
-    assert engine.version == 0
-
-
-def test_a_follower_goes_on_after_a_failure_until_it_is_stopped(
-    follower, engine, checkpoints, caplog
-) -> None:
-    following, where = follower
-    checkpoint(where / "checkpoint-1", {"model.other": torch.ones(3)})
-    stop = threading.Event()
-    thread = threading.Thread(target=following.run, args=(stop, 0.05))
-    thread.start()
-    try:
-        _until(lambda: "WeightMismatch" in caplog.text)
-        checkpoint(where / "tmp-checkpoint-2", checkpoints[2])
-        (where / "tmp-checkpoint-2").rename(where / "checkpoint-2")
-        _until(lambda: engine.version == 2)
-    finally:
-        stop.set()
-        thread.join(10)
-    assert not thread.is_alive()
-    assert caplog.text.count("WeightMismatch") == 1
-
-
-def _until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -134,6 +134,22 @@ def test_an_error_does_not_wait_for_ranks_that_hang_and_reaches_them_later(job: 
     assert first["seconds"] < 1.5
 
 
+def test_ranks_other_than_the_first_are_told_what_is_every_ranks_own(job: Job) -> None:
+    first, second = job[1]
+    assert first["alone"] == [None] * 4
+    for said in second["alone"]:
+        assert "rank 1 of 2" in said
+        assert "a version of its own" in said
+    assert first["together"] == second["together"] == [None] * 4
+
+
+def test_a_source_that_is_used_twice_says_so_and_blames_no_rank(job: Job) -> None:
+    for rank in job[1]:
+        assert rank["used"]["type"] == "SourceFailed"
+        assert "FSDP2Source has been used" in rank["used"]["message"]
+        assert "make a new source" in rank["used"]["message"]
+
+
 def test_a_killed_rank_is_named_at_once_on_all_others(tmp_path: Path) -> None:
     results = run_job("lost_job.py", tmp_path, world=3)
     assert results[:2] == [-9, -9]

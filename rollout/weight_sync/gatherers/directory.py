@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollout import wire
-from rollout.errors import SourceFailed
+from rollout.errors import ConfigError, SourceFailed
+from rollout.weight_files import open_weights
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.names import bind_stream, wire_dtype
+from rollout.weight_sync.values import readable
 from rollout.weights import Box, TensorMeta
-
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class DirectorySource:
-    """``*.safetensors`` of a directory, else its ``*.bin`` (weights only, no pickled code).
+    """The files that a cold start would read, opened while it is iterated.
 
     One tensor is in memory at a time; files are mapped, not read whole. The directory must not
-    change during the update.
+    change during the update. What is wrong with a file is a ``SourceFailed`` that names it.
     """
 
     def __init__(
@@ -37,12 +32,12 @@ class DirectorySource:
         agreement: Agreement,
     ) -> None:
         self.agreement = agreement
-        self._aliases, self._dtype = aliases, dtype
-        self._files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
-        self._path = path
-        if not self._files:
-            raise SourceFailed(f"{path} holds no *.safetensors and no *.bin file")
-        stand_ins = ((n, torch.empty(s, dtype=d, device="meta")) for n, d, s in self._describe())
+        self._path, self._aliases, self._dtype = path, aliases, dtype
+        with _named(path):
+            _, files = open_weights(path)
+            held = list(files.metadata().values())
+            files.close()
+        stand_ins = ((m.name, torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in held)
         self._metadata = tuple(
             TensorMeta(name, wire_dtype(t.dtype, dtype), tuple(t.shape))
             for name, t in bind_stream(stand_ins, aliases)
@@ -60,48 +55,23 @@ class DirectorySource:
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._metadata]
 
-    def _describe(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) in file order, from the headers."""
-        for file in self._files:
-            if file.suffix == ".bin":
-                for name, tensor in _bin(file).items():
-                    yield name, tensor.dtype, tuple(tensor.shape)
-                continue
-            with _open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    part = opened.get_slice(name)
-                    dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
-                    if dtype is None:
-                        raise SourceFailed(f"{file}: {name} has dtype {part.get_dtype()}")
-                    yield name, dtype, tuple(part.get_shape())
-
     def _read(self) -> Iterator[tuple[str, Tensor]]:
-        for file in self._files:
-            if file.suffix == ".bin":
-                yield from _bin(file).items()
-                continue
-            with _open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    yield name, opened.get_tensor(name)
+        with _named(self._path):
+            _, files = open_weights(self._path)
+            try:
+                for meta in files.metadata().values():
+                    tensor = files.read(meta.name, Box.full(meta.shape))
+                    yield meta.name, readable(meta.name, tensor)
+            finally:
+                files.close()
 
 
-def _open(file: Path) -> safe_open:
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What goes wrong with a file is the source's failure, whatever reads it."""
     try:
-        return safe_open(str(file), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise SourceFailed(f"{file} cannot be read: {error}") from error
-
-
-def _bin(file: Path) -> dict[str, Tensor]:
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, OSError, ValueError) as error:
-        raise SourceFailed(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise SourceFailed(f"{file} holds a {type(found).__name__}, not a state dict")
-    kept = {str(k): v for k, v in found.items() if isinstance(v, Tensor)}
-    for name, tensor in kept.items():
-        wire.dtype_name(tensor.dtype)
-        if tensor.is_sparse:
-            raise SourceFailed(f"{file}: {name} is sparse; a source holds dense tensors")
-    return kept
+        yield
+    except ConfigError as error:
+        raise SourceFailed(str(error)) from error
+    except OSError as error:
+        raise SourceFailed(f"{path} cannot be read: {error}") from error

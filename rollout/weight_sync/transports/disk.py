@@ -102,9 +102,11 @@ def read_manifest(store: Store, version: int) -> Manifest:
     """Of a complete version; ``IncompleteUpdate`` says what is missing."""
     where = f"version {version}"
     try:
-        wire = json.loads(store.get(f"{folder(version)}/{MANIFEST}"))
+        data = store.get(f"{folder(version)}/{MANIFEST}")
     except KeyError:
         raise IncompleteUpdate(f"{where} has no {MANIFEST}: it is not written yet") from None
+    try:
+        wire = json.loads(data)
     except ValueError as error:
         raise IncompleteUpdate(f"{where}: its {MANIFEST} is half-written: {error}") from error
     try:

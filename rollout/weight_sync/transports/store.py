@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,10 +30,14 @@ class Store(Protocol):
 
 
 class LocalStore:
-    """A directory as a store; nothing outside it is read or written, links included."""
+    """A directory as a store; nothing outside it is read or written, links included.
 
-    def __init__(self, root: str | Path) -> None:
+    ``within``: where given, nothing outside of all of these directories is, either.
+    """
+
+    def __init__(self, root: str | Path, within: Sequence[Path] | None = None) -> None:
         self.root = Path(root).resolve()
+        self._within = None if within is None else [Path(one).resolve() for one in within]
 
     def put(self, key: str, *parts: bytes | memoryview) -> None:
         path = self._path(key)
@@ -75,4 +80,6 @@ class LocalStore:
         path = (self.root / key).resolve()
         if not _KEY.fullmatch(key) or not path.is_relative_to(self.root):
             raise ConfigError(f"{key!r:.200} lies outside the store {self.root}")
+        if self._within is not None and not any(map(path.is_relative_to, self._within)):
+            raise ConfigError(f"{path} lies outside every --weight-dir; not read")
         return path

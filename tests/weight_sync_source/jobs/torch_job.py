@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.source import agreement_for, opened, source_for
+from rollout.weight_sync.source import agreement_for, calls_alone, opened, source_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.arange(12).view(2, 6)
@@ -130,10 +130,28 @@ def failures(job: Rank) -> None:
     agreement.close()
 
 
+def who_calls(job: Rank) -> None:
+    """What is every rank's own, what is theirs together, and a source that has been used."""
+    model = sharded(Tiny())
+    state = model.state_dict()
+    alone = (Tiny(), Tiny().state_dict(), iter([]), str(job.out))
+    together = (model, state, list(state.items()), DistributedDataParallel(Tiny()))
+    job.outcome["alone"] = [calls_alone(obj) for obj in alone]
+    job.outcome["together"] = [calls_alone(obj) for obj in together]
+    used = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    assert agreement_for(used) is used.agreement
+    used.agreement.close()
+    try:
+        agreement_for(used)
+    except Exception as error:
+        job.outcome["used"] = {"type": type(error).__name__, "message": str(error)}
+
+
 if __name__ == "__main__":
     rank = Rank()
     gathers(rank)
     failures(rank)
+    who_calls(rank)
     rank.finish()
     dist.barrier()
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
-from rollout.loader.shards import REPAIR, Shards
+from rollout.weight_files.shards import REPAIR, Shards
 from rollout.weights import Box, TensorMeta
 
 
@@ -55,7 +55,10 @@ def _load(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise ConfigError(f"{path} is truncated or no torch file ({error}); {REPAIR}") from error
     if not isinstance(values, dict) or not all(
-        isinstance(k, str) and isinstance(v, Tensor) for k, v in values.items()
+        isinstance(k, str) and isinstance(v, Tensor) and v.layout is torch.strided
+        for k, v in values.items()
     ):
-        raise ConfigError(f"{path} is no state dict of tensors; save model.state_dict() alone")
+        raise ConfigError(
+            f"{path} is no state dict of tensors, all of them dense; save model.state_dict() alone"
+        )
     return values

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollout.errors import ConfigError
-from rollout.loader.shards import REPAIR, Shards
+from rollout.weight_files.shards import REPAIR, Shards
 from rollout.weights import Box, TensorMeta
 
 DTYPES = {
@@ -56,7 +56,7 @@ class SafetensorsFiles:
         path = self._where[name]
         handle = self._handles[path]
         try:
-            if not box.stops:
+            if box == Box.full(self._metadata[name].shape):
                 return _tensor(handle.get_tensor(name))
             return _tensor(handle.get_slice(name)[box.slices])
         except (SafetensorError, OSError) as error:

@@ -1,0 +1,258 @@
+"""A directory that is followed: the newest good version is taken, whatever lies beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Engine, same
+from safetensors.torch import save_file
+from trainer import BUCKET, DEADLINE, fresh, nudged
+
+from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.weight_sync.follower import Follower, readable
+from rollout.weight_sync.transports.disk_writer import VersionWriter
+from rollout.weight_sync.transports.store import LocalStore
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def engine(checkpoints):
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()
+
+
+def writer(store, **options) -> VersionWriter:
+    return VersionWriter(store, dtype=torch.float32, bucket_bytes=BUCKET, **options)
+
+
+@pytest.fixture
+def follower(engine, tmp_path):
+    where = tmp_path / "run"
+    where.mkdir()
+    return Follower(where, [tmp_path], lambda: engine, timeout=DEADLINE), where
+
+
+def checkpoint(path, weights, shards: int = 1) -> None:
+    path.mkdir(parents=True)
+    names = list(weights)
+    files = {}
+    for shard in range(shards):
+        part = names[shard::shards]
+        file = (
+            f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+            if shards > 1
+            else ("model.safetensors")
+        )
+        save_file({name: weights[name] for name in part}, path / file)
+        files.update(dict.fromkeys(part, file))
+    if shards > 1:
+        (path / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> None:
+    following, where = follower
+    assert following.look() is None
+    checkpoint(where / "checkpoint-500", checkpoints[2], shards)
+    receipt = following.look()
+    assert (receipt.version, receipt.label) == (500, "checkpoint-500")
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+    assert following.look() is None
+    checkpoint(where / "checkpoint-400", checkpoints[1], shards)
+    assert following.look() is None  # older than what is live
+    writer(LocalStore(where)).write(checkpoints[1], 501)
+    assert following.look().version == 501
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[1]))
+
+
+def test_what_is_not_complete_yet_waits(follower, engine, checkpoints) -> None:
+    following, where = follower
+    half = where / "checkpoint-7"
+    checkpoint(half, checkpoints[2], 3)
+    index = (half / INDEX).read_text()
+    shard = half / "model-00002-of-00003.safetensors"
+    whole = shard.read_bytes()
+    checkpoint(where / "checkpoint-3", checkpoints[1])
+    (half / INDEX).unlink()  # shards without an index
+    assert following.look().version == 3  # the newest one that is complete
+    (half / INDEX).write_text(index[:30])
+    assert following.look() is None
+    (half / INDEX).write_text(index)
+    for data in (whole[:5], whole[:100], whole[:-1]):
+        shard.write_bytes(data)
+        assert following.look() is None
+    shard.unlink()
+    assert following.look() is None
+    shard.write_bytes(whole)
+    assert following.look().version == 7
+    (where / "000000000009").mkdir()
+    (where / "000000000009" / "bucket-000000").write_bytes(b"x")  # no manifest
+    (where / "checkpoint-11").mkdir()
+    assert following.look() is None
+    assert engine.version == 7
+
+
+def test_what_does_not_fit_is_named_once_and_changes_nothing(follower, engine, checkpoints) -> None:
+    following, where = follower
+    before = engine.live()
+    checkpoint(where / "checkpoint-1", {"model.other": torch.ones(3)})
+    with pytest.raises(WeightMismatch, match=r"model\.other"):
+        following.look()
+    assert following.look() is None  # the same files are not tried again
+    assert same(engine.live(), before)
+    checkpoint(where / "checkpoint-2", checkpoints[2])
+    assert following.look().version == 2
+
+
+def test_only_the_allowed_directories_are_read(engine, tmp_path, checkpoints) -> None:
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside"
+    allowed.mkdir()
+    checkpoint(outside / "checkpoint-1", checkpoints[2])
+    with pytest.raises(ConfigError, match=f"outside every --weight-dir.*--weight-dir {outside}"):
+        Follower(outside, [allowed], lambda: engine)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        Follower(allowed / "no", [allowed], lambda: engine)
+    following = Follower(allowed, [allowed], lambda: engine, timeout=DEADLINE)
+    (allowed / "checkpoint-1").symlink_to(outside / "checkpoint-1")
+    with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
+        following.look()
+    (allowed / "checkpoint-1").unlink()
+    (allowed / "checkpoint-2").mkdir()
+    (allowed / "checkpoint-2" / "model.safetensors").symlink_to(
+        outside / "checkpoint-1" / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
+        following.look()
+    assert engine.version == 0
+
+
+def test_a_follower_goes_on_after_a_failure_until_it_is_stopped(
+    follower, engine, checkpoints, caplog
+) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-1", {"model.other": torch.ones(3)})
+    stop = threading.Event()
+    thread = threading.Thread(target=following.run, args=(stop, 0.05))
+    thread.start()
+    try:
+        _until(lambda: "WeightMismatch" in caplog.text)
+        checkpoint(where / "tmp-checkpoint-2", checkpoints[2])
+        (where / "tmp-checkpoint-2").rename(where / "checkpoint-2")
+        _until(lambda: engine.version == 2)
+    finally:
+        stop.set()
+        thread.join(10)
+    assert not thread.is_alive()
+    assert caplog.text.count("WeightMismatch") == 1
+
+
+def test_of_no_use_is_passed_over_and_said_once(follower, engine, checkpoints, caplog) -> None:
+    """The newest ones are unreadable, malformed, vanishing or lead outside; older ones are good."""
+    following, where = follower
+    outside = where.parent.parent / f"{where.parent.name}-outside"
+    checkpoint(where / "checkpoint-5", checkpoints[2])
+    checkpoint(outside / "checkpoint-96", checkpoints[2])
+    (where / "checkpoint-96").symlink_to(outside / "checkpoint-96")
+    (where / "checkpoint-97").symlink_to(where / "gone")
+    (where / "000000000098").mkdir()
+    (where / "000000000098" / "manifest.json").write_text('{"format": "rollout-version-2"}')
+    (where / "checkpoint-99").mkdir()
+    loop = where / "checkpoint-99" / "model.safetensors"
+    loop.symlink_to(loop)
+    assert following.look().version == 5
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+    for text in ("outside every --weight-dir", "version 98", "checkpoint-99"):
+        assert sum(text in record.getMessage() for record in caplog.records) == 1, text
+    assert following.look() is None
+    assert len(caplog.records) == 3  # nothing is said twice
+    checkpoint(where / "checkpoint-100", checkpoints[1])
+    assert following.look().version == 100
+    assert len(caplog.records) == 3
+
+
+def test_what_vanishes_or_cannot_be_read_between_two_looks_is_passed_over(
+    follower, engine, checkpoints, monkeypatch
+) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-1", checkpoints[2])
+    for number in (2, 3):
+        checkpoint(where / f"checkpoint-{number}", checkpoints[1])
+    listed = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "checkpoint-3":
+            raise PermissionError(13, "Permission denied", str(path))
+        if path.name == "checkpoint-2":
+            shutil.rmtree(path, ignore_errors=True)
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert following.look().version == 1
+    assert following.look() is None
+
+
+def test_a_damaged_version_does_not_hide_older_ones(follower, engine, checkpoints) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-3", checkpoints[2])
+    writer(LocalStore(where)).write(checkpoints[1], 9)
+    bucket = next((where / "000000000009").glob("bucket-*"))
+    data = bytearray(bucket.read_bytes())
+    data[8:40] = b"#" * 32  # its header: of the right length, but no JSON
+    bucket.write_bytes(data)
+    with pytest.raises(TransferFailed, match="malformed"):
+        following.look()
+    assert following.look().version == 3
+    assert following.look() is None
+
+
+def test_a_version_whose_base_lies_outside_is_refused(engine, checkpoints, tmp_path) -> None:
+    versions = VersionWriter(LocalStore(tmp_path), dtype=torch.float32, encoding="delta")
+    versions.write(checkpoints[1], 1)
+    versions.write(nudged(checkpoints[1], 0.01), 2)
+    info = engine.info()
+    base, changes = (tmp_path / f"{number:012d}" for number in (1, 2))
+    with pytest.raises(ConfigError, match="outside every --weight-dir"):
+        list(readable(changes, [changes], info))
+    assert dict(readable(changes, [changes, base], info)).keys() == checkpoints[1].keys()
+
+
+def test_no_error_ends_the_thread_and_the_last_one_is_told(
+    engine, checkpoints, tmp_path, caplog
+) -> None:
+    told, broken = [], threading.Event()
+
+    def connect():
+        if not broken.is_set():
+            raise ValueError("of no kind that was thought of")
+        return engine
+
+    following = Follower(tmp_path, [tmp_path], connect, timeout=DEADLINE, on_state=told.append)
+    checkpoint(tmp_path / "checkpoint-4", checkpoints[2])
+    stop = threading.Event()
+    thread = threading.Thread(target=following.run, args=(stop, 0.02))
+    thread.start()
+    try:
+        _until(lambda: len(told) > 3)
+        assert thread.is_alive()
+        assert caplog.text.count("ValueError: of no kind that was thought of") == 2  # + traceback
+        broken.set()
+        _until(lambda: told[-1] == "")
+    finally:
+        stop.set()
+        thread.join(30)
+    assert engine.version == 4
+
+
+def _until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
