@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import rollout
 from rollout.cli_bench import add_bench
+from rollout.cli_client import add_client_flags, connect
 from rollout.cli_flags import (
     Parser,
     add_engine_flags,
+    add_model,
+    add_model_flag,
     add_sampling_flags,
-    add_token,
     engine_config,
+    model_of,
     refuse_engine_flags,
     sampling_params,
-    token_of,
 )
 from rollout.cli_plan import add_plan
 from rollout.cli_serve import add_serve
@@ -38,6 +40,22 @@ if TYPE_CHECKING:
 USER_ERROR, INTERRUPTED = 2, 130
 
 
+HELP = {  # of each command: what it takes, and an example
+    "serve": ("MODEL", "runs/model --tensor-parallel-size 2 --port 8000 --grpc-port 50051"),
+    "generate": (
+        "MODEL PROMPT... | --connect HOST:PORT PROMPT...",
+        "runs/model 'Once upon a time'",
+    ),
+    "check": ("MODEL | --against DIR HOST:PORT", "--against runs/step-7 127.0.0.1:50051"),
+    "info": ("HOST:PORT", "127.0.0.1:50051"),
+    "bench": ("MODEL", "runs/model --sequences 32 --prompt-tokens 128 --new-tokens 128"),
+    "plan": (
+        "--model MODEL --trainer KIND:N --rollout tp:NxE",
+        "--model runs/model --trainer fsdp:64 --rollout tp:8x8",
+    ),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
@@ -45,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         configure_logging(args.log_level)
         return int(args.run(args) or 0)
     except RolloutError as error:
-        name = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         message = " ".join(str(error).split())
-        print(f"rollout: {name}: {message}", file=sys.stderr, flush=True)
+        print(f"rollout: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -60,7 +77,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="rollout",
         description="A generation engine whose weights are a transaction.",
-        epilog="Tokens may also come from ROLLOUT_TOKEN and ROLLOUT_CONTROL_TOKEN.",
+        epilog="Tokens and a client's TLS files may also come from ROLLOUT_TOKEN, "
+        "ROLLOUT_CONTROL_TOKEN, ROLLOUT_TLS_CA, ROLLOUT_TLS_CERT and ROLLOUT_TLS_KEY. Most flags "
+        "may be spelled as vLLM or SGLang have them.",
     )
     parser.add_argument("--version", action="version", version=f"rollout {rollout.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -74,12 +93,20 @@ def make_parser() -> Parser:
 
 
 def _add_command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    usage, example = HELP[name]
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + "."
+        name,
+        help=text,
+        usage=f"rollout {name} {usage} [options]",
+        description=text[0].upper() + text[1:] + ".",
+        epilog=f"example: rollout {name} {example}",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     parser.add_argument(
-        "--log-level", choices=LEVELS, default="warning", help="of the log on stderr"
+        "--log-level",
+        choices=LEVELS,
+        default="warning",
+        help="what is logged on stderr (default: warning)",
     )
     return parser
 
@@ -89,32 +116,39 @@ def _add_command(commands: Any, name: str, run: Any, text: str) -> argparse.Argu
 
 def _add_generate(commands: Any) -> None:
     parser = _add_command(commands, "generate", generate, "continue prompts, here or on a service")
-    parser.usage = "rollout generate MODEL PROMPT... | --connect HOST:PORT PROMPT... [options]"
-    parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help="MODEL, then the prompts")
-    parser.add_argument("--connect", metavar="HOST:PORT", help="gRPC address of a service")
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL PROMPT",
+        help="MODEL (a checkpoint directory or hub id), then the prompts",
+    )  # fmt: skip
+    add_model_flag(parser)
+    parser.add_argument(
+        "--connect", metavar="HOST:PORT", help="use the service at this gRPC address, not MODEL"
+    )
     parser.add_argument(
         "--token-ids", action="append", default=[], metavar="1,2,3",
         help="a prompt as token ids; may be repeated",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object per sample")
-    add_token(parser, "bearer token of the service")
+    add_client_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
 
 
 def generate(args: argparse.Namespace) -> int:
     words = list(args.words)
-    if args.connect is None and not words:
-        raise ConfigError("generate needs MODEL, or --connect HOST:PORT")
+    model = args.model_flag
     if args.connect is not None:
         refuse_engine_flags(args, "--connect")
-    model = words.pop(0) if args.connect is None else None
+    elif model is None:
+        if not words:
+            raise ConfigError("generate needs MODEL, or --connect HOST:PORT")
+        model = words.pop(0)
     prompts = [*words, *map(_parse_ids, args.token_ids)]
     if not prompts:
         raise ConfigError("generate needs a prompt: a text, or --token-ids 1,2,3")
     params = sampling_params(args)
     if model is None:
-        engine = rollout.Rollout.connect(args.connect, token_of(args))
+        engine = connect(args, args.connect)
     else:
         engine = rollout.Rollout(**engine_config(args, model=model).to_dict())
     with engine:
@@ -156,13 +190,13 @@ def _add_check(commands: Any) -> None:
     parser = _add_command(
         commands, "check", check, "say whether a model can be served here, without its weights"
     )
-    parser.usage = "rollout check MODEL [options] | --against DIR HOST:PORT"
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    add_model(parser)
     parser.add_argument(
         "--against", metavar="DIR",
-        help="instead: whether the service at HOST:PORT holds the weights of this checkpoint",
+        help="instead: whether the service at HOST:PORT holds the weights of this checkpoint; "
+        "exit status 1 if they differ",
     )  # fmt: skip
-    add_token(parser, "bearer token of the service, with --against")
+    add_client_flags(parser)
     add_engine_flags(parser)
 
 
@@ -172,14 +206,19 @@ def check(args: argparse.Namespace) -> int:
         return _check_against(args)
     from rollout.server.preflight import check as preflight
 
-    for line in preflight(engine_config(args, model=args.model)).lines():
+    for line in preflight(engine_config(args, model=model_of(args))).lines():
         print(line)
     return 0
 
 
 def _check_against(args: argparse.Namespace) -> int:
     refuse_engine_flags(args, "--against")
-    with rollout.Rollout.connect(args.model, token_of(args)) as engine:
+    if args.model is None or args.model_flag is not None:
+        raise ConfigError(
+            f"check --against {args.against} needs the gRPC address of a service, and no model: "
+            f"rollout check --against {args.against} HOST:PORT"
+        )
+    with connect(args, args.model) as engine:
         report = engine.check_weights(args.against)
         cost = None if report.equal else engine.preflight(args.against).cost
     live = f"version {report.version} of epoch {report.epoch}, {report.num_tensors} tensors"
@@ -205,11 +244,11 @@ def _add_info(commands: Any) -> None:
     parser.add_argument(
         "--receipts", type=int, default=4, metavar="N", help="of the last N commits (default: 4)"
     )
-    add_token(parser, "bearer token of the service")
+    add_client_flags(parser)
 
 
 def info(args: argparse.Namespace) -> int:
-    with rollout.Rollout.connect(args.address, token_of(args), timeout=10.0) as engine:
+    with connect(args, args.address, timeout=10.0) as engine:
         server, stats, weights = engine.server_info(), engine.metrics(), engine.weight_info()
         receipts = engine.receipts()[-args.receipts :] if args.receipts > 0 else ()
     facts = {
@@ -261,6 +300,3 @@ def _receipt_line(receipt: UpdateReceipt) -> str:
         f"{len(receipt.ranks)} ranks, total {times.get('total', 0.0):.3f} s, "
         f"stall {times.get('stall', 0.0):.4f} s"
     )
-
-
-# ---- helpers ----

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli_flags import add_engine_flags, engine_config
+from rollout.cli_flags import add_engine_flags, add_model, engine_config, model_of
 from rollout.errors import ConfigError, DeadlineExceeded, EngineError
 from rollout.generation import Request, SamplingParams
 
@@ -30,17 +30,25 @@ GB = 1e9
 def add_bench(commands: Any, add_command: Any) -> None:
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "bench", run, "measure generation, and where its time goes")
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    add_model(parser)
     for name, default, text in (
-        ("sequences", 8, "that run at the same time"),
-        ("prompt-tokens", None, f"of each sequence ({LENGTH}, or half of max_model_len)"),
-        ("new-tokens", None, f"of each sequence ({LENGTH}, or what max_model_len leaves)"),
-        ("rounds", 3, "measured, after one that warms up"),
+        ("sequences", 8, "sequences that run at the same time"),
+        (
+            "prompt-tokens",
+            None,
+            f"tokens of each prompt ({LENGTH}, or half of max_model_len)",
+        ),
+        ("new-tokens", None, f"tokens that each makes ({LENGTH}, or what max_model_len leaves)"),
+        ("rounds", 3, "rounds that are measured, after one that warms up"),
     ):
-        shown = text if default is None else f"{text} ({default})"
+        shown = text if default is None else f"{text} (default: {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="0 is greedy (1)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of sampling; 0 is greedy (default: 1)",
     )
     parser.add_argument(
         "--profile", action="store_true",
@@ -56,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("sequences", "prompt_tokens", "new_tokens", "rounds"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more")
-    core = EngineCore(engine_config(args, model=args.model))
+    core = EngineCore(engine_config(args, model=model_of(args)))
     core.start()
     try:
         fit(args, core.max_model_len)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from rollout.cli_spellings import respelled
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.generation import SamplingParams
@@ -51,7 +53,7 @@ ENGINE_HELP: Mapping[str, str] = {
 }
 SAMPLING_HELP: Mapping[str, str] = {
     "n": "samples of each prompt",
-    "temperature": "0 is greedy",
+    "temperature": "of sampling; 0 is greedy",
     "top_p": "keep the likeliest tokens up to this mass",
     "top_k": "keep this many of the likeliest tokens; 0: all",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
@@ -74,17 +76,25 @@ class Parser(argparse.ArgumentParser):
     def parse_known(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse everything; ``words`` may stand before, between and after flags.
 
-        What is left over is a mistake.
+        Flags may be spelled as vLLM and SGLang have them. What is left over is a mistake.
         """
-        args, rest = self.parse_known_args(argv)
+        args, rest = self.parse_known_args(respelled(sys.argv[1:] if argv is None else argv))
         if hasattr(args, "words"):
             rest = _take_words(args.words, rest)
         if rest:
-            known = sorted(all_flags(self))
-            near = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown argument {rest[0]}{hint}")
+            raise ConfigError(self._unknown(args.parser, rest[0].partition("=")[0]))
         return args
+
+    def _unknown(self, command: argparse.ArgumentParser, word: str) -> str:
+        """What is wrong with ``word``: meant for another command, misspelt, or neither."""
+        if not word.startswith("-"):
+            return f"{word!r} is one argument too many; see `{command.prog} --help`"
+        owners = [p.prog for p in _subparsers(self) if word in p._option_string_actions]
+        if owners:
+            return f"{word} is a flag of `{'`, `'.join(owners)}`, not of `{command.prog}`"
+        near = difflib.get_close_matches(word, sorted(command._option_string_actions), 1)
+        hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`"
+        return f"unknown argument {word}; {hint}"
 
 
 def _take_words(words: list[str], rest: list[str]) -> list[str]:
@@ -101,13 +111,38 @@ def _take_words(words: list[str], rest: list[str]) -> list[str]:
 
 def all_flags(parser: argparse.ArgumentParser) -> set[str]:
     """Every option string of a parser and its subcommands."""
-    found: set[str] = set()
-    for action in parser._actions:
-        found.update(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                found |= all_flags(child)
-    return found
+    return {f for p in (parser, *_subparsers(parser)) for f in p._option_string_actions}
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    return [
+        child
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for child in action.choices.values()
+    ]
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, which may also be given as ``--model MODEL``; see ``model_of``."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
+    add_model_flag(parser)
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the model, as a flag")
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """The model; raises ``ConfigError`` where it is missing, or given twice."""
+    if args.model is not None and args.model_flag is not None:
+        raise ConfigError(f"the model is given twice: {args.model} and --model {args.model_flag}")
+    model: str | None = args.model if args.model is not None else args.model_flag
+    if model is None:
+        raise ConfigError(
+            f"which MODEL? Give a checkpoint directory or hub id: `{args.parser.prog} MODEL`"
+        )
+    return model
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +166,9 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
 
 
 def refuse_engine_flags(args: argparse.Namespace, beside: str) -> None:
-    """``ConfigError`` for settings of an engine where the engine is a service's."""
+    """``ConfigError`` for settings of an engine, or a model, where the engine is a service's."""
     given = [f"--{name.replace('_', '-')}" for name in ENGINE_HELP if hasattr(args, name)]
+    given += ["--model"] if args.model_flag is not None else []
     if given:
         raise ConfigError(
             f"{', '.join(given)}: a setting of the engine, which the service has chosen at its "
@@ -193,9 +229,16 @@ def add_token(parser: Any, text: str) -> None:
 
 
 def token_of(args: argparse.Namespace) -> str | None:
-    return args.token or environment("TOKEN")
+    """``--token``, else ROLLOUT_TOKEN; an empty one is a mistake, never "no token"."""
+    token: str | None = args.token if args.token is not None else environment("TOKEN")
+    if token is not None and not token.strip():
+        raise ConfigError("--token is empty: give it a value, or leave it out")
+    return token
 
 
 def environment(name: str) -> str | None:
     """The one place where the command line reads the environment."""
-    return os.environ.get(f"ROLLOUT_{name}") or None
+    value = os.environ.get(f"ROLLOUT_{name}")
+    if value is not None and not value.strip():
+        raise ConfigError(f"ROLLOUT_{name} is set but empty: give it a value, or unset it")
+    return value

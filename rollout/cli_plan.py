@@ -56,10 +56,13 @@ def add_plan(commands: Any, add_command: Any) -> None:
     parser = add_command(commands, "plan", run, "say what an update would move, from configs alone")
     parser.add_argument(
         "--trainer", required=True, metavar="KIND:N",
-        help="fsdp:256 | hsdp:4x64 (replicas x shards) | ddp:8",
+        help="the trainer: fsdp:256 | hsdp:4x64 (replicas x shards) | ddp:8",
     )  # fmt: skip
     parser.add_argument(
-        "--rollout", required=True, metavar="tp:NxE", help="tp:8x32 is 32 engines of 8 ranks each"
+        "--rollout",
+        required=True,
+        metavar="tp:NxE",
+        help="the engines: tp:8x32 is 32 of 8 ranks each",
     )
     parser.add_argument("--model", required=True, help="config.json, or a directory with one")
     parser.add_argument("--dtype", choices=DTYPES, help="of the engine (default: the config's)")
@@ -70,7 +73,13 @@ def add_plan(commands: Any, add_command: Any) -> None:
         "--bandwidth", type=float, nargs="+", default=BANDWIDTHS, metavar="GB/S",
         help="of each rank's link, in each direction (default: 3 25 50)",
     )  # fmt: skip
-    parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20, metavar="N")
+    parser.add_argument(
+        "--bucket-mib",
+        type=int,
+        default=DEFAULT_BUCKET_BYTES >> 20,
+        metavar="N",
+        help="MiB of a bucket (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object, with every link")
 
 

@@ -14,14 +14,24 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout.background import NativeThread
-from rollout.cli_flags import add_engine_flags, add_token, engine_config, environment, token_of
+from rollout.cli_flags import (
+    add_engine_flags,
+    add_model,
+    add_token,
+    engine_config,
+    environment,
+    model_of,
+    token_of,
+)
 from rollout.errors import ConfigError, RolloutError
+from rollout.grpc_status import MAX_BODY
 from rollout.metrics import EngineCounters
 from rollout.tls import ServerTls
 
 if TYPE_CHECKING:
     from rollout.errors import WorkerDied
     from rollout.server.auth import Tokens
+    from rollout.server.open_routes import OpenRoutes
     from rollout.server.service import Addresses
 
 log = logging.getLogger(__name__)
@@ -34,15 +44,21 @@ RANK_DIED = 1  # exit status
 def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "serve", serve, "serve a model over HTTP and gRPC")
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    add_model(parser)
     group = parser.add_argument_group("listening")
-    group.add_argument("--host", default="127.0.0.1", help="address (default: loopback)")
     group.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="of HTTP; 0 picks a free one (8000)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="HTTP port; 0 picks a free one (default: 8000)",
     )
     group.add_argument(
         "--grpc-port", type=int, default=50051, metavar="N",
-        help="of gRPC; 0 picks a free one (50051)",
+        help="gRPC port; 0 picks a free one (default: 50051)",
     )  # fmt: skip
     add_token(group, "bearer token that clients must send")
     group.add_argument(
@@ -56,6 +72,28 @@ def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
     group.add_argument(
         "--tls-client-ca", metavar="PEM",
         help="let in only clients with a certificate of this authority, at either door",
+    )  # fmt: skip
+    group.add_argument(
+        "--insecure", action="store_true",
+        help="allow a --host beyond loopback without TLS: tokens and weights travel in clear",
+    )  # fmt: skip
+    group.add_argument(
+        "--open-routes", metavar="PATH[,PATH...]",
+        help="HTTP routes that need no token, for clients that send none; at --open-port alone, "
+        "where no others answer",
+    )  # fmt: skip
+    group.add_argument(
+        "--open-host", metavar="HOST", default="127.0.0.1",
+        help="address of the open routes: this machine's in the trainer's network (default: "
+        "127.0.0.1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--open-port", type=int, metavar="N",
+        help="their port; 0 picks a free one, which the log names",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-body-bytes", type=int, metavar="N", default=MAX_BODY,
+        help=f"largest request that is read, HTTP or gRPC (default: {MAX_BODY})",
     )  # fmt: skip
     group.add_argument(
         "--logprobs-mode", default="raw_logprobs", metavar="MODE",
@@ -87,13 +125,12 @@ def serve(args: argparse.Namespace) -> int:
     """
     from rollout.server.auth import Tokens
 
-    for name in ("port", "grpc_port"):
-        if not 0 <= getattr(args, name) < 1 << 16:
+    for name in ("port", "grpc_port", "open_port"):
+        if not 0 <= (getattr(args, name) or 0) < 1 << 16:
             raise ConfigError(f"--{name.replace('_', '-')} must be 0..65535")
-    config = engine_config(args, model=args.model, progress=sys.stderr.isatty())
-    tokens = Tokens(
-        generation=token_of(args), control=args.control_token or environment("CONTROL_TOKEN")
-    )
+    config = engine_config(args, model=model_of(args), progress=sys.stderr.isatty())
+    control = args.control_token if args.control_token is not None else environment("CONTROL_TOKEN")
+    tokens = Tokens(generation=token_of(args), control=control)
     if (args.tls_cert is None) != (args.tls_key is None) or (
         args.tls_client_ca is not None and args.tls_cert is None
     ):
@@ -105,6 +142,17 @@ def serve(args: argparse.Namespace) -> int:
 
         allowed(args.follow, config.weight_dirs)
     return asyncio.run(_serve(args, config, tokens))
+
+
+def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
+    from rollout.server.open_routes import OpenRoutes
+
+    if (args.open_routes is None) != (args.open_port is None):
+        raise ConfigError("--open-routes and --open-port go together: what is open, and where")
+    if args.open_routes is None:
+        return None
+    routes = tuple(route.strip() for route in args.open_routes.split(","))
+    return OpenRoutes(routes=routes, host=args.open_host, port=args.open_port)
 
 
 def _server_tls(args: argparse.Namespace) -> ServerTls | None:
@@ -132,7 +180,8 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     async def run() -> int:
         async with serving(
             config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
-            tls=_server_tls(args), logprobs_mode=args.logprobs_mode,
+            tls=_server_tls(args), insecure=args.insecure, open_routes=_open_routes(args),
+            logprobs_mode=args.logprobs_mode, max_body_bytes=args.max_body_bytes,
         ) as at:  # fmt: skip
             print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)

@@ -77,7 +77,7 @@ class GrpcWeightChannel:
         self._open(request)
         self._send(begin=_document(update_wire.request_to_wire(request)))
         event = self._reply("begun", request.timeout + GRACE)
-        begun = update_wire.begun_from_wire(json.loads(event.json))
+        begun = update_wire.begun_from_wire(update_wire.parsed(event.json))
         self._begun = True
         return begun
 
@@ -134,7 +134,7 @@ class GrpcWeightChannel:
         self._send(commit=pb.Commit())
         # Draining, a boundary, and the commit itself or going back from it have deadlines there.
         event = self._reply("receipt", 6 * self._timeout + GRACE)
-        receipt = update_wire.receipt_from_wire(json.loads(event.json))
+        receipt = update_wire.receipt_from_wire(update_wire.parsed(event.json))
         self._ended = True
         self._committed(receipt, partial=self._request.partial)
         return receipt

@@ -19,7 +19,7 @@ from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
-from rollout.errors import ConfigError, EngineRestarted
+from rollout.errors import ConfigError, EngineClosed, EngineRestarted
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.grpc_channel import GrpcWeightChannel
 from rollout.grpc_status import CHANNEL_OPTIONS, error_from_rpc
@@ -37,6 +37,7 @@ from rollout.proto_convert import (
 from rollout.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
 from rollout.server_info import PROTOCOL, PROTOCOL_KEY, ServerInfo, protocol_problem
 from rollout.tls import ClientTls
+from rollout.tls import problem as tls_problem
 from rollout.updates import UpdateRequest, WeightInfo
 from rollout.weights import UpdateReceipt
 
@@ -59,6 +60,7 @@ class RolloutClient:
     ) -> None:
         self.address, self.timeout = address, timeout
         self.max_model_len = 0  # until ``start``
+        self._tls = tls
         self._credentials = None if tls is None else tls.credentials()
         self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
@@ -120,10 +122,23 @@ class RolloutClient:
 
     async def start(self) -> None:
         """Check that a service answers, in this client's version of the protocol."""
-        info = await self.server_info()
+        try:
+            info = await self.server_info()
+        except EngineClosed as error:
+            why = await asyncio.to_thread(tls_problem, self.address, self._tls)
+            if why is None:
+                raise
+            raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
         if problem := protocol_problem(info.protocol, f"the service at {self.address}"):
             raise ConfigError(problem)
         self.max_model_len = info.max_model_len
+
+    @property
+    def is_loading(self) -> bool:
+        return False  # a service that answers has loaded
+
+    async def state(self) -> str:
+        return (await self.server_info()).state
 
     async def server_info(self) -> ServerInfo:
         return info_from_proto(await self._call(ControlStub, "ServerInfo", pb.ServerInfoRequest()))
@@ -160,7 +175,7 @@ class RolloutClient:
             reply = WeightSyncStub(self._sync_channel()).Info(
                 pb.WeightInfoRequest(), timeout=self.timeout, metadata=self._metadata
             )
-        return update_wire.info_from_wire(json.loads(reply.json))
+        return update_wire.info_from_wire(update_wire.parsed(reply.json))
 
     @property
     def local_address(self) -> str:
@@ -194,7 +209,7 @@ class RolloutClient:
                 timeout=max(MAX_READ, 10 * options.timeout),  # each wait there has its own limit
                 metadata=self._metadata,
             )
-        receipt = update_wire.receipt_from_wire(json.loads(reply.json))
+        receipt = update_wire.receipt_from_wire(update_wire.parsed(reply.json))
         self.committed(receipt, partial=options.partial)
         return receipt
 
@@ -205,7 +220,7 @@ class RolloutClient:
                 timeout=3 * timeout + 1,  # it takes the lease, then a step boundary
                 metadata=self._metadata,
             )
-        receipt = update_wire.receipt_from_wire(json.loads(reply.json))
+        receipt = update_wire.receipt_from_wire(update_wire.parsed(reply.json))
         self.committed(receipt, partial=True)
         return receipt
 
@@ -222,7 +237,8 @@ class RolloutClient:
                 pb.ReceiptsRequest(), timeout=self.timeout, metadata=self._metadata
             )
         return tuple(
-            update_wire.receipt_from_wire(json.loads(document.json)) for document in reply.receipts
+            update_wire.receipt_from_wire(update_wire.parsed(document.json))
+            for document in reply.receipts
         )
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from rollout import rollout_pb2 as pb
-from rollout.errors import InvalidRequest
+from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import (
     Completion,
     Logprobs,
@@ -23,6 +23,7 @@ from rollout.generation import (
 )
 from rollout.metrics import EngineStats, HistogramSnapshot
 from rollout.server_info import ServerInfo
+from rollout.update_wire import parsed
 
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": ..., "content": ...}
 
@@ -86,7 +87,7 @@ def messages_to_json(messages: Messages) -> bytes:
 def messages_from_json(data: bytes) -> list[dict[str, Any]]:
     try:
         messages = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"messages_json is not JSON: {error}") from error
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise InvalidRequest('messages_json must be a list of {"role", "content"} objects')
@@ -137,12 +138,16 @@ def stats_to_json(stats: EngineStats) -> bytes:
 
 
 def stats_from_json(data: bytes) -> EngineStats:
-    values = json.loads(data)
-    for name, value in values.items():
-        if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
-            bounds, counts = tuple(value["bounds"]), tuple(value["counts"])
-            values[name] = HistogramSnapshot(bounds, counts, value["total"])
-    return EngineStats(**values)
+    """Raises ``TransferFailed`` for what ``stats_to_json`` has not written."""
+    values = parsed(data)
+    try:
+        for name, value in values.items():
+            if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
+                bounds, counts = tuple(value["bounds"]), tuple(value["counts"])
+                values[name] = HistogramSnapshot(bounds, counts, value["total"])
+        return EngineStats(**values)
+    except (AttributeError, TypeError) as error:
+        raise TransferFailed(f"these are no figures of an engine: {error}") from error
 
 
 def _completion_to_proto(completion: Completion) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,63 @@ class ClientTls:
         if self.server_name is None:
             return ()
         return (("grpc.ssl_target_name_override", self.server_name),)
+
+
+def problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> str | None:
+    """Why a service that accepts connections at "host:port" cannot be talked to with ``tls``.
+
+    Blocks, for a few times ``timeout`` seconds at most. None: TLS is not the reason, or nobody is
+    there.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    name = host if tls is None else tls.server_name or host
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout) as sock,
+            _client_context(tls).wrap_socket(sock, server_hostname=name) as secured,
+        ):
+            if tls is None:
+                return _NEEDS_TLS
+            # A server that does not want our certificate ends it now; another one speaks first.
+            return _taken(secured)
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is not trusted: {error.verify_message}; is --tls-ca (ca=) its own?"
+    except ssl.SSLError as error:
+        alert = "ALERT" in (error.reason or "")
+        if tls is None:
+            return _NEEDS_TLS if alert else None
+        if alert:
+            return _REFUSED
+        return "it does not speak TLS: leave out --tls-ca (tls=), or check the port"
+    except OSError:
+        return None
+
+
+def _taken(secured: ssl.SSLSocket) -> str | None:
+    try:
+        return None if secured.recv(1) else _REFUSED
+    except TimeoutError:
+        return None
+    except OSError:  # an alert, or a connection that is cut without one
+        return _REFUSED
+
+
+_REFUSED = "it refuses our certificate, or misses one: --tls-cert and --tls-key (cert=, key=)"
+_NEEDS_TLS = "it speaks TLS: pass --tls-ca PEM (tls=ClientTls(ca=...)), who signed its certificate"
+
+
+def _client_context(tls: ClientTls | None) -> ssl.SSLContext:
+    found = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    found.set_alpn_protocols(["h2"])
+    if tls is None:  # whoever it is: only whether TLS is spoken is asked
+        found.check_hostname = False
+        found.verify_mode = ssl.CERT_NONE
+        return found
+    found.load_verify_locations(tls.ca)
+    if tls.cert is not None:
+        found.load_cert_chain(tls.cert, tls.key)
+    return found
 
 
 def _read(path: str, what: str) -> bytes:

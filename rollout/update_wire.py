@@ -6,6 +6,7 @@ naming the field.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -40,6 +41,14 @@ Wire = dict[str, Any]
 T = TypeVar("T")
 
 MAX_DIGEST = (1 << 64) - 1
+
+
+def parsed(data: bytes) -> Any:
+    """The JSON document of a message; raises ``TransferFailed`` where it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TransferFailed(f"malformed update message: {error}") from error
 
 
 def meta_to_wire(meta: TensorMeta) -> list[Any]:

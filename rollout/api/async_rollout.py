@@ -100,6 +100,13 @@ class AsyncRollout:
         """Load the model (or check that the service answers). Idempotent."""
         await self.backend.start()
 
+    async def state(self) -> str:
+        """``EngineStats.state``, or "loading" until ``start`` is done, which this never waits for.
+
+        Requests are served while it is "running".
+        """
+        return await self.backend.state()
+
     # ---- generation ----
 
     async def generate(

@@ -36,6 +36,15 @@ class Backend(Protocol):
 
     async def start(self) -> None: ...
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the engine has yet to start, and may still do so."""
+        ...
+
+    async def state(self) -> str:
+        """``EngineStats.state``, or "loading" before; never waits for a start."""
+        ...
+
     def generate(
         self,
         prompts: Sequence[PromptInput],

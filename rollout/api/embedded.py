@@ -13,7 +13,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import EngineClosed, EngineError, InvalidRequest, RolloutError
+from rollout.errors import ConfigError, EngineClosed, EngineError, InvalidRequest, RolloutError
 from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.proto_convert import Messages
@@ -47,6 +47,17 @@ class EmbeddedBackend:
             self._starting = asyncio.create_task(asyncio.to_thread(self._load))
             self._starting.add_done_callback(_look_at)  # its waiter may have been cancelled
         await asyncio.shield(self._starting)
+
+    @property
+    def is_loading(self) -> bool:
+        over = self._starting is not None and self._starting.done()
+        return self._verbs is None and not over and self.core.state != "closed"
+
+    async def state(self) -> str:
+        if self.is_loading:
+            return "loading"
+        # Where loading has failed, the core may not have got as far as to know.
+        return self.core.state if self._verbs is not None or self.core.state == "closed" else "dead"
 
     # ---- generation ----
 
@@ -162,6 +173,8 @@ class EmbeddedBackend:
         return self.coordinator.open()
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
+        if "\0" in path:
+            raise ConfigError(f"no path has a null byte in it: {path!r:.80}")
         source = readable(path, self.config.weight_dirs, self.info())
         return publish(source, connect=lambda: self.link, options=options)
 

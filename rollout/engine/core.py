@@ -179,7 +179,10 @@ class EngineCore:
 
     @property
     def state(self) -> str:
-        """starting | running | paused | asleep | broken | dead | closed."""
+        """starting | running | paused | asleep | broken | dead | closed.
+
+        What an update holds back for a moment is "running": it is served when the update is over.
+        """
         if self._closed:
             return "closed"
         if self._loop is None:
@@ -190,7 +193,7 @@ class EngineCore:
             return "asleep"
         if self.broken is not None:
             return "broken"
-        return "paused" if self._loop.gates.closed else "running"
+        return "paused" if self._loop.gates.is_held_by("pause") else "running"
 
     # ---- requests ----
 

@@ -24,6 +24,11 @@ class Gates:
     def closed(self) -> bool:
         return bool(self._freezes or self._gates or self._waits)
 
+    def is_held_by(self, owner: str) -> bool:
+        """From any thread."""
+        waits = list(self._waits.values())  # at once: others may change it meanwhile
+        return owner in self._freezes or owner in self._gates or owner in waits
+
     def freeze(self, owner: str) -> None:
         self._freezes.add(owner)
         self._apply()

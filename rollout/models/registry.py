@@ -22,6 +22,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "Qwen3MoeForCausalLM": "rollout.models.qwen3_moe:Qwen3MoeForCausalLM",
     }
 )
+TYPO = 0.9  # how alike a name must be to be one misspelt, rather than another model's
 ENTRY_POINT_GROUP = "rollout.models"
 
 
@@ -52,7 +53,9 @@ class Registry:
                 if name in known:
                     return name
         supported = sorted({*self.entries, *installed_models()})
-        near = [hit for name in names for hit in difflib.get_close_matches(name, supported, 1)]
+        near = [
+            hit for name in names for hit in difflib.get_close_matches(name, supported, 1, TYPO)
+        ]
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}"

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 from rollout.errors import ConfigError
 
-# Open to holders of the generation token although they belong to the other services.
-_READ_ONLY = frozenset(
-    {
-        "/rollout.v1.Control/ServerInfo",
-        "/rollout.v1.Control/Stats",
-        "/rollout.v1.WeightSync/Info",
-        "/rollout.v1.WeightSync/Receipts",
-    }
-)
-_OPEN = ("/grpc.health.v1.Health/",)
+
+class Access(IntEnum):
+    """What a route asks of its caller."""
+
+    OPEN = 0  # nothing: probes have no token
+    GENERATION = 1  # either token: sampling, and looking at what goes on
+    CONTROL = 2  # the control token: weights, and what stops or starts others' requests
+
+
+_GRPC = "/rollout.v1."
+_OPEN = (
+    "/health", "/live", "/ping",
+    "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List", "/grpc.health.v1.Health/Watch",
+)  # fmt: skip
+_GENERATION = (
+    "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize",
+    "/metrics", "/version", "/server_info", "/weight_info", "/get_world_size",
+    "/is_paused", "/is_sleeping",
+    f"{_GRPC}Generation/Generate", f"{_GRPC}Generation/Chat", f"{_GRPC}Generation/Tokenize",
+    f"{_GRPC}Generation/Abort",  # of requests whose ids one knows; see ABORT_ALL
+    f"{_GRPC}WeightSync/Info", f"{_GRPC}WeightSync/Receipts",
+    f"{_GRPC}Control/ServerInfo", f"{_GRPC}Control/Stats",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)  # fmt: skip
+ABORT_ALL = f"{_GRPC}Generation/Abort(all)"  # everybody's requests, as if a route of its own
+_CONTROL = (
+    "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/abort_requests",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/finish_weight_update", "/abort_weight_update",
+    ABORT_ALL,
+    *(f"{_GRPC}Control/{name}" for name in (
+        "Pause", "Resume", "Sleep", "WakeUp", "ResetPrefixCache",
+    )),
+    *(f"{_GRPC}WeightSync/{name}" for name in (
+        "Update", "UpdateFrom", "Rollback", "Digests", "InitWeightTransferEngine",
+        "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "AbortWeightUpdate",
+    )),
+)  # fmt: skip
+# Every route of both servers by its HTTP path or gRPC method. One that is missing asks for the
+# control token; a test walks both servers' routes, so that none is forgotten here.
+ROUTES: Mapping[str, Access] = {
+    **dict.fromkeys(_OPEN, Access.OPEN),
+    **dict.fromkeys(_GENERATION, Access.GENERATION),
+    **dict.fromkeys(_CONTROL, Access.CONTROL),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,38 +63,75 @@ class Tokens:
     """``generation`` allows sampling and looking; ``control`` allows everything, weights included.
 
     ``control`` None: ``generation`` allows everything. Both None: no token is needed, which is
-    accepted on loopback alone.
+    accepted on loopback alone. Raises ``ConfigError`` for a token that is empty or not visible
+    ASCII, which no header could carry.
     """
 
     generation: str | None = None
     control: str | None = None
 
-    def check_host(self, host: str) -> None:
-        """Raise ``ConfigError`` when ``host`` is reachable from outside and no token guards it."""
-        if self.generation is None and not is_loopback(host):
+    def __post_init__(self) -> None:
+        for kind in ("generation", "control"):
+            token = getattr(self, kind)
+            if token is not None:
+                check_token(token, f"the {kind} token")
+
+    def check_host(self, host: str, *, tls: bool = False, insecure: bool = False) -> None:
+        """Raise ``ConfigError`` for a ``host`` beyond loopback that is not guarded.
+
+        It needs a token, and TLS; or ``insecure``, where something else encrypts or the network is
+        trusted.
+        """
+        if is_loopback(host):
+            return
+        if self.generation is None:
             raise ConfigError(
                 f"listening on {host} lets anyone on the network replace the weights: give a "
                 "token, or listen on 127.0.0.1"
             )
+        check_encrypted(host, tls=tls, insecure=insecure)
 
-    def allows(self, method: str, authorization: str | None) -> bool:
-        """Whether a header ``Bearer TOKEN`` may call ``/package.Service/Method``."""
-        if method.startswith(_OPEN):
-            return True
-        sampling = method.startswith("/rollout.v1.Generation/") or method in _READ_ONLY
-        sampling = sampling or method.startswith("/grpc.reflection.")
-        if sampling:
-            return self.allows_generation(authorization)
-        return self.allows_control(authorization)
+    def refusal(self, route: str, authorization: str | None) -> str | None:
+        """Why a caller with this header may not call ``route``; None if it may."""
+        access = ROUTES.get(route, Access.CONTROL)
+        control = self.control if self.control is not None else self.generation
+        # All that could match are compared, in constant time each.
+        is_generation = _matches(self.generation, authorization)
+        is_control = _matches(control, authorization)
+        wanted = control if access is Access.CONTROL else self.generation
+        if access is Access.OPEN or wanted is None or is_control:
+            return None
+        if is_generation:
+            if access is Access.GENERATION:
+                return None
+            return f"{route} needs the control token; the token given is the one for generation"
+        if authorization is None:
+            name = "the control token" if access is Access.CONTROL and self.control else "a token"
+            return (
+                f"{route} needs {name}, and none was given: pass token=... "
+                "(HTTP: the header Authorization: Bearer TOKEN)"
+            )
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            return f"{route} needs the header Authorization: Bearer TOKEN; it has another form"
+        return f"the token given for {route} is wrong: it is none that the server was started with"
 
-    def allows_generation(self, authorization: str | None) -> bool:
-        return self.generation is None or (
-            _matches(self.generation, authorization) or self.allows_control(authorization)
+
+def check_token(token: str, what: str) -> None:
+    """Raise ``ConfigError`` where ``token`` could not be sent, or would guard nothing."""
+    if not token.strip():
+        raise ConfigError(f"{what} is empty: give it a value, or leave it out")
+    if not all("!" <= character <= "~" for character in token):
+        raise ConfigError(f"{what} must be visible ASCII characters without spaces")
+
+
+def check_encrypted(host: str, *, tls: bool, insecure: bool) -> None:
+    """Raise ``ConfigError`` where a ``host`` beyond loopback would be served in clear."""
+    if not (is_loopback(host) or tls or insecure):
+        raise ConfigError(
+            f"listening on {host} without TLS sends tokens, prompts and weights in clear: give "
+            "--tls-cert and --tls-key (tls=), or allow it with --insecure (insecure=True)"
         )
-
-    def allows_control(self, authorization: str | None) -> bool:
-        wanted = self.control if self.control is not None else self.generation
-        return wanted is None or _matches(wanted, authorization)
 
 
 def is_loopback(host: str) -> bool:
@@ -81,4 +155,10 @@ def _matches(token: str | None, authorization: str | None) -> bool:
     if token is None or authorization is None:
         return False
     scheme, _, given = authorization.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token.encode())
+    # Digests: of one length, whatever the lengths of the two are.
+    same = hmac.compare_digest(_digest(given), _digest(token))
+    return same and scheme.lower() == "bearer"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollout import rollout_pb2 as pb
 from rollout.errors import ConfigError
 from rollout.grpc_commands import SERVICE, command_from_wire
-from rollout.grpc_status import SERVER_OPTIONS
+from rollout.grpc_status import MAX_BODY, MAX_CALLS, SERVER_OPTIONS
 from rollout.rollout_pb2_grpc import (
     add_ControlServicer_to_server,
     add_GenerationServicer_to_server,
     add_WeightSyncServicer_to_server,
 )
-from rollout.server.auth import Tokens
-from rollout.server.grpc_services import (
-    ControlService,
-    GenerationService,
+from rollout.server.auth import Tokens, is_loopback
+from rollout.server.grpc_health import HealthService
+from rollout.server.grpc_interceptors import (
+    MessageInterceptor,
     ProtocolInterceptor,
     TokenInterceptor,
 )
+from rollout.server.grpc_services import ControlService, GenerationService
 from rollout.server.grpc_weights import WeightSyncService
 from rollout.tls import ServerTls
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
 
+log = logging.getLogger(__name__)
 STOP_GRACE = 1.0  # seconds that calls under way may take to end
 
 
@@ -38,7 +40,7 @@ class GrpcServer:
     """A running server; ``address`` is what clients connect to."""
 
     def __init__(
-        self, server: Any, health: HealthServicer, weights: WeightSyncService, host: str, port: int
+        self, server: Any, health: HealthService, weights: WeightSyncService, host: str, port: int
     ) -> None:
         self._server, self._health, self._weights = server, health, weights
         self.port = port
@@ -46,7 +48,7 @@ class GrpcServer:
 
     async def stop(self, grace: float = STOP_GRACE) -> None:
         """Refuse new calls, end those under way within ``grace`` seconds. Idempotent."""
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         await self._server.stop(grace)
         self._weights.close()
 
@@ -59,19 +61,24 @@ async def serve(
     token: str | None = None,
     control_token: str | None = None,
     tls: ServerTls | None = None,
+    insecure: bool = False,
+    max_body_bytes: int = MAX_BODY,
 ) -> GrpcServer:
     """Start serving in the running loop; port 0 picks a free one.
 
     ``token`` allows sampling, ``control_token`` (default: the same) weights and control too.
-    ``tls`` encrypts; with its ``client_ca`` only clients that have a certificate are let in. Raises
-    ``ConfigError`` for a busy port, and for a host beyond loopback without a token.
+    ``tls`` encrypts; with its ``client_ca`` only clients that have a certificate are let in.
+    ``max_body_bytes``: of one message that is taken. Raises ``ConfigError`` for a busy port, and
+    for a host beyond loopback without a token, or without ``tls`` unless ``insecure`` allows it.
     """
     tokens = Tokens(generation=token, control=control_token)
-    tokens.check_host(host)
+    tokens.check_host(host, tls=tls is not None, insecure=insecure)
     server = grpc.aio.server(
-        interceptors=[TokenInterceptor(tokens), ProtocolInterceptor()], options=SERVER_OPTIONS
+        interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
+        options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_body_bytes)),
+        maximum_concurrent_rpcs=MAX_CALLS,
     )
-    add_GenerationServicer_to_server(GenerationService(rollout), server)
+    add_GenerationServicer_to_server(GenerationService(rollout, tokens), server)
     add_ControlServicer_to_server(ControlService(rollout), server)
     weights = WeightSyncService(rollout)
     # Before the generated one, which would copy the bytes of weights twice.
@@ -82,16 +89,16 @@ async def serve(
         [grpc.method_handlers_generic_handler(SERVICE, {"Update": update})]
     )
     add_WeightSyncServicer_to_server(weights, server)
-    health = HealthServicer()
+    health = HealthService(rollout)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
     reflection.enable_server_reflection(
         [*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server
     )
     bound = _bind(server, host, port, None if tls is None else tls.credentials())
+    if tls is None and not is_loopback(host):
+        log.warning("tokens, prompts and weights cross the network in clear on %s: no TLS", host)
     await server.start()
-    for name in ("", *services):
-        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     return GrpcServer(server, health, weights, host, bound)
 
 

@@ -1,7 +1,8 @@
-"""The gRPC services of generation and control, and what all services share: errors, tokens."""
+"""The gRPC services of generation and control, and how all services tell errors."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import wraps
@@ -11,7 +12,7 @@ import grpc
 
 from rollout import rollout_pb2 as pb
 from rollout.config import DEFAULT_TIMEOUT, check_timeout
-from rollout.errors import ConfigError, InvalidRequest, RolloutError
+from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import SamplingParams
 from rollout.grpc_status import status_of
 from rollout.proto_convert import (
@@ -23,8 +24,7 @@ from rollout.proto_convert import (
     stats_to_json,
 )
 from rollout.rollout_pb2_grpc import ControlServicer, GenerationServicer
-from rollout.server.auth import Tokens, authorization_of
-from rollout.server_info import PROTOCOL, PROTOCOL_KEY, protocol_problem
+from rollout.server.auth import ABORT_ALL, Tokens, authorization_of
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -41,6 +41,13 @@ async def abort_with(context: Any, error: Exception) -> None:
     await context.abort(*status_of(error))
 
 
+def checked(request: Any) -> Any:
+    """The request; raises the error that stands in the place of one that could not be read."""
+    if isinstance(request, RolloutError):
+        raise request
+    return request
+
+
 def answers(
     method: Callable[[S, Any], Awaitable[T]],
 ) -> Callable[[S, Any, Any], Awaitable[T]]:
@@ -49,7 +56,7 @@ def answers(
     @wraps(method)
     async def call(self: S, request: Any, context: Any) -> T:
         try:
-            return await method(self, request)
+            return await method(self, checked(request))
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -66,21 +73,22 @@ def streams(
 
     @wraps(method)
     async def call(self: S, request: Any, context: Any) -> AsyncIterator[T]:
-        items: Any = method(self, request)
         try:
-            async for item in items:
-                yield item
+            items: Any = method(self, checked(request))
+            async with contextlib.aclosing(items):  # a client that left: its requests end now
+                async for item in items:
+                    yield item
         except Exception as error:  # noqa: BLE001 - the edge of the process
             await abort_with(context, error)
-        finally:
-            await items.aclose()  # a client that left: its requests are aborted now
 
     return call
 
 
 class GenerationService(GenerationServicer):  # type: ignore[misc]
-    def __init__(self, rollout: AsyncRollout) -> None:
-        self._rollout = rollout
+    """``tokens``: who may abort everybody's requests."""
+
+    def __init__(self, rollout: AsyncRollout, tokens: Tokens) -> None:
+        self._rollout, self._tokens = rollout, tokens
 
     @streams
     async def Generate(self, request: Any) -> AsyncIterator[Any]:  # noqa: N802
@@ -112,8 +120,16 @@ class GenerationService(GenerationServicer):  # type: ignore[misc]
         ids = await self._rollout.tokenize(prompt, add_special_tokens=special)
         return pb.TokenizeResponse(token_ids=ids)
 
+    async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if getattr(request, "all", False):
+            given = authorization_of(context.invocation_metadata())
+            why = self._tokens.refusal(ABORT_ALL, given)
+            if why is not None:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        return await self._abort(request, context)
+
     @answers
-    async def Abort(self, request: Any) -> Any:  # noqa: N802
+    async def _abort(self, request: Any) -> Any:
         ids = None if request.all else list(request.request_ids)
         return pb.AbortResponse(count=await self._rollout.abort(ids))
 
@@ -156,37 +172,6 @@ class ControlService(ControlServicer):  # type: ignore[misc]
         return pb.StatsResponse(json=stats_to_json(await self._rollout.metrics()))
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends a call without the right token as UNAUTHENTICATED, before its request is read."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        given = authorization_of(details.invocation_metadata)
-        if handler is None or self._tokens.allows(details.method, given):
-            return handler
-        text = f"{details.method} needs a token: pass token=..., as the server was started with one"
-        return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, text)
-
-
-class ProtocolInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends a call of a client that says it speaks another protocol, and logs that one came.
-
-    Clients that say nothing are let through: health probes, reflection, other people's stubs.
-    """
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        given = dict(details.invocation_metadata or ()).get(PROTOCOL_KEY, PROTOCOL)
-        problem = protocol_problem(given, "the client")
-        if handler is None or problem is None:
-            return handler
-        log.warning("refused %s: %s", details.method, problem)
-        return _refusing(handler, *status_of(ConfigError(problem)))
-
-
 def seconds(request: Any) -> float:
     """The request's timeout; 0, which is also not set, is the default."""
     return DEFAULT_TIMEOUT if request.timeout == 0 else check_timeout(request.timeout)
@@ -199,23 +184,3 @@ def _params(messages: Sequence[Any], count: int) -> list[SamplingParams] | Sampl
     if len(many) not in (1, count):
         raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
     return many[0] if len(many) == 1 else many
-
-
-def _refusing(handler: Any, *status: Any) -> Any:
-    """A handler of the same kind that refuses: code, details and trailing metadata."""
-
-    async def unary(request: Any, context: Any) -> None:
-        await context.abort(*status)
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        await context.abort(*status)
-        yield
-
-    makers = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, stream),
-    }
-    make, refuse = makers[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)

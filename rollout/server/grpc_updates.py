@@ -21,6 +21,7 @@ import queue
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from rollout import update_wire
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc_lanes import Lane, Lanes
+from rollout.server.grpc_services import checked
 from rollout.updates import (
     BucketHeader,
     UpdateRequest,
@@ -40,6 +42,13 @@ from rollout.wire import tensor_bytes
 
 AHEAD = 8  # commands read before the first of them has run
 _END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _LastOf:
+    """Behind the last command of a connection that has no more."""
+
+    turn: int
 
 
 class HeldUpdates:
@@ -158,7 +167,7 @@ class UpdateStream:
             self.end()
             return
         why = f"its connection broke, and no other came within {self._grace:g} s"
-        self._timer = self._loop.call_later(self._grace, self.end, why)
+        self._wait_for(self.end, why)
 
     def _hold(self, name: str, grace: float, secret: str) -> None:
         """From now on the update outlives its connection."""
@@ -178,9 +187,28 @@ class UpdateStream:
                 self._received += 1
                 self._todo.put(command)
                 self._news.set()
+            if self.secret:
+                self._todo.put(_LastOf(turn))
         finally:
             if not self.secret:
                 self._todo.put(_END)
+
+    def _said_all(self, turn: int) -> None:
+        """All that this connection brings is done: it goes, another comes, or it is given up.
+
+        A connection that breaks can look like this, too, until it is detached.
+        """
+        if turn == self._turn and not self._ended:
+            self._wait_for(self._give_up)
+
+    def _give_up(self) -> None:
+        why = "its client ended the stream with neither a commit nor an abort"
+        self._todo.put(_END if self._over else TransferFailed(why))
+
+    def _wait_for(self, otherwise: Callable[..., Any], *args: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._grace, otherwise, *args)
 
     # ---- the thread ----
 
@@ -188,6 +216,9 @@ class UpdateStream:
         """One call after the other until the update ends or a call fails."""
         try:
             while (command := self._todo.get()) is not _END:
+                if isinstance(command, _LastOf):
+                    self._tell(self._said_all, command.turn)
+                    continue
                 event = self._do(command)
                 self._tell(self._room.release)
                 if event is not None:
@@ -213,13 +244,15 @@ class UpdateStream:
             self._loop.call_soon_threadsafe(call, *args)
 
     def _do(self, command: Any) -> Any:
-        kind = command.WhichOneof("kind")
+        kind = checked(command).WhichOneof("kind")
         if self._bucket is not None and kind not in ("chunk", "abort"):
             raise TransferFailed(f"bucket {self._bucket.header.index} ended early: {kind} came")
         if kind == "join":
             return self._joined()
         if kind == "begin":
-            return self._begin(update_wire.request_from_wire(parsed(command.begin.json)))
+            return self._begin(
+                update_wire.request_from_wire(update_wire.parsed(command.begin.json))
+            )
         if kind == "bucket":
             return self._start_bucket(command.bucket)
         if kind == "chunk":
@@ -232,7 +265,7 @@ class UpdateStream:
             self._channel.wait(command.wait.index, command.wait.timeout)
             return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
         if kind == "seal":
-            self._channel.seal(update_wire.seal_from_wire(parsed(command.seal.json)))
+            self._channel.seal(update_wire.seal_from_wire(update_wire.parsed(command.seal.json)))
             self._over = type(self._channel) is Lane
             return pb.UpdateEvent(sealed=pb.Sealed())
         if kind == "commit":
@@ -265,7 +298,7 @@ class UpdateStream:
         return pb.UpdateEvent(begun=pb.WeightDocument(), secret=secret)
 
     def _start_bucket(self, message: Any) -> None:
-        header = update_wire.header_from_wire(parsed(message.header_json))
+        header = update_wire.header_from_wire(update_wire.parsed(message.header_json))
         if not message.HasField("payload_bytes"):
             self._channel.bucket(header, None)
             return
@@ -310,10 +343,3 @@ class _IncomingBucket:
 
 def document(wire: Any) -> Any:
     return pb.WeightDocument(json=json.dumps(wire, separators=(",", ":")).encode())
-
-
-def parsed(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise TransferFailed(f"malformed update message: {error}") from error

@@ -15,8 +15,8 @@ from rollout import rollout_pb2 as pb
 from rollout import update_wire
 from rollout.errors import TransferFailed
 from rollout.rollout_pb2_grpc import WeightSyncServicer
-from rollout.server.grpc_services import abort_with, answers, seconds
-from rollout.server.grpc_updates import HeldUpdates, UpdateStream, parsed
+from rollout.server.grpc_services import abort_with, answers, checked, seconds
+from rollout.server.grpc_updates import HeldUpdates, UpdateStream
 from rollout.server.verbs import (
     AbortBody,
     FinishBody,
@@ -46,7 +46,7 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
-        options = UpdateOptions.on_server(parsed(request.options_json))
+        options = UpdateOptions.on_server(update_wire.parsed(request.options_json))
         path, backend = request.path, self._rollout.backend
         receipt = await self._rollout.threads.run(lambda: backend.update_from(path, options))
         return _document(update_wire.receipt_to_wire(receipt))
@@ -91,7 +91,7 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
     async def Update(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         commands = aiter(commands)
         try:
-            first = await anext(commands, None)
+            first = checked(await anext(commands, None))
             resume = first.resume if first is not None and first.HasField("resume") else None
             if resume is not None:
                 events = self._held.find(resume).talk(commands, resume)

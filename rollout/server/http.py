@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -15,16 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
-from rollout.errors import EngineError, InvalidRequest, RolloutError
+from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
+from rollout.grpc_status import MAX_BODY
 from rollout.server.auth import Tokens
 from rollout.server.http_answers import AnswerDefaults, AnswerStyle, Stream, TokenText, answer
 from rollout.server.http_control import control_routes
-from rollout.server.http_errors import (
-    error_body,
-    install_error_handlers,
-    require_tokens,
-)
+from rollout.server.http_errors import error_body, install_error_handlers
+from rollout.server.http_guard import Guard
 from rollout.server.http_types import (
     ChatBody,
     CompletionBody,
@@ -34,9 +32,9 @@ from rollout.server.http_types import (
 )
 from rollout.server.http_verbs import verb_routes
 from rollout.server.metrics import render
+from rollout.server.states import ENDED, SERVING, state_of
 
 T = TypeVar("T")
-HEALTHY = ("running", "paused", "asleep", "broken")  # of EngineStats.state
 
 
 def build_app(
@@ -45,15 +43,26 @@ def build_app(
     tokens: Tokens | None = None,
     token_text: TokenText | None = None,
     logprobs_mode: str = "raw_logprobs",
+    max_body_bytes: int = MAX_BODY,
+    open_routes: Collection[str] | None = None,
 ) -> FastAPI:
-    """An ASGI application over a started ``rollout``; it owns nothing and ends nothing.
+    """An ASGI application over ``rollout``; it owns nothing, starts nothing and ends nothing.
+
+    Until ``rollout`` has started, ``/health`` says so and everything else is a 503.
 
     ``token_text`` names one token id in OpenAI's logprobs; without it they read ``token_id:N``.
     ``logprobs_mode``: which logprobs requests get there that do not ask for one of the two.
+    ``open_routes``: these alone answer, and ask for no token.
     """
     app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    require_tokens(app, tokens or Tokens())
+    app.add_middleware(
+        Guard,
+        tokens=tokens or Tokens(),
+        max_body_bytes=max_body_bytes,
+        open_routes=open_routes,
+        is_loading=lambda: rollout.backend.is_loading,
+    )
     app.include_router(_status_routes(rollout))
     defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
     app.include_router(_generation_routes(rollout, defaults))
@@ -72,12 +81,15 @@ def _status_routes(rollout: AsyncRollout) -> APIRouter:
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
-        """200 while the engine can answer or will again; 503 when it is dead or closed."""
-        try:
-            state = str((await rollout.metrics()).state)
-        except EngineError as error:
-            return JSONResponse({"status": "dead", "error": str(error)}, 503)
-        return JSONResponse({"status": state}, 200 if state in HEALTHY else 503)
+        """Readiness: 200 if a request that came now would be served, else 503."""
+        state = await state_of(rollout)
+        return JSONResponse({"status": state}, 200 if state == SERVING else 503)
+
+    @router.get("/live")
+    async def live() -> Response:
+        """Liveness: 503 when only a restart helps; 200 also while loading, paused or asleep."""
+        state = await state_of(rollout)
+        return JSONResponse({"status": state}, 503 if state in ENDED else 200)
 
     @router.get("/metrics")
     async def metrics() -> Response:

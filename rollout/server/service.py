@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
+from rollout.grpc_status import MAX_BODY
 from rollout.metrics import EngineCounters
-from rollout.server.auth import Tokens
-from rollout.server.http import build_app
+from rollout.server.auth import Tokens, check_encrypted
+from rollout.server.http import build_app, token_id_text
 from rollout.server.http_answers import TokenText
+from rollout.server.open_routes import OpenRoutes
 from rollout.tls import ServerTls
 
+log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that open HTTP connections get at the end
 
 
@@ -51,43 +55,80 @@ async def serving(
     grpc_port: int = 0,
     tokens: Tokens | None = None,
     tls: ServerTls | None = None,
+    insecure: bool = False,
+    open_routes: OpenRoutes | None = None,
     logprobs_mode: str = "raw_logprobs",
+    max_body_bytes: int = MAX_BODY,
 ) -> AsyncIterator[Addresses]:
     """Everything up inside the block, everything gone after it; port 0 picks a free one.
 
     ``tls`` encrypts both doors; with its ``client_ca`` only clients with a certificate are let in.
-    Raises ``ConfigError`` for a busy port or an open host without a token before any weight is
-    read, and whatever starting the engine raises.
+    ``insecure`` allows a host beyond loopback without it. ``open_routes`` answer without a token at
+    an address of their own. ``max_body_bytes``: of one request. Raises ``ConfigError`` for a busy
+    port or an open host without a token before any weight is read, and whatever starting the
+    engine raises.
     """
     tokens = tokens or Tokens()
-    tokens.check_host(host)
+    tokens.check_host(host, tls=tls is not None, insecure=insecure)
+    if max_body_bytes < 1:
+        raise ConfigError("max_body_bytes must be 1 or more")
+    if open_routes is not None:
+        check_encrypted(open_routes.host, tls=tls is not None, insecure=insecure)
     context = None if tls is None else tls.context()
-    with listen(host, port, "HTTP") as http_socket:
+    rollout = AsyncRollout(**config.to_dict())
+    async with contextlib.AsyncExitStack() as stack:
+        main = stack.enter_context(listen(host, port, "HTTP"))
+        apps = [(main, _app(rollout, tokens, logprobs_mode, max_body_bytes))]
         if grpc_port:
             listen(host, grpc_port, "gRPC").close()  # a busy port is better known before the load
-        rollout = AsyncRollout(**config.to_dict())
-        try:
-            await rollout.start()
-            grpc_address = await rollout.serve(
-                host, grpc_port, token=tokens.generation, control_token=tokens.control, tls=tls
-            )
-            app = build_app(
-                rollout,
-                tokens=tokens,
-                token_text=_token_text(rollout),
-                logprobs_mode=logprobs_mode,
-            )
-            async with _http(rollout, app, http_socket, context):
-                http_port = http_socket.getsockname()[1]
-                yield Addresses(
-                    _join(host, http_port),
-                    grpc_address,
-                    _memory(rollout),
-                    _death(rollout),
-                    _counters(rollout),
-                )
-        finally:
-            await rollout.shutdown()
+        if open_routes is not None:
+            beside = listen(open_routes.host, open_routes.port, "open routes")
+            app = _app(rollout, Tokens(), logprobs_mode, max_body_bytes, open_routes.routes)
+            apps.append((stack.enter_context(beside), app))
+            _warn_of(open_routes, beside)
+        stack.push_async_callback(rollout.shutdown)
+        for sock, app in apps:  # before the load, so that /health can say that it goes on
+            await stack.enter_async_context(_http(rollout, app, sock, context))
+        await rollout.start()
+        grpc_address = await rollout.serve(
+            host,
+            grpc_port,
+            token=tokens.generation,
+            control_token=tokens.control,
+            tls=tls,
+            insecure=insecure,
+            max_body_bytes=max_body_bytes,
+        )
+        http_port = main.getsockname()[1]
+        yield Addresses(
+            _join(host, http_port),
+            grpc_address,
+            _memory(rollout),
+            _death(rollout),
+            _counters(rollout),
+        )
+
+
+def _app(
+    rollout: AsyncRollout,
+    tokens: Tokens,
+    logprobs_mode: str,
+    max_body_bytes: int,
+    open_routes: Sequence[str] | None = None,
+) -> FastAPI:
+    return build_app(
+        rollout,
+        tokens=tokens,
+        token_text=_token_text(rollout),
+        logprobs_mode=logprobs_mode,
+        max_body_bytes=max_body_bytes,
+        open_routes=open_routes,
+    )
+
+
+def _warn_of(open_routes: OpenRoutes, sock: socket.socket) -> None:
+    at = _join(open_routes.host, sock.getsockname()[1])
+    log.warning("open to anyone without a token at http=%s: %s", at, ", ".join(open_routes.routes))
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
@@ -130,12 +171,12 @@ async def _http(
             await asyncio.sleep(0.01)
         yield
     finally:
-        # Requests end first: an open stream would hold the server until its grace is over. They
-        # end with an error: a sample cut short would look like a good one to who does not ask.
+        server.should_exit = True  # no request is taken from here on
+        # What runs is ended: an open stream would hold the server until its grace is over. It ends
+        # with an error: a sample cut short would look like a good one to who does not ask.
         backend = rollout.backend
-        if isinstance(backend, EmbeddedBackend):
+        if isinstance(backend, EmbeddedBackend) and not backend.is_loading:
             backend.end_calls(EngineClosed("the service was stopped while the call ran"))
-        server.should_exit = True
         await task
 
 
@@ -156,13 +197,17 @@ def _counters(rollout: AsyncRollout) -> EngineCounters | None:
     return backend.core.counters if isinstance(backend, EmbeddedBackend) else None
 
 
-def _token_text(rollout: AsyncRollout) -> TokenText | None:
-    """How an embedded engine's tokenizer writes one token; None where there is none."""
-    backend = rollout.backend
-    tokenizer = backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
-    if tokenizer is None:
-        return None
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+def _token_text(rollout: AsyncRollout) -> TokenText:
+    """How an embedded engine's tokenizer writes one token, once it is loaded and if it has one."""
+
+    def text(token: int) -> str:
+        backend = rollout.backend
+        tokenizer = backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
+        if tokenizer is None:
+            return token_id_text(token)
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+    return text
 
 
 class _Server(uvicorn.Server):

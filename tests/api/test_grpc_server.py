@@ -1,20 +1,29 @@
 """The server's doors: ports, tokens, health, reflection, and clients that find nobody."""
 
+import json
+import logging
 import socket
+import threading
 import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
 from rollout import Rollout, SamplingParams
+from rollout import rollout_pb2 as pb
 from rollout.errors import ConfigError, EngineClosed
+from rollout.grpc_status import MAX_BODY
 from rollout.rollout_pb2 import GenerateRequest
 from rollout.rollout_pb2_grpc import GenerationStub
-from rollout.server.auth import Tokens, is_loopback
+from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
+from rollout.server.grpc_interceptors import refusing
+from rollout.update_wire import request_to_wire
+from rollout.updates import UpdateRequest
 
 ONE = SamplingParams(max_tokens=1)
 SETTINGS = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
@@ -77,7 +86,7 @@ def test_health_needs_no_token(guarded):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
 
 
-def test_hosts_beyond_loopback_need_a_token(bare_checkpoint):
+def test_hosts_beyond_loopback_need_a_token_and_tls_or_a_word(bare_checkpoint, caplog):
     assert is_loopback("127.0.0.1")
     assert is_loopback("[::1]")
     assert not is_loopback("0.0.0.0")
@@ -85,18 +94,152 @@ def test_hosts_beyond_loopback_need_a_token(bare_checkpoint):
     with Rollout(bare_checkpoint, **SETTINGS) as rollout:
         with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
             rollout.serve("0.0.0.0")
-        assert rollout.serve("0.0.0.0", token="secret").startswith("0.0.0.0:")
+        with pytest.raises(ConfigError, match="--insecure"):
+            rollout.serve("0.0.0.0", token="secret")
+        with caplog.at_level(logging.WARNING, "rollout"):
+            served = rollout.serve("0.0.0.0", token="secret", insecure=True)
+        assert served.startswith("0.0.0.0:")
+        assert "in clear on 0.0.0.0" in caplog.text
+
+
+PAUSE, SAMPLE, UPDATE = (
+    f"/rollout.v1.{name}" for name in ("Control/Pause", "Generation/Generate", "WeightSync/Update")
+)
 
 
 def test_one_token_allows_everything_where_it_is_the_only_one():
     tokens = Tokens(generation="t")
-    assert tokens.allows("/rollout.v1.Control/Pause", "Bearer t")
-    assert not tokens.allows("/rollout.v1.Control/Pause", "Bearer x")
-    assert not tokens.allows("/rollout.v1.Generation/Generate", "Basic t")
-    assert not tokens.allows("/rollout.v1.Generation/Generate", None)
+    assert tokens.refusal(PAUSE, "Bearer t") is None
+    assert tokens.refusal(PAUSE, "Bearer x")
+    assert tokens.refusal(SAMPLE, "Basic t")
+    assert tokens.refusal(SAMPLE, None)
     control = Tokens(control="c")
-    assert control.allows("/rollout.v1.Generation/Generate", None)
-    assert not control.allows("/rollout.v1.WeightSync/Update", None)
+    assert control.refusal(SAMPLE, None) is None
+    assert control.refusal(UPDATE, None)
+
+
+def test_missing_wrong_and_insufficient_tokens_are_three_sentences():
+    tokens = Tokens(generation="g", control="c")
+    assert "the control token, and none was given" in tokens.refusal(PAUSE, None)
+    assert "a token, and none was given" in tokens.refusal(SAMPLE, None)
+    assert "is the one for generation" in tokens.refusal(PAUSE, "Bearer g")
+    for given in ("Bearer x", "bearer gg", "Bearer c "):
+        assert "is wrong" in tokens.refusal(PAUSE, given)
+    for given in ("Basic c", "Bearer", "Bearer ", "c"):
+        assert "another form" in tokens.refusal(PAUSE, given)
+    assert tokens.refusal(PAUSE, "bearer c") is None
+
+
+@pytest.mark.parametrize("token", ["", " ", "\t\n", "two words", "schön", "line\n"])
+def test_a_token_that_guards_nothing_or_fits_no_header_is_refused(token):
+    for kind in ("generation", "control"):
+        with pytest.raises(ConfigError, match=kind):
+            Tokens(**{kind: token})
+
+
+def test_the_generation_token_aborts_its_own_requests_alone(guarded):
+    """Everybody's belong to control, as over HTTP."""
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    with (
+        Rollout.connect(guarded.address, token="sampler", timeout=10) as sampler,
+        Rollout.connect(guarded.address, token="trainer", timeout=10) as trainer,
+    ):
+        stream = sampler.stream([1, 2], long)
+        request = next(stream).request_id
+        with pytest.raises(ConfigError, match="one for generation"):
+            sampler.abort()
+        assert guarded.metrics().running == 1
+        assert sampler.abort([request]) == 1
+        assert list(stream)[-1].outputs[0].finish_reason == "abort"
+        assert trainer.abort() == 0
+
+
+def test_every_grpc_method_says_what_it_asks_of_its_caller():
+    methods = [
+        f"/{service.full_name}/{method.name}"
+        for module in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+        for service in module.services_by_name.values()
+        for method in service.methods
+    ]
+    assert set(methods) == {route for route in ROUTES if route.count(".")} - {ABORT_ALL}
+    assert Tokens(generation="g", control="c").refusal("/rollout.v1.New/Method", "Bearer g")
+
+
+def test_a_refused_call_is_never_received(guarded):
+    """Whatever kind of call it is, its handler reads no message and can parse none."""
+    handler = refusing(grpc.StatusCode.UNAUTHENTICATED, "no")
+    assert handler.request_streaming
+    assert handler.request_deserializer is None
+    with grpc.insecure_channel(guarded.address) as channel:
+        for method in (SAMPLE, PAUSE, UPDATE):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(method)(b"\xff" * (20 << 20), timeout=30)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_requests_that_are_no_message_or_too_long_are_invalid(engine):
+    with grpc.insecure_channel(engine.address) as channel:
+        for method, data, words in (
+            (SAMPLE, b"\xff\xff", "not a message"),
+            (PAUSE, b"\x0a\xff", "not a message"),
+            (UPDATE, b"\xff\xff", "not a message"),
+            (PAUSE, b"\x0a" + bytes([0x80, 0x80, 0x80, 1]) + bytes(1 << 21), "at most 1048576"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream(method)(data, timeout=30))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
+            assert words in caught.value.details()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(SAMPLE)(bytes(MAX_BODY + 1), timeout=30))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1.0, 1e300])
+def test_a_timeout_that_no_wait_can_have_is_invalid(engine, timeout):
+    control, weights = "/rollout.v1.Control/", "/rollout.v1.WeightSync/"
+    with grpc.insecure_channel(engine.address) as channel:
+        for method, request in (
+            (f"{control}Pause", pb.PauseRequest(mode="wait", timeout=timeout)),
+            (f"{control}Sleep", pb.SleepRequest(level=1, timeout=timeout)),
+            (f"{control}WakeUp", pb.WakeUpRequest(timeout=timeout)),
+            (f"{weights}Digests", pb.DigestsRequest(timeout=timeout)),
+            (f"{weights}Rollback", pb.RollbackRequest(timeout=timeout)),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(method)(request.SerializeToString(), timeout=30)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
+    assert engine.metrics().state == "running"
+
+
+@pytest.mark.parametrize("rest", [[b"K\x92"], []])
+def test_a_held_update_ends_with_a_client_that_says_no_more(engine, eventually, rest):
+    """Or says what is no command: its grace is for connections that break."""
+    request = UpdateRequest(update_id="u", bucket_bytes=1 << 10, timeout=5.0, grace=0.5, senders=2)
+    begin = json.dumps(request_to_wire(request)).encode()
+    command = pb.UpdateCommand(begin=pb.WeightDocument(json=begin)).SerializeToString()
+    begun = threading.Event()
+
+    def commands():
+        yield command
+        assert begun.wait(30)
+        yield from rest
+
+    with grpc.insecure_channel(engine.address) as channel:
+        call = channel.stream_stream(UPDATE)(commands(), timeout=60)
+        next(call)
+        begun.set()
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    assert call.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE)
+    eventually(lambda: engine.weight_info().state == "idle")
+
+
+def test_a_path_with_a_null_byte_is_named(engine):
+    with (
+        Rollout.connect(engine.address, timeout=10) as client,
+        pytest.raises(ConfigError, match="null byte"),
+    ):
+        client.update_weights(server_path="a\0b")
 
 
 def test_a_busy_port_is_named(bare_checkpoint):

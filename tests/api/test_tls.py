@@ -9,6 +9,7 @@ import pytest
 from certificates import make_certificates
 
 from rollout import Rollout
+from rollout.cli import main
 from rollout.errors import ConfigError, EngineClosed
 from rollout.server.grpc import serve
 from rollout.tls import ClientTls, ServerTls
@@ -62,8 +63,36 @@ def test_others_are_not_let_in(address, made, who, capfd) -> None:
         "theirs": client(made, "theirs"),
         "mistaken": client(made, "ours", ca="theirs"),  # it is the server that is not trusted
     }[who]
-    with pytest.raises(EngineClosed):
+    words = {
+        "nobody": "refuses our certificate, or misses one",
+        "plain": "it speaks TLS: pass --tls-ca",
+        "theirs": "refuses our certificate",
+        "mistaken": "its certificate is not trusted",
+    }[who]
+    with pytest.raises(EngineClosed, match=words):
         Rollout.connect(address, timeout=5, tls=tls)
+
+
+def test_a_service_without_tls_is_told_from_one_that_is_not_there(engine, made) -> None:
+    with pytest.raises(EngineClosed, match="it does not speak TLS"):
+        Rollout.connect(engine.address, timeout=5, tls=client(made, "ours"))
+    with pytest.raises(EngineClosed, match="does not answer"):
+        Rollout.connect("127.0.0.1:1", timeout=5, tls=client(made, "ours"))
+
+
+def test_the_command_line_speaks_tls(address, made, capsys, monkeypatch, checkpoint) -> None:
+    files = ["--tls-ca", made("ours-ca.pem"), "--tls-cert", made("ours.pem")]
+    files += ["--tls-key", made("ours.key")]
+    assert main(["info", address, *files]) == 0
+    assert "running" in capsys.readouterr().out
+    ids = ["--token-ids", "1,2", "--max-tokens", "2"]
+    assert main(["generate", "--connect", address, *ids, *files]) == 0
+    assert main(["check", "--against", checkpoint, address, *files]) in (0, 1)
+    assert main(["info", address]) == 2
+    assert "EngineClosed: cannot talk to" in capsys.readouterr().err
+    for name, value in zip(("CA", "CERT", "KEY"), files[1::2], strict=True):
+        monkeypatch.setenv(f"ROLLOUT_TLS_{name}", value)
+    assert main(["info", address]) == 0
 
 
 def test_what_cannot_be_read_is_a_mistake_by_name(made) -> None:

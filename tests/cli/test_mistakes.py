@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from rollout.cli import make_parser
+from rollout.cli_flags import _subparsers, engine_config, model_of
+from rollout.cli_spellings import COMMANDS, REFUSED, SAME, respelled
+from rollout.errors import ConfigError
+
 Run = Callable[..., tuple[int, str, str]]
 CPU = ("--device", "cpu", "--num-threads", "1")
 
 
-def refused(result: tuple[int, str, str], *words: str, name: str = "ValueError") -> None:
+def refused(result: tuple[int, str, str], *words: str, name: str = "ConfigError") -> None:
     status, out, err = result
     assert status == 2, (out, err)
     assert err.startswith(f"rollout: {name}: ")
@@ -30,6 +35,81 @@ def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
     refused(run("serve", tiny, "--block-size", "big"), "--block-size")
     refused(run("launch"), "launch")
     refused(run(), "COMMAND")
+    refused(run("serve", tiny, "--modle", tiny), "did you mean --model?")
+    refused(run("serve", tiny, "--stop", "x"), "--stop is a flag of `rollout generate`, not of")
+    refused(run("serve", tiny, "again"), "'again' is one argument too many")
+
+
+def test_no_message_offers_what_was_given() -> None:
+    """Every flag of every command and every spelling of others, at every command."""
+    parser = make_parser()
+    parsers = {p.prog.split()[-1]: p for p in _subparsers(parser)}
+    known = {name: set(parser._option_string_actions) for name, parser in parsers.items()}
+    flags = {*set().union(*known.values()), *SAME, *REFUSED}
+    for command in sorted(set(parsers) - {"plan"}):
+        theirs = set(SAME) if command in COMMANDS else set()
+        for flag in sorted(flags - known[command] - theirs):
+            with pytest.raises(ConfigError) as caught:
+                parser.parse_known([command, "model", flag])
+            assert f"did you mean {flag}?" not in str(caught.value)
+            assert flag in str(caught.value)
+
+
+def test_the_spellings_of_others_mean_ours() -> None:
+    ours = {f for p in _subparsers(make_parser()) for f in p._option_string_actions}
+    assert not ours & {*SAME, *REFUSED}
+    assert {words[0] for words in SAME.values()} <= ours
+    for command in ("serve", "generate", "bench", "check"):
+        words = "m -tp 2 --max-running-requests=8 --enforce-eager --dtype half --random-seed 7"
+        args = make_parser().parse_known([command, *words.split(), "--context-length", "64"])
+        config = engine_config(args, model="m")
+        assert (config.tensor_parallel_size, config.max_num_seqs, config.seed) == (2, 8, 7)
+        assert (config.cuda_graphs, config.dtype, config.max_model_len) == ("off", "float16", 64)
+    words = "serve --model m --api-key k --ssl-certfile c --ssl-keyfile=k --dtype=float"
+    args = make_parser().parse_known(words.split())
+    assert (model_of(args), args.token, args.tls_cert, args.tls_key) == ("m", "k", "c", "k")
+    assert args.dtype == "float32"
+    assert respelled(["generate", "m", "--", "-tp"]) == ["generate", "m", "--", "-tp"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--gpu-memory-utilization=0.9", "--kv-cache-bytes"),
+        ("--mem-fraction-static", "--kv-cache-bytes"),
+        ("--trust-remote-code", "never run"),
+        ("--quantization", "--quantization is not a flag"),
+        ("-pp", "--tensor-parallel-size"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(run: Run, tiny: Path, flag, ours) -> None:
+    refused(run("serve", tiny, flag, "0.9"), flag.split("=")[0], ours)
+
+
+def test_a_model_is_given_once_as_a_word_or_a_flag(run: Run, bare: Path) -> None:
+    refused(run("serve"), "which MODEL?")
+    refused(run("bench", bare, "--model", bare), "the model is given twice")
+    status, out, _ = run("generate", "--model", bare, "--token-ids", "1,2", "--max-tokens", 2, *CPU)
+    assert (status, len(out.split())) == (0, 2)
+
+
+def test_flags_that_would_be_ignored_are_refused(run: Run, tiny: Path) -> None:
+    refused(
+        run("generate", "--connect", "h:1", "--dtype", "half", "hi"), "--dtype", "beside --connect"
+    )
+    refused(
+        run("generate", "--connect", "h:1", "--model", tiny, "hi"), "--model", "beside --connect"
+    )
+    refused(run("check", "--against", tiny), f"rollout check --against {tiny} HOST:PORT")
+    refused(run("info", "h:1", "--tls-cert", "x"), "--tls-ca")
+
+
+def test_an_empty_token_is_no_token(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (("serve", tiny), ("info", "127.0.0.1:1")):
+        refused(run(*command, "--token", " "), "--token is empty")
+    refused(run("serve", tiny, "--control-token", ""), "the control token is empty")
+    monkeypatch.setenv("ROLLOUT_TOKEN", "")
+    refused(run("serve", tiny), "ROLLOUT_TOKEN is set but empty")
 
 
 def test_settings_out_of_range_are_named(run: Run, tiny: Path) -> None:
@@ -47,6 +127,15 @@ def test_heads_that_do_not_divide_are_refused_before_any_rank(run: Run, tiny: Pa
 def test_an_unknown_architecture_names_the_nearest(run: Run, tiny: Path, tmp_path: Path) -> None:
     model = broken_config(tiny, tmp_path, architectures=["Qwen3ForCausalLMs"])
     refused(run("check", model), "Qwen3ForCausalLMs", "Did you mean 'Qwen3ForCausalLM'")
+
+
+def test_another_architecture_is_told_what_is_supported(
+    run: Run, tiny: Path, tmp_path: Path
+) -> None:
+    model = broken_config(tiny, tmp_path, architectures=["Gemma2ForCausalLM"])
+    result = run("check", model)
+    refused(result, "Gemma2ForCausalLM", "Supported: LlamaForCausalLM, ")
+    assert "Did you mean" not in result[2]
 
 
 def test_a_config_without_a_needed_field_names_it(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -82,7 +171,14 @@ def test_a_busy_port_is_refused_before_the_model_is_read(run: Run, tiny: Path) -
 
 
 def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:
-    refused(run("serve", tiny, *CPU, "--host", "0.0.0.0", "--port", 0), "token")
+    door = ("serve", tiny, *CPU, "--host", "0.0.0.0", "--port", 0)
+    refused(run(*door), "token")
+    refused(run(*door, "--token", "t"), "--tls-cert", "--insecure")
+    opened = ("--open-routes", "/health", "--open-port", 0, "--open-host")
+    refused(run("serve", tiny, *opened, "10.0.0.1"), "--insecure")
+    refused(run("serve", tiny, *opened, "0.0.0.0"), "open routes cannot listen on 0.0.0.0")
+    refused(run("serve", tiny, "--open-routes", "/health"), "--open-port")
+    refused(run("serve", tiny, "--max-body-bytes", 0), "max_body_bytes")
 
 
 def test_a_wrong_number_of_layers_is_one_line(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -128,15 +224,16 @@ def test_a_cache_beyond_the_free_memory_is_refused(run: Run, tiny: Path) -> None
 
 
 def test_bad_prompts_and_parameters_are_named(run: Run, bare: Path) -> None:
-    refused(run("generate", bare, "hi", *CPU), "needs a tokenizer")
+    refused(run("generate", bare, "hi", *CPU), "needs a tokenizer", name="InvalidRequest")
     refused(run("generate", bare, "--token-ids", "1,x", *CPU), "--token-ids")
-    refused(run("generate", bare, "--token-ids", "1,99999", *CPU), "outside the vocabulary")
+    result = run("generate", bare, "--token-ids", "1,99999", *CPU)
+    refused(result, "outside the vocabulary", name="InvalidRequest")
     refused(run("generate", bare, *CPU), "needs a prompt")
     refused(run("generate"), "MODEL")
     result = run("generate", bare, "--token-ids", "1", "--n", 2, "--temperature", 0, *CPU)
-    refused(result, "n must be 1 when using greedy")
+    refused(result, "n must be 1 when using greedy", name="InvalidRequest")
     long = ",".join(["1"] * 600)
-    refused(run("generate", bare, "--token-ids", long, *CPU), "512")
+    refused(run("generate", bare, "--token-ids", long, *CPU), "512", name="PromptTooLong")
 
 
 def test_too_little_memory_for_one_sequence_is_refused(run: Run, bare: Path) -> None:
@@ -166,7 +263,9 @@ def broken_config(model: Path, folder: Path, **changes: object) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("check",), ("info",)])
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("generate",), ("check",), ("info",), ("bench",), ("plan",)]
+)
 def test_help_reads_without_an_engine(
     command: tuple[str, ...], run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

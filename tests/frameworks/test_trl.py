@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +16,22 @@ from tiny_models import write_tiny
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT = 270
+DOCS = ROOT / "docs" / "weight_sync.md"
+# As the documentation names them.
+ROUTES = re.search(r"--open-routes\s+(\S+)`", DOCS.read_text()).group(1).split(",")
 
 
 def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
-    flags = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs")
+    # TRL's client sends no token: what it needs, and no more, is opened at an address of its own.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--token", "secret"]
+    flags += ["--open-routes", ",".join(ROUTES), "--open-port", str(port)]
     with serve(tmp_path / "tiny", *flags, "--tensor-parallel-size", "2") as served:
         command = [
             sys.executable, str(HERE / "trl_job.py"), str(tmp_path / "tiny"),
-            f"http://{served.http}", served.grpc, str(tmp_path / "out"),
+            f"http://127.0.0.1:{port}", served.grpc, "secret", str(tmp_path / "out"),
         ]  # fmt: skip
         path = [str(HERE / "stand_in"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = {

@@ -1,6 +1,6 @@
 """TRL's stock ``GRPOTrainer`` against a server, two steps; prints one JSON object at the end.
 
-python trl_job.py MODEL HTTP_URL GRPC_ADDRESS SCRATCH
+python trl_job.py MODEL HTTP_URL GRPC_ADDRESS TOKEN SCRATCH
 """
 
 import json
@@ -16,7 +16,7 @@ from trl.generation.vllm_client import VLLMClient
 from rollout import Rollout
 
 torch.set_num_threads(1)
-model_path, url, grpc_address, scratch = sys.argv[1:]
+model_path, url, grpc_address, token, scratch = sys.argv[1:]
 
 # The weight path of TRL asks for the device type "cuda", and never touches a device of that name.
 init_communicator = VLLMClient.init_communicator
@@ -56,7 +56,7 @@ trainer = GRPOTrainer(
     ),
 )
 syncs = []
-with Rollout.connect(grpc_address) as rollout:
+with Rollout.connect(grpc_address, token) as rollout:
     sync_weights = trainer.vllm_generation.sync_weights
 
     def watched():

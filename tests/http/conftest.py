@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from doors import CONTROL, MAX_BODY, OPENED, TOKEN
 from serving import Served, serve
 from tiny_models import write_tiny
 
-TOKEN, CONTROL = "sampling-secret", "control-secret"
+
+@pytest.fixture(scope="session")
+def open_port() -> int:
+    """Of the listener where some routes need no token."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, open_port: int) -> Iterator[Served]:
     model: Path = tmp_path_factory.mktemp("http") / "tiny"
     write_tiny(model, "qwen3", tokenizer=True)
-    flags = ("--dtype", "float32", "--served-model-name", "tiny", "--token", TOKEN)
-    with serve(model, *flags, "--control-token", CONTROL) as running:
+    flags = ["--dtype", "float32", "--served-model-name", "tiny", "--token", TOKEN]
+    flags += ["--control-token", CONTROL, "--max-body-bytes", str(MAX_BODY)]
+    flags += ["--open-routes", OPENED, "--open-port", str(open_port)]
+    with serve(model, *flags) as running:
         yield running
 
 

@@ -193,7 +193,8 @@ def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client) -> None
         next(lines)
         assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
         assert http.get("/is_paused").json() == {"is_paused": True}
-        assert http.get("/health").status_code == 200
+        assert http.get("/health").json() == {"status": "paused"}
+        assert http.get("/live").status_code == 200
         assert http.post("/resume").json() == {"status": "resumed"}
         rest = list(lines)
     assert rest[-1] == "data: [DONE]"

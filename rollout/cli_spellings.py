@@ -1,0 +1,106 @@
+"""Flags as vLLM and SGLang spell them: the ones that mean what one of ours means, and the others.
+
+A flag that is in neither list is unknown, and argparse says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollout.errors import ConfigError
+
+COMMANDS = ("serve", "generate", "check", "bench")  # those that take an engine's flags
+
+# Theirs -> ours; a value that follows stays where it is.
+SAME: Mapping[str, tuple[str, ...]] = {
+    "--model-path": ("--model",),
+    "-tp": ("--tensor-parallel-size",),
+    "--tp": ("--tensor-parallel-size",),
+    "--tp-size": ("--tensor-parallel-size",),
+    "--enable-expert-parallel": ("--expert-parallel",),
+    "--api-key": ("--token",),
+    "--ssl-certfile": ("--tls-cert",),
+    "--ssl-keyfile": ("--tls-key",),
+    "--ssl-ca-certs": ("--tls-client-ca",),
+    "--context-length": ("--max-model-len",),
+    "--max-running-requests": ("--max-num-seqs",),
+    "--chunked-prefill-size": ("--max-num-batched-tokens",),
+    "--page-size": ("--block-size",),
+    "--num-gpu-blocks-override": ("--num-kv-blocks",),
+    "--kv-cache-memory-bytes": ("--kv-cache-bytes",),
+    "--random-seed": ("--seed",),
+    "--tokenizer-path": ("--tokenizer",),
+    "--enforce-eager": ("--cuda-graphs", "off"),
+    "--disable-cuda-graph": ("--cuda-graphs", "off"),
+    "--disable-radix-cache": ("--no-enable-prefix-caching",),
+    "--enable-deterministic-inference": ("--deterministic",),
+}
+DTYPES = {
+    "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+}  # fmt: skip
+
+_FRACTION = (
+    "no fraction of the memory is set here: the KV cache takes what the weights and their shadow "
+    "leave free; use --kv-cache-bytes N (of each rank) for another size"
+)
+_ALWAYS = "leave it out: it is always so here"
+_ONE_ENGINE = (
+    "one service is one engine: start several with other ports, and --tensor-parallel-size"
+)
+REFUSED: Mapping[str, str] = {
+    "--gpu-memory-utilization": _FRACTION,
+    "--mem-fraction-static": _FRACTION,
+    "--trust-remote-code": "code that comes with a checkpoint is never run; a model of your own is "
+    "installed as a package with an entry point in the group rollout.models (docs/architecture.md)",
+    "--enable-chunked-prefill": _ALWAYS,
+    "--enable-sleep-mode": _ALWAYS,
+    "--weight-transfer-config": _ALWAYS + " (gloo on CPUs, NCCL on GPUs)",
+    "--disable-log-requests": "leave it out: requests are not logged",
+    "--disable-log-stats": "leave it out: figures are at /metrics, not in the log",
+    "--uvicorn-log-level": "use --log-level",
+    "-pp": _ONE_ENGINE,
+    "--pipeline-parallel-size": _ONE_ENGINE,
+    "--pp-size": _ONE_ENGINE,
+    "-dp": _ONE_ENGINE,
+    "--data-parallel-size": _ONE_ENGINE,
+    "--dp": _ONE_ENGINE,
+    "--dp-size": _ONE_ENGINE,
+    "--ep-size": "use --expert-parallel: all ranks share the experts",
+    "-q": "quantised weights are not served; send bfloat16 or float32",
+    "--quantization": "quantised weights are not served; send bfloat16 or float32",
+    "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
+    "--enable-lora": "adapters are merged by the sender: update_weights(peft_model)",
+    "--cpu-offload-gb": "weights are not offloaded; use --tensor-parallel-size, or --staging host",
+    "--swap-space": "nothing is swapped: preempted requests are computed again",
+    "--max-logprobs": "leave it out: requests may ask for any number up to the vocabulary",
+    "--tokenizer-mode": "the checkpoint's tokenizer.json is used; use --tokenizer for another",
+    "--hf-config-path": "use MODEL, a directory whose config.json is read",
+    "--generation-config": "leave it out: a checkpoint's sampling defaults never apply silently",
+    "--distributed-executor-backend": "use --executor inline or multiprocess",
+    "--allow-credentials": "the server sends no CORS headers: use a proxy",
+    "--allowed-origins": "the server sends no CORS headers: use a proxy",
+}
+
+
+def respelled(argv: Sequence[str]) -> list[str]:
+    """``argv`` in our spelling; raises ``ConfigError`` for a flag that has no meaning here."""
+    command = next((word for word in argv if not word.startswith("-")), None)
+    if command not in COMMANDS:
+        return list(argv)
+    found: list[str] = []
+    for index, word in enumerate(argv):
+        if word == "--":
+            return [*found, *argv[index:]]
+        flag, equals, value = word.partition("=")
+        if word.startswith("-") and flag in REFUSED:
+            raise ConfigError(f"{flag} is not a flag of rollout {command}: {REFUSED[flag]}")
+        ours = SAME.get(flag, (flag,))
+        if found and found[-1] == "--dtype":
+            found.append(DTYPES.get(word, word))
+        elif not equals:
+            found += ours
+        elif ours == ("--dtype",):
+            found.append(f"--dtype={DTYPES.get(value, value)}")
+        else:
+            found += [*ours[:-1], f"{ours[-1]}={value}"]
+    return found
