@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -95,8 +95,14 @@ def join_group(where: Rendezvous, rank: int, timeout: float, *, tag: str = "0") 
         mirror = _Mirror(store, board, tag)
         try:
             if where.backend == "nccl":
-                return _formed(_nccl(store, rank, where.size, limit), limit, mirror.exchange)
-            return gloo_group(store, where.host, rank, where.size, limit, mirror.exchange)
+                group = _formed(_nccl(store, rank, where.size, limit), limit, mirror.exchange)
+            else:
+                group = gloo_group(store, where.host, rank, where.size, limit, mirror.exchange)
+            # This member may be done with what it wrote last still to be read by another; where
+            # the rendezvous is closed already, all others are done, too.
+            with suppress(TransferFailed):
+                mirror.publish()
+            return group
         except (RuntimeError, dist.DistError) as error:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise DeadlineExceeded(
@@ -112,10 +118,13 @@ class _Mirror:
         self._store, self._board, self._tag = store, board, f"{tag}/"
         self._known: set[str] = set()
 
-    def exchange(self) -> None:
+    def publish(self) -> None:
         for key in set(self._store.list_keys()) - self._known:
             self._known.add(key)
             self._board.write(self._tag + key, self._store.get(key))
+
+    def exchange(self) -> None:
+        self.publish()
         for name, value in self._board.look(_LOOK).items():
             key = name.removeprefix(self._tag)
             if key != name and key not in self._known:

@@ -3,12 +3,15 @@
 import socket
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
 
+from rollout import distributed
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
 from rollout.errors import DeadlineExceeded, TransferFailed
+from rollout.rendezvous import Board
 
 
 def run_ranks(size: int, work) -> None:
@@ -87,3 +90,17 @@ def test_a_rendezvous_whose_owner_is_gone_is_an_error_at_once() -> None:
     with pytest.raises(TransferFailed, match="nobody listens"):
         join_group(server.info, 1, 10.0)
     assert time.monotonic() - started < 8
+
+
+def test_what_a_member_wrote_last_reaches_the_others_though_it_is_done(monkeypatch) -> None:
+    """Its group may form between two looks; then nobody would ever read its address."""
+
+    monkeypatch.setattr(distributed, "gloo_group", lambda store, *_: store.set("address", b"here"))
+    server = RendezvousServer(2, "gloo")
+    with closing(Board(server.info, 1, time.monotonic() + 30)) as other:
+        join_group(server.info, 0, 30)
+        deadline = time.monotonic() + 30
+        while not (read := other.look(0.1)):
+            assert time.monotonic() < deadline
+    server.close()
+    assert read == {"0/address": b"here"}
