@@ -32,6 +32,8 @@ more: $(STAMP)
 # What runs for its length. SEED=n for another course.
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py --seconds 600 --seed $(or $(SEED),0)
+	$(BIN)/python benchmarks/fuzz.py --seconds 600 --seed $(or $(SEED),0)
+	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
