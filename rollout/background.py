@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 _EXIT_WAIT = 0.5  # seconds that the end of the program waits for such a thread
+_END_LIMIT = 30  # seconds for the interpreter to end while one is left
 
 
 class NativeThread(threading.Thread):
@@ -61,8 +63,13 @@ class NativeThread(threading.Thread):
 def hang_instead_of_terminate() -> None:
     """From now on a thread that C++ would end the whole process for waits for ever instead.
 
-    What CPython 3.14 does with every daemon thread at its end. For the last moments of a program.
+    What CPython 3.14 does with every daemon thread at its end. For the last moments of a program,
+    on its main thread. Should that one be ended so, too, SIGALRM ends the process after all.
     """
-    with suppress(OSError, AttributeError):  # no libstdc++ here: nothing that can be done
+    with suppress(
+        OSError, AttributeError, ValueError
+    ):  # no libstdc++ here: nothing that can be done
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_END_LIMIT)
         runtime, system = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
         runtime._ZSt13set_terminatePFvvE(ctypes.cast(system.pause, ctypes.c_void_p))

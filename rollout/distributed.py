@@ -155,7 +155,7 @@ def gloo_group(
 
 def _nccl(store: Any, rank: int, size: int, limit: timedelta) -> Callable[[], Any]:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
+    options._timeout = 4 * limit + timedelta(seconds=60)  # our own deadlines speak first
     device = torch.device("cuda", torch.cuda.current_device())
 
     def make() -> Any:

@@ -15,7 +15,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
 MAX_STOPS = 256  # stop strings, each of at most MAX_STOP_CHARS characters
 MAX_STOP_CHARS = 4096
-MAX_TOKEN_RULES = 1024  # entries of stop_token_ids, and of logit_bias
+MAX_TOKEN_RULES = 1 << 16  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -49,7 +49,7 @@ class SamplingParams:
     ``prompt_logprobs`` likewise for the prompt. ``max_tokens`` None: up to ``max_model_len``.
     ``seed``: an integer of 64 bits with sign; None (or -1): the engine draws one per request and
     sample. ``stop``: at most 256 strings of 4096 characters; ``stop_token_ids`` and ``logit_bias``
-    (values within +-1e30): at most 1024 tokens each. Raises ``InvalidRequest``.
+    (values within +-1e30): at most 65,536 tokens each. Raises ``InvalidRequest``.
     """
 
     n: int = 1

@@ -13,6 +13,7 @@ from rollout.errors import (
     DeadlineExceeded,
     EngineClosed,
     EngineError,
+    EngineOverloaded,
     InvalidRequest,
     RequestAborted,
     RolloutError,
@@ -23,8 +24,6 @@ from rollout.errors import (
 ERROR_KEY = "rollout-error-bin"
 MAX_MESSAGE = 256 << 20  # bytes of one answer
 MAX_BODY = 64 << 20  # bytes of one request, if the server was told no other limit
-MAX_CALLS = 8192  # of one server at a time; what comes beyond them is RESOURCE_EXHAUSTED
-MAX_STREAMS = 4096  # calls of one connection at a time; what comes beyond them waits in the client
 CHUNK = 2 << 20  # bytes of weights per message: the fastest size on loopback
 MAX_ERROR_TEXT = 4 << 10  # bytes of message in the trailing metadata, whose default limit is 8 KiB
 
@@ -40,7 +39,6 @@ CHANNEL_OPTIONS = (
 )
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
-    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),  # a busy port is an error, not a share of its traffic
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 20_000),
@@ -77,6 +75,8 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
             f"the rollout service at {address} does not answer ({details}); start it with `rollout "
             "serve MODEL --grpc-port PORT`, or check the address it printed as grpc="
         )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in (details or ""):
+        return EngineOverloaded(f"{address}: {details}")
     kinds: dict[Any, type[RolloutError]] = {
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNIMPLEMENTED: ConfigError,

@@ -111,6 +111,7 @@ class Door:
         try:
             sock, _ = self._listener.accept()
         except OSError:  # it has left again, or there are no descriptors
+            time.sleep(_AGAIN)
             return
         sock.setblocking(False)
         if len(self._guests) >= _GUESTS:
@@ -160,19 +161,28 @@ class _Guest:
         return int.from_bytes(rank, "big")
 
 
-def enter(host: str, port: int, secret: str, rank: int, deadline: float) -> socket.socket:
+def enter(
+    host: str,
+    port: int,
+    secret: str,
+    rank: int,
+    deadline: float,
+    given_up: Callable[[], bool] = lambda: False,
+) -> socket.socket:
     """Connect to a ``Door`` as ``rank``, each side proving to the other that it has the secret.
 
     Raises ``TransferFailed`` at once where nobody listens: the socket is bound before its place is
     announced, so that a refusal means that its owner is gone. ``DeadlineExceeded`` where it did
-    not let this member in.
+    not let this member in. Looks every few seconds at whether it was ``given_up``.
     """
     while True:
         left = deadline - time.monotonic()
+        if given_up():
+            raise TransferFailed(f"rank {rank} was told to leave")
         if left <= 0:
             raise DeadlineExceeded(f"rank {rank} was not let in at {host}:{port} in time")
         try:
-            sock = socket.create_connection((host, port), left)
+            sock = socket.create_connection((host, port), min(left, _PATIENCE))
         except TimeoutError:
             continue
         except OSError as error:
@@ -339,9 +349,13 @@ def local_address(host: str) -> str:
     """The address of this machine on the interface that reaches ``host``."""
     if host in ("localhost", LOOPBACK, "::1"):
         return LOOPBACK
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+    try:
+        info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(info[4])
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransferFailed(f"no interface of this machine reaches {host}: {error}") from error
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -57,7 +57,8 @@ class StepLoop:
 
     ``on_broken(reason)`` is called, in this thread, when ranks disagree about the version or one
     does not answer a step within ``step_timeout`` seconds, or twice what the longest step so far
-    took. The first step may compile and warm up: it has ``first_timeout``.
+    took. The first step may compile and warm up, and one of more tokens than any before may take
+    longer than all of them: these have ``first_timeout``.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StepLoop:
         self._block_size = block_size
         self._step_timeout, self._first_timeout = step_timeout, first_timeout
         self._longest = 0.0  # seconds, of the steps so far
+        self._most_tokens = 0  # in one of them
         self._on_broken = on_broken
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
@@ -305,7 +307,7 @@ class StepLoop:
 
     def _end(self, begun: _Begun) -> StepOutput:
         try:
-            replies = self._replies(begun.futures)
+            replies = self._replies(begun.futures, begun.batch.num_tokens)
         except WorkerDied:
             raise
         except RolloutError as error:
@@ -318,10 +320,11 @@ class StepLoop:
             )
         return decode_step(replies[0])
 
-    def _replies(self, futures: list[Future[Reply]]) -> list[Reply]:
+    def _replies(self, futures: list[Future[Reply]], tokens: int) -> list[Reply]:
         """Every rank's answer to a step; an error from outside our tree becomes ``EngineError``."""
         began = time.monotonic()
-        limit = max(self._step_timeout, 2 * self._longest) if self._longest else self._first_timeout
+        known = tokens <= self._most_tokens
+        limit = max(self._step_timeout, 2 * self._longest) if known else self._first_timeout
         deadline = began + limit
         replies = []
         for rank, future in enumerate(futures):
@@ -338,6 +341,7 @@ class StepLoop:
                 text = f"a step failed on rank {rank}: {type(error).__name__}: {error}"
                 raise EngineError(text) from error
         self._longest = max(self._longest, time.monotonic() - began)
+        self._most_tokens = max(self._most_tokens, tokens)
         return replies
 
 

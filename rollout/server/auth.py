@@ -93,7 +93,7 @@ class Tokens:
 
     def refusal(self, route: str, authorization: str | None) -> str | None:
         """Why a caller with this header may not call ``route``; None if it may."""
-        access = ROUTES.get(route, Access.CONTROL)
+        access = ROUTES.get(route.rstrip("/"), Access.CONTROL)  # the router sends it on there
         control = self.control if self.control is not None else self.generation
         # All that could match are compared, in constant time each.
         is_generation = _matches(self.generation, authorization)

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from rollout import rollout_pb2 as pb
 from rollout.errors import ConfigError
 from rollout.grpc_commands import SERVICE, command_from_wire
-from rollout.grpc_status import MAX_BODY, MAX_CALLS, SERVER_OPTIONS
+from rollout.grpc_status import CHUNK, MAX_BODY, SERVER_OPTIONS
 from rollout.rollout_pb2_grpc import (
     add_ControlServicer_to_server,
     add_GenerationServicer_to_server,
@@ -73,10 +73,10 @@ async def serve(
     """
     tokens = Tokens(generation=token, control=control_token)
     tokens.check_host(host, tls=tls is not None, insecure=insecure)
+    largest = max(max_body_bytes, 2 * CHUNK)  # a message of weights is a chunk
     server = grpc.aio.server(
         interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
-        options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_body_bytes)),
-        maximum_concurrent_rpcs=MAX_CALLS,
+        options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", largest)),
     )
     add_GenerationServicer_to_server(GenerationService(rollout, tokens), server)
     add_ControlServicer_to_server(ControlService(rollout), server)

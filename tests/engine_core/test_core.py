@@ -563,3 +563,16 @@ def test_a_rank_that_hangs_in_a_step_is_noticed_within_the_timeout(start: Start)
     finally:
         toy.gate.set()
     assert core.state == "broken"
+
+
+def test_a_step_of_more_tokens_than_any_before_may_take_longer(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy, timeout=0.2, start_timeout=600.0)
+    run(core, request(prompt=PROMPT[:3], max_tokens=2))
+    toy.gate.clear()
+    sink = Sink()
+    core.submit([request("b", prompt=[*PROMPT, *PROMPT], max_tokens=2)], sink, stream=False)
+    time.sleep(0.6)
+    toy.gate.set()
+    assert sink.results()["b"].outputs[0].finish_reason == "length"
+    assert core.state == "running"

@@ -31,7 +31,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({**OK, "seed": 1 << 63}, "seed must be"),
     ({**OK, "max_tokens": 10**30}, "max_tokens must be"),
     ({**OK, "temperature": 1e300}, "temperature must be"),
-    ({**OK, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias must be at most 1024"),
+    ({**OK, "logit_bias": {str(i): 1 for i in range(65537)}}, "logit_bias must be at most 65536"),
     ({**OK, "stop": ["x"] * 257}, "stop must be at most 256"),
     ({**OK, "min_tokens": 5}, "min_tokens"),
     ({**OK, "echo": True}, "echo is not supported"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,13 @@ inside = threading.Event()
 {start}
 inside.wait()
 slow = Slow()
+"""
+ENDS = """
+import atexit, ctypes
+background._END_LIMIT = 1
+background.NativeThread("stuck", stuck).start()
+atexit.register(ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev)
+atexit.register(background.hang_instead_of_terminate)
 """
 LEFT = 'background.NativeThread("stuck", stuck).start()'
 STOPPED = """
@@ -54,3 +62,7 @@ def test_one_that_cannot_be_stopped_is_left_where_it_is() -> None:
 def test_one_that_can_be_is_stopped() -> None:
     done = run(STOPPED)
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+
+
+def test_a_main_thread_that_c_plus_plus_ends_does_not_wait_for_ever() -> None:
+    assert run(ENDS).returncode == -signal.SIGALRM

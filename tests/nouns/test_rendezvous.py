@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from rollout import rendezvous
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
 from rollout.errors import DeadlineExceeded, TransferFailed
-from rollout.rendezvous import Board, Door, Rendezvous, enter
+from rollout.rendezvous import Board, Door, Rendezvous, enter, local_address
 from rollout.weight_sync.transports.links import Links
 
 
@@ -236,3 +237,32 @@ def test_a_door_forgets_a_knock_that_ends_at_once() -> None:
         door.wait(0.1)
     assert not door._guests
     door.close()
+
+
+def test_a_sender_that_waits_for_links_hears_that_the_rendezvous_was_closed() -> None:
+    server = RendezvousServer(3, "tcp")
+    with ThreadPoolExecutor(1) as pool, closing(Links(server.info, 1, 2)) as links:
+        waiting = pool.submit(links.connect, 60.0)
+        time.sleep(0.3)
+        server.close()
+        with pytest.raises(TransferFailed, match="was closed"):
+            waiting.result(20)
+
+
+def test_a_member_that_knocks_in_vain_can_be_told_to_leave() -> None:
+    """Its peer's kernel takes the connection, and nobody says a word."""
+    with socket.socket() as silent, ThreadPoolExecutor(1) as pool:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        over = threading.Event()
+        port = silent.getsockname()[1]
+        deadline = time.monotonic() + 60
+        waiting = pool.submit(enter, "127.0.0.1", port, "ab", 0, deadline, over.is_set)
+        over.set()
+        with pytest.raises(TransferFailed, match="told to leave"):
+            waiting.result(30)
+
+
+def test_a_host_that_no_interface_reaches_is_named() -> None:
+    with pytest.raises(TransferFailed, match=r"no-such-host\.invalid"):
+        local_address("no-such-host.invalid")

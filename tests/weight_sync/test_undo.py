@@ -417,24 +417,25 @@ def test_weights_are_not_put_aside_while_they_are_read(make, checkpoints) -> Non
     model, reading, go_on = instances.live, threading.Event(), threading.Event()
     honest = model.digest_slot
 
-    def slow(slot):
+    def slow(slot, nonfinite=None):
         reading.set()
         assert go_on.wait(30)
-        return honest(slot)
+        return honest(slot, nonfinite)
 
     model.digest_slot = slow
-    failures = []
+    failures, parked = [], threading.Event()
 
     def read() -> None:
         try:
-            list(instances.digest_slots(live=True))
+            for _ in instances.digest_slots(live=True):
+                assert parked.wait(30)
         except EngineClosed as error:
             failures.append(error)
 
     reader = threading.Thread(target=read)
     reader.start()
     assert reading.wait(30)
-    parking = threading.Thread(target=instances.park)
+    parking = threading.Thread(target=lambda: (instances.park(), parked.set()))
     parking.start()
     parking.join(0.1)
     assert parking.is_alive()  # it waits for the slot that is read

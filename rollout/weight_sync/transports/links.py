@@ -147,6 +147,7 @@ class Links:
             board.write(f"link/{self._rank}", json.dumps([door.host, door.port]).encode())
             while missing:
                 self._check(deadline)
+                board.look(0.001)  # raises where the rendezvous was closed
                 for sock, rank in door.wait(_LOOK)[0]:
                     if rank in missing:
                         self._links[rank] = _Link(sock, rank)
@@ -163,7 +164,9 @@ class Links:
                 for key in set(missing) & set(written):
                     host, port = json.loads(written[key])
                     sender = missing.pop(key)
-                    sock = enter(host, port, self._where.secret, self._rank, deadline)
+                    sock = enter(
+                        host, port, self._where.secret, self._rank, deadline, lambda: self._closed
+                    )
                     self._links[sender] = _Link(sock, sender)
 
     def _check(self, deadline: float) -> None:
