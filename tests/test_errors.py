@@ -75,20 +75,21 @@ def test_an_unreachable_server_is_engine_closed_with_the_address_and_the_remedy(
 
 
 @pytest.mark.parametrize(
-    ("code", "cls"),
+    ("code", "details", "cls"),
     [
-        (grpc.StatusCode.UNAUTHENTICATED, errors.ConfigError),
-        (grpc.StatusCode.UNIMPLEMENTED, errors.ConfigError),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.InvalidRequest),
-        (grpc.StatusCode.UNKNOWN, errors.EngineError),
+        (grpc.StatusCode.UNAUTHENTICATED, "why", errors.ConfigError),
+        (grpc.StatusCode.UNIMPLEMENTED, "why", errors.ConfigError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "why", errors.DeadlineExceeded),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls", errors.EngineOverloaded),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "9 larger than max", errors.InvalidRequest),
+        (grpc.StatusCode.UNKNOWN, "why", errors.EngineError),
     ],
 )
-def test_a_status_without_our_metadata_is_judged_by_its_code(code, cls):
-    back = error_from_rpc(Failed(code, "why", None), "host:1")
+def test_a_status_without_our_metadata_is_judged_by_its_code(code, details, cls):
+    back = error_from_rpc(Failed(code, details, None), "host:1")
     assert type(back) is cls
     assert "host:1" in str(back)
-    assert "why" in str(back)
+    assert details in str(back)
 
 
 def test_value_errors_of_a_caller_are_value_errors():

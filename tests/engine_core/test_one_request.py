@@ -99,7 +99,7 @@ def test_any_request_is_refused_or_ends_and_its_neighbour_is_untouched(core: Eng
     ran = refused = 0
 
     @settings(
-        max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=160, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(some_fields, prompts)
     def check(fields: dict[str, object], prompt: list[int]) -> None:

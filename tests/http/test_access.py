@@ -74,7 +74,8 @@ def test_what_every_route_answers_to_each_caller(served: Served, app: FastAPI) -
 def test_a_route_added_later_is_closed_until_it_is_listed(app: FastAPI) -> None:
     tokens = Tokens(generation=TOKEN, control=CONTROL)
     assert tokens.refusal("/new_route", f"Bearer {TOKEN}")
-    assert tokens.refusal("/health/", None)
+    assert tokens.refusal("/health/", None) is None  # the router sends it on to /health
+    assert tokens.refusal("/pause/", f"Bearer {TOKEN}")
     assert tokens.refusal("/health\n", None)
     assert tokens.refusal("/new_route", f"Bearer {CONTROL}") is None
 
