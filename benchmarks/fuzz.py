@@ -39,14 +39,16 @@ from safetensors.torch import load_file
 from serving import serve
 from tiny_models import write_tiny
 
-from rollout import Rollout, SamplingParams, update_wire, wire
-from rollout import rollout_pb2 as pb
+from rollout import Rollout, SamplingParams
 from rollout.errors import RolloutError, UpdateInProgress
-from rollout.grpc_status import error_from_rpc, is_typed
-from rollout.proto_convert import output_from_proto, stats_from_json
-from rollout.rollout_pb2_grpc import ControlStub, WeightSyncStub
-from rollout.weight_sync.bucket import check_header, check_size, unpack
-from rollout.weight_sync.options import UpdateOptions
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import output_from_proto, stats_from_json
+from rollout.rpc.rollout_pb2_grpc import ControlStub, WeightSyncStub
+from rollout.rpc.status import error_from_rpc, is_typed
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.bucket import check_header, check_size, unpack
+from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.wire import frames as wire
 
 LIMIT = 20.0  # seconds in which everything is answered
 HELD = 90.0  # seconds after which no update is held any more
@@ -200,7 +202,7 @@ def readers(servers: Servers) -> dict[str, Target]:
 
 
 def _proto(output: Any) -> Any:
-    from rollout.proto_convert import output_to_proto
+    from rollout.rpc.convert import output_to_proto
 
     return output_to_proto(output)
 

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from rollout import rollout_pb2 as pb
-from rollout import update_wire
-from rollout.updates import BucketEntry, BucketHeader, Seal, UpdateRequest
-from rollout.weight_sync.options import UpdateOptions
+from rollout.rpc import rollout_pb2 as pb
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.messages import (
+    BucketEntry,
+    BucketHeader,
+    Seal,
+    UpdateRequest,
+)
+from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weights import Box
 
 LARGE = [1 << 31, 1 << 53, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, -(1 << 63), -(1 << 63) - 1]

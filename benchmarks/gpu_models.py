@@ -20,16 +20,16 @@ from torch import Tensor
 
 from rollout import kernels
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
-from rollout.engine.cuda_graphs import DecodeGraphs
-from rollout.engine.device_sampler import make_sampler
-from rollout.engine.instances import ModelInstances
 from rollout.engine.kv_cache import KVCache, KVShape
-from rollout.engine.sampling_batch import SamplingBatch
+from rollout.engine.sampling.fused_sampler import make_sampler
+from rollout.engine.sampling.metadata import SamplingBatch
+from rollout.engine.worker.cuda_graphs import DecodeGraphs
+from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
 from rollout.models.causal_lm import CausalLM, build_model
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch
-from rollout.update_wire import rendezvous_from_wire, rendezvous_to_wire
+from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

@@ -35,7 +35,7 @@ from soak_member import TIMEOUT, Member
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import Rollout
-from rollout.weight_sync.faults import Fault, Faulty
+from rollout.testing.faults import Fault, Faulty
 
 GROWTH = 48 << 20  # bytes that a process may grow from warm to the end
 

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout import Rollout, RolloutError, SamplingParams
 from rollout.errors import DeadlineExceeded, EngineError
 from rollout.kernels import digest
-from rollout.weight_sync.faults import Fault, Faulty
-from rollout.weight_sync.transports.disk import VersionSource, folder
-from rollout.weight_sync.transports.disk_writer import VersionWriter
-from rollout.weight_sync.transports.store import LocalStore
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.versions.reader import VersionSource, folder
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 from rollout.weights import Box
 
 TIMEOUT = 4.0  # of every update

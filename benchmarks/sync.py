@@ -358,9 +358,9 @@ def update(
     """The receipt (on the disk road: the first rank's), and the seconds in which it was written."""
     import torch
 
-    from rollout.weight_sync.transports.disk import folder
-    from rollout.weight_sync.transports.disk_writer import VersionWriter
-    from rollout.weight_sync.transports.store import LocalStore
+    from rollout.weight_sync.versions.reader import folder
+    from rollout.weight_sync.versions.store import LocalStore
+    from rollout.weight_sync.versions.writer import VersionWriter
 
     size = args.bucket_mib << 20
     if road != "disk":

@@ -26,8 +26,8 @@ import torch
 from stepping import BLOCK, Decoding, running
 
 from rollout.distributed import RendezvousServer, join_group
-from rollout.engine.shared_memory_group import SharedMemoryGroup, create_shared, share_memory
-from rollout.update_wire import rendezvous_from_wire, rendezvous_to_wire
+from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, create_shared, share_memory
+from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
 
 SIZES = [1 << k for k in range(10, 24)]
 

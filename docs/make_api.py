@@ -18,7 +18,7 @@ from typing import Any
 
 import rollout
 from rollout import errors
-from rollout.cli_flags import ENGINE_HELP, SAMPLING_HELP
+from rollout.cli.flags import ENGINE_HELP, SAMPLING_HELP
 
 PAGE = Path(__file__).with_name("api.md")
 MEANING = {

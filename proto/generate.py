@@ -1,4 +1,4 @@
-"""Generate ``rollout/rollout_pb2.py``, ``.pyi`` and ``rollout_pb2_grpc.py`` from ``rollout.proto``.
+"""Generate ``rollout_pb2.py``, ``.pyi`` and ``rollout_pb2_grpc.py`` of ``rollout/rpc``.
 
     python proto/generate.py            # needs grpcio-tools (the `dev` extra)
 
@@ -53,9 +53,10 @@ def generate(into: Path) -> None:
                 text, count = re.subn(pattern, "", text, flags=re.MULTILINE)
                 if count != 1:
                     raise SystemExit(f"{name}: expected one {pattern!r}, found {count}")
+            text = text.replace("from rollout import", "from rollout.rpc import")
             head = "# mypy: ignore-errors\n" if name.endswith(".pyi") else ""
             (into / name).write_text(head + text)
 
 
 if __name__ == "__main__":
-    generate(HERE.parent / "rollout")
+    generate(HERE.parent / "rollout" / "rpc")

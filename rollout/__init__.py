@@ -36,13 +36,13 @@ _HOME = {
     "SourceFailed": "errors",
     "TransferFailed": "errors",
     "UpdateInProgress": "errors",
-    "UpdateReceipt": "weights",
+    "UpdateReceipt": "weight_sync.protocol.messages",
     "VersionConflict": "errors",
     "VersionSpan": "generation",
     "WeightError": "errors",
-    "WeightInfo": "updates",
+    "WeightInfo": "weight_sync.protocol.messages",
     "WeightMismatch": "errors",
-    "WeightSource": "weight_sync.source",
+    "WeightSource": "weight_sync.trainer.sources.base",
     "WorkerDied": "errors",
 }
 
@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from rollout.generation import RequestOutput as RequestOutput
     from rollout.generation import SamplingParams as SamplingParams
     from rollout.generation import VersionSpan as VersionSpan
-    from rollout.updates import WeightInfo as WeightInfo
-    from rollout.weight_sync.source import WeightSource as WeightSource
-    from rollout.weights import UpdateReceipt as UpdateReceipt
+    from rollout.weight_sync.protocol.messages import UpdateReceipt as UpdateReceipt
+    from rollout.weight_sync.protocol.messages import WeightInfo as WeightInfo
+    from rollout.weight_sync.trainer.sources.base import WeightSource as WeightSource
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from rollout.cli import main
+        from rollout.cli.main import main
 
         status = main()
     except KeyboardInterrupt:  # while modules are still imported

@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import rollout.api.embedded
-import rollout.server.grpc  # noqa: F401
+import rollout.server.grpc.server  # noqa: F401
 from rollout import RequestAborted, Rollout, SourceFailed, TransferFailed, WeightMismatch
-from rollout.weight_sync.faults import Fault, Faulty
+from rollout.testing.faults import Fault, Faulty
 
 TIMEOUT = 30.0
 BUCKET = 64 << 10

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from rollout import errors
-from rollout.grpc_status import MAX_ERROR_TEXT, error_from_rpc, status_of
+from rollout.rpc.status import MAX_ERROR_TEXT, error_from_rpc, status_of
 
 
 def _tree(cls=errors.RolloutError):

@@ -40,7 +40,7 @@ def test_an_unknown_name_is_an_attribute_error():
     [
         "import rollout",
         "import rollout.weight_sync",
-        "import rollout.weight_sync.publisher",
+        "import rollout.weight_sync.trainer.publisher",
         "from rollout import SamplingParams, UpdateReceipt, WeightMismatch, WeightSource",
     ],
 )

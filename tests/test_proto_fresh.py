@@ -5,7 +5,7 @@ from pathlib import Path
 
 from google.protobuf import descriptor_pb2, descriptor_pool
 
-from rollout import rollout_pb2
+from rollout.rpc import rollout_pb2
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +37,7 @@ def test_committed_stubs_hold_the_descriptor_of_the_proto_file(tmp_path):
 
 def test_committed_service_stubs_are_those_of_the_proto_file(tmp_path):
     _generator().generate(tmp_path)
-    text = (ROOT / "rollout" / "rollout_pb2_grpc.py").read_text()
+    text = (ROOT / "rollout" / "rpc" / "rollout_pb2_grpc.py").read_text()
     for service in rollout_pb2.DESCRIPTOR.services_by_name.values():
         for method in service.methods:
             assert f"'/{service.full_name}/{method.name}'" in text
@@ -45,6 +45,6 @@ def test_committed_service_stubs_are_those_of_the_proto_file(tmp_path):
 
 def test_stubs_do_not_refuse_older_runtimes():
     for name in ("rollout_pb2.py", "rollout_pb2_grpc.py"):
-        text = (ROOT / "rollout" / name).read_text()
+        text = (ROOT / "rollout" / "rpc" / name).read_text()
         assert "ValidateProtobufRuntimeVersion" not in text
         assert "GRPC_GENERATED_VERSION" not in text

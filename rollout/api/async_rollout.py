@@ -15,16 +15,17 @@ from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
-from rollout.grpc_client import RolloutClient
 from rollout.metrics import EngineStats
-from rollout.proto_convert import Messages
-from rollout.server_info import ServerInfo
-from rollout.tls import ClientTls
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.convert import Messages
+from rollout.rpc.tls import ClientTls
+from rollout.wire.version import ServerInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-GRPC_SERVER = "rollout.server.grpc:serve"  # looked up when first served: api imports no server
+# Looked up when first served: api imports no server.
+GRPC_SERVER = "rollout.server.grpc.server:serve"
 
 Prompts = PromptInput | Sequence[PromptInput]
 OneParams = SamplingParams | Mapping[str, Any]  # a mapping: SamplingParams.from_dict
@@ -270,7 +271,7 @@ class AsyncRollout:
     async def serve(self, /, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
         """Offer this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
 
-        ``options`` are those of ``rollout.server.grpc.serve``. Raises ``ConfigError`` naming a busy
+        ``options`` are those of ``server.grpc.server.serve``. Raises ``ConfigError`` naming a busy
         port.
         """
         async with self._serving:

@@ -7,11 +7,10 @@ from typing import Protocol
 
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
-from rollout.proto_convert import Messages
-from rollout.server_info import ServerInfo
-from rollout.updates import WeightChannel, WeightInfo
-from rollout.weight_sync.publisher import UpdateOptions, WeightLink
-from rollout.weights import UpdateReceipt
+from rollout.rpc.convert import Messages
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel, WeightInfo
+from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
+from rollout.wire.version import ServerInfo
 
 Outputs = AsyncIterator[tuple[int, RequestOutput]]  # (index of the prompt in the call, output)
 

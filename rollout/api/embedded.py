@@ -16,15 +16,14 @@ from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import ConfigError, EngineClosed, EngineError, InvalidRequest, RolloutError
 from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
-from rollout.proto_convert import Messages
-from rollout.server_info import ServerInfo
-from rollout.update_wire import meta_from_wire
-from rollout.updates import WeightChannel, WeightInfo
-from rollout.weight_sync.coordinator import Coordinator
-from rollout.weight_sync.follower import readable
-from rollout.weight_sync.publisher import UpdateOptions, WeightLink, publish
-from rollout.weight_sync.verb_session import VerbSession
-from rollout.weights import UpdateReceipt
+from rollout.rpc.convert import Messages
+from rollout.weight_sync.engine.coordinator import Coordinator
+from rollout.weight_sync.engine.vllm_session import VerbSession
+from rollout.weight_sync.protocol.codec import meta_from_wire
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel, WeightInfo
+from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink, publish
+from rollout.weight_sync.versions.follower import readable
+from rollout.wire.version import ServerInfo
 
 
 class EmbeddedBackend:

@@ -17,7 +17,7 @@ from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed
 from rollout.generation import PromptInput, RequestOutput
-from rollout.tls import ClientTls
+from rollout.rpc.tls import ClientTls
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
 BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service
@@ -69,7 +69,7 @@ class Rollout:
     ) -> Self:
         """A service at "host:port" of its gRPC server; every rank of a trainer may hold one.
 
-        ``tls``: the certificates to demand and to show (``rollout.tls.ClientTls``). Raises
+        ``tls``: the certificates to demand and to show (``rollout.rpc.tls.ClientTls``). Raises
         ``EngineClosed`` when nothing answers there.
         """
         self = cls.__new__(cls)

@@ -8,14 +8,13 @@ from typing import Any
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError
-from rollout.updates import WeightInfo
-from rollout.weight_sync.checker import WeightReport
-from rollout.weight_sync.checker import check_weights as check
-from rollout.weight_sync.checker import preflight as preflight_source
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.publisher import UpdateOptions, publish
-from rollout.weight_sync.survey import PlanCache
-from rollout.weights import UpdateReceipt
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.trainer.preflight import WeightReport
+from rollout.weight_sync.trainer.preflight import check_weights as check
+from rollout.weight_sync.trainer.preflight import preflight as preflight_source
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.survey import PlanCache
 
 
 class WeightVerbs:

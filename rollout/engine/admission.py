@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from rollout.engine.detokenizer import Detokenizer
 from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
-from rollout.engine.tokenizer import Tokenizer
+from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
 from rollout.generation import Request
 

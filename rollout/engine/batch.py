@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory import to_device
-from rollout.engine.sampling_batch import Ints, SamplingBatch
+from rollout.engine.sampling.metadata import Ints, SamplingBatch
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.models.forward import ForwardBatch
 

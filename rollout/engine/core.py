@@ -18,15 +18,15 @@ from rollout.engine.admission import Admission
 from rollout.engine.ask import replies_of
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
-from rollout.engine.cuda_graphs import check_graphs
 from rollout.engine.executors import Executor, Reply, make_executor
 from rollout.engine.figures import figures
-from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
+from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
 from rollout.engine.request_state import Call, Sink
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.tokenizer import Tokenizer
+from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import (
     EngineBroken,
     EngineClosed,
@@ -39,7 +39,7 @@ from rollout.generation import Request
 from rollout.loader import resolve_model
 from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
-from rollout.updates import IN_FLIGHT
+from rollout.weight_sync.protocol.messages import IN_FLIGHT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

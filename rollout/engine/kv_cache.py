@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from rollout.config import EngineConfig
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.forward import LayerKV
 
@@ -71,3 +74,163 @@ class KVCache:
         """After ``free``: take as many blocks as before."""
         if not self._layers and self.num_blocks:
             self.allocate(self.num_blocks)
+
+
+CPU_DEFAULT_BYTES = 4 << 30
+CPU_SHARE = 0.25  # of what is free once the shadow is reserved
+DEVICE_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """``num_blocks`` per rank, and the ``max_model_len`` that they can hold for one sequence."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of the largest rank. ``undo`` is the most it can be, and always in host memory."""
+
+    weights: int
+    staging: int
+    undo: int
+    kv: int
+    where: str  # the device of the weights
+    staging_where: str
+    undo_by: str
+
+    def to_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("weights", "staging", "undo", "kv")}
+
+    def __str__(self) -> str:
+        undo = f"{_mib(self.undo)} of host memory at most" if self.undo else "nothing more"
+        return (
+            f"of each rank: {_mib(self.weights)} of weights on {self.where}, {_mib(self.staging)} "
+            f"for staging on {self.staging_where}, undo={self.undo_by!r} takes {undo}, "
+            f"{_mib(self.kv)} of KV cache"
+        )
+
+
+def plan_memory(
+    config: EngineConfig, num_blocks: int, ranks: Sequence[Mapping[str, Any]]
+) -> MemoryPlan:
+    """What each use takes, with the ranks' start replies and the KV blocks decided on."""
+    where = str(ranks[0]["device"])
+    on_cpu = where.startswith("cpu")
+    weights = max(int(reply["weight_bytes"]) for reply in ranks)
+    host = config.staging == "host"
+    return MemoryPlan(
+        weights=weights,
+        staging=0 if config.staging == "none" else weights,
+        undo=_undo_bytes(config, weights),
+        kv=num_blocks * max(int(reply["kv_block_bytes"]) for reply in ranks),
+        where=where,
+        staging_where="cpu" if host or on_cpu else where,
+        undo_by=config.undo,
+    )
+
+
+def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any]]) -> KVSize:
+    """Decide from the settings, the model's own ``longest`` context and the ranks' start replies.
+
+    A reply has ``free_bytes`` (now, with the weights loaded), ``weight_bytes``, ``kv_block_bytes``
+    and ``device``; on a device of its own also ``host_free_bytes``. The shadow's bytes are reserved
+    first unless ``staging="none"``, and those of ``undo``. A ``max_model_len`` that was asked for
+    must fit; one that was not is cut to what fits. Raises ``ConfigError`` with the sizes.
+    """
+    for reply in ranks:
+        _spare(config, reply, len(ranks))
+    wanted = config.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(
+            f"max_model_len {wanted} is above the model's own maximum of {longest} tokens"
+        )
+    blocks = config.num_kv_blocks or min(_affordable(config, reply, len(ranks)) for reply in ranks)
+    _check_asked(config, blocks, ranks)
+    most = -(-wanted // config.block_size) * config.max_num_seqs
+    if config.num_kv_blocks is None and config.kv_cache_bytes is None:
+        blocks = min(blocks, most)
+    room = blocks * config.block_size
+    if room < wanted:
+        if config.max_model_len is not None or blocks < 1:
+            block_bytes = max(int(reply["kv_block_bytes"]) for reply in ranks)
+            need = -(-wanted // config.block_size)
+            raise ConfigError(
+                f"too little memory for one sequence: max_model_len {wanted} needs {need} KV "
+                f"blocks ({_mib(need * block_bytes)} per rank), {max(blocks, 0)} fit "
+                f"({_mib(max(blocks, 0) * block_bytes)}); lower max_model_len or raise "
+                "kv_cache_bytes / num_kv_blocks"
+            )
+        wanted = room
+    return KVSize(blocks, wanted)
+
+
+def _check_asked(config: EngineConfig, blocks: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """A cache that was asked for by its size must fit in what is free, whatever it will use."""
+    asked = "num_kv_blocks" if config.num_kv_blocks is not None else "kv_cache_bytes"
+    if getattr(config, asked) is None:
+        return
+    for reply in ranks:
+        nbytes, spare = blocks * int(reply["kv_block_bytes"]), _spare(config, reply, len(ranks))
+        if nbytes > spare:
+            raise ConfigError(
+                f"{asked}={getattr(config, asked)} is a KV cache of {_mib(nbytes)} on each rank, "
+                f"but {_mib(spare)} are free beside the weights, staging and undo; lower it, or "
+                "leave it out"
+            )
+
+
+def _affordable(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:
+    block_bytes = int(reply["kv_block_bytes"])
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes // block_bytes
+    spare = _spare(config, reply, num_ranks)
+    if _on_cpu(reply):
+        return min(CPU_DEFAULT_BYTES, int(spare * CPU_SHARE)) // block_bytes
+    return int(spare * DEVICE_SHARE) // block_bytes
+
+
+def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:
+    """What is left for the KV cache where it lies, once staging and undo have theirs."""
+    weights = int(reply["weight_bytes"])
+    shadow = 0 if config.staging == "none" else weights
+    undo = _undo_bytes(config, weights)
+    if _on_cpu(reply):  # ranks of one host share its memory; each device has its own
+        free = int(reply["free_bytes"]) // num_ranks
+        _check_room(config, shadow, undo, free, "")
+        return free - shadow - undo
+    free = int(reply["free_bytes"])
+    host_free = int(reply.get("host_free_bytes", 0)) // num_ranks
+    on_host = shadow if config.staging == "host" else 0
+    _check_room(config, shadow - on_host, 0, free, f" on {reply['device']}")
+    _check_room(config, on_host, undo, host_free, " of host memory")
+    return free - (shadow - on_host)
+
+
+def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: str) -> None:
+    if shadow > free:
+        raise ConfigError(
+            f"too little memory for staging={config.staging!r}: the shadow of the weights needs "
+            f"{_mib(shadow)} per rank, {_mib(free)}{where} are free; use staging='none' or more "
+            "ranks"
+        )
+    if shadow + undo > free:
+        raise ConfigError(
+            f"too little memory for undo={config.undo!r}: it may need {_mib(undo)} per rank beside "
+            f"{_mib(shadow)} for staging, {_mib(free)}{where} are free; use undo='shadow'"
+        )
+
+
+def _undo_bytes(config: EngineConfig, weight_bytes: int) -> int:
+    """The most that is kept for going back, beside the shadow: one copy, sparse ones included."""
+    return 0 if config.undo == "shadow" else weight_bytes
+
+
+def _on_cpu(reply: Mapping[str, Any]) -> bool:
+    return str(reply["device"]).startswith("cpu")
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rollout.background import NativeThread
+from rollout.distributed.native_thread import NativeThread
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor, Reply
 from rollout.engine.gates import Gates
 from rollout.engine.output import OutputProcessor
+from rollout.engine.sampling.output import StepOutput, decode_step
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch
-from rollout.engine.step_output import StepOutput, decode_step
 from rollout.errors import (
     EngineBroken,
     EngineClosed,

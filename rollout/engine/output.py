@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import isnan
 
-from rollout.engine.request_state import Call, RequestState, Sample
+from rollout.engine.request_state import Call, RequestState, Sample, Snapshot
+from rollout.engine.sampling.output import StepOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
-from rollout.engine.snapshot import Snapshot
-from rollout.engine.step_output import StepOutput
 from rollout.errors import EngineError
 from rollout.metrics import EngineCounters
 

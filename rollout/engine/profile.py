@@ -6,10 +6,10 @@ import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import rollout.engine.loop as loop_module
-from rollout.engine.detokenizer import Detokenizer
-from rollout.engine.rank_profile import DECODE, PREFILL, KindTotals
+from rollout.engine.profile_spans import Spans, Watched
 from rollout.engine.sequence import ScheduledBatch
-from rollout.observability import Spans, Watched
+from rollout.engine.tokenizer import Detokenizer
+from rollout.engine.worker.profile import DECODE, PREFILL, KindTotals
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineCore

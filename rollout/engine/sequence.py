@@ -7,8 +7,7 @@ from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from rollout.engine.spans import SpanBuilder
-from rollout.generation import SamplingParams
+from rollout.generation import SamplingParams, VersionSpan
 
 
 class Status(IntEnum):
@@ -217,3 +216,43 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_new for entry in self.entries)
+
+
+class SpanBuilder:
+    """Contiguous spans of versions over positions ``0 <= i < length``; grows at its end only."""
+
+    __slots__ = ("_starts", "_versions", "length")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._versions: list[int] = []
+        self.length = 0
+
+    def extend(self, version: int, count: int) -> None:
+        """The next ``count`` positions were computed by ``version``."""
+        if count <= 0:
+            return
+        if not self._versions or self._versions[-1] != version:
+            self._starts.append(self.length)
+            self._versions.append(version)
+        self.length += count
+
+    def clear(self) -> None:
+        self._starts.clear()
+        self._versions.clear()
+        self.length = 0
+
+    def single_version(self) -> int | None:
+        """The version of every position so far, or None when there are none or several."""
+        return self._versions[0] if len(self._versions) == 1 else None
+
+    def prefix(self, length: int) -> SpanBuilder:
+        """A copy of the first ``length`` positions."""
+        out = SpanBuilder()
+        for span in self.spans():
+            out.extend(span.version, min(span.stop, length) - span.start)
+        return out
+
+    def spans(self) -> tuple[VersionSpan, ...]:
+        stops = [*self._starts[1:], self.length]
+        return tuple(map(VersionSpan, self._versions, self._starts, stops))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.wire import dtype_name, view_at
+from rollout.wire.frames import dtype_name, view_at
 
 MIN_SHARED = 1 << 20  # bytes; what is shorter is as fast through a socket
 MAX_ROOMS = 2 << 30  # bytes of all rooms: of what a peer has announced, not yet sent

@@ -13,8 +13,8 @@ from torch import Tensor
 from rollout.errors import ConfigError
 from rollout.loader.dummy import DummyFiles
 from rollout.loader.hub import resolve_model
-from rollout.weight_files import Files, open_weights
 from rollout.weights import Box, LazyTensor, TensorMeta
+from rollout.weights.files import Files, open_weights
 
 FORMATS = ("auto", "safetensors", "pt", "dummy")
 

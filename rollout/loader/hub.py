@@ -6,7 +6,12 @@ import re
 from pathlib import Path
 
 from rollout.errors import ConfigError
-from rollout.weight_files import PT, SAFETENSORS, FileKind, find_shards
+from rollout.weights.files import (
+    PT,
+    SAFETENSORS,
+    FileKind,
+    find_shards,
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")

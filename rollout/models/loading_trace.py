@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.errors import WeightMismatch
 from rollout.models.weight_table import ParamSpec, WeightTable
-from rollout.spellings import Spellings
 from rollout.weights import PLAIN, Box, Shape, TensorMeta, WeightSlot
+from rollout.weights.fused_experts import Spellings
 
 
 def trace_loading(

@@ -11,7 +11,6 @@ from rollout.errors import WeightMismatch
 from rollout.kernels import digest, patch_places, write_box
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_table import WeightTable
-from rollout.positions import Kept, positions_in_whole, positions_inside
 from rollout.weights import (
     Box,
     LazyTensor,
@@ -20,6 +19,7 @@ from rollout.weights import (
     WeightSlot,
     WeightValue,
 )
+from rollout.weights.positions import Kept, positions_in_whole, positions_inside
 
 
 class SlotIO:

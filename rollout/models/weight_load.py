@@ -14,8 +14,8 @@ from rollout.models.alias_check import AliasCheck
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
-from rollout.spellings import Splitter, nearest
 from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
+from rollout.weights.fused_experts import Splitter, nearest
 
 HINTS = 16  # unknown names of one load whose nearest is searched for
 

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from rollout.errors import WeightMismatch
-from rollout.spellings import Spellings
 from rollout.weights import Box, Layout, Shape, WeightSlot
+from rollout.weights.fused_experts import Spellings
 
 # Trailing name components that checkpoints may carry and no parameter takes.
 IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"),)

@@ -10,9 +10,9 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
-from rollout.engine.cuda_graphs import check_graphs
-from rollout.engine.kv_sizing import MemoryPlan, plan_memory, size_kv
+from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
+from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import native_status
 from rollout.loader import open_checkpoint, resolve_model
@@ -20,7 +20,7 @@ from rollout.models.causal_lm import build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
-from rollout.wire import DTYPES, dtype_name
+from rollout.wire.frames import DTYPES, dtype_name
 
 MIB = 1 << 20
 

@@ -19,13 +19,13 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
-from rollout.grpc_status import MAX_BODY
 from rollout.metrics import EngineCounters
+from rollout.rpc.status import MAX_BODY
+from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
-from rollout.server.http import build_app, token_id_text
-from rollout.server.http_answers import TokenText
-from rollout.server.open_routes import OpenRoutes
-from rollout.tls import ServerTls
+from rollout.server.http.answers import TokenText
+from rollout.server.http.app import build_app, token_id_text
+from rollout.server.http.open_routes import OpenRoutes
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that open HTTP connections get at the end

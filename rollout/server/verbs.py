@@ -11,12 +11,18 @@ from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.update_wire import receipt_to_wire
-from rollout.updates import WeightInfo
-from rollout.weight_sync.transports.foreign import ForeignGroup
-from rollout.weight_sync.verb_session import DEADLINE, PACK_BYTES, TIMEOUT, Packing, VerbSession
+from rollout.weight_sync.engine.vllm_session import (
+    DEADLINE,
+    PACK_BYTES,
+    TIMEOUT,
+    Packing,
+    VerbSession,
+)
+from rollout.weight_sync.protocol.codec import receipt_to_wire
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.transports.vllm import ForeignGroup
 from rollout.weights import TensorMeta
-from rollout.wire import DTYPES
+from rollout.wire.frames import DTYPES
 
 T = TypeVar("T", bound=BaseModel)
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, strict=False)]

@@ -15,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import update_wire, wire
 from rollout.errors import ConfigError, TransferFailed
-from rollout.grpc_commands import UPDATE
-from rollout.weight_sync.bucket import unpack
+from rollout.rpc.chunks import UPDATE
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.bucket import unpack
+from rollout.wire import frames as wire
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import DecodeError
 
-from rollout import rollout_pb2 as pb
-from rollout.grpc_commands import Chunk, command_from_wire, command_to_wire
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import Chunk, command_from_wire, command_to_wire
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 16384, 2 << 20])

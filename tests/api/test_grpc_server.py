@@ -15,15 +15,15 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from rollout import Rollout, SamplingParams
-from rollout import rollout_pb2 as pb
 from rollout.errors import ConfigError, EngineClosed
-from rollout.grpc_status import MAX_BODY
-from rollout.rollout_pb2 import GenerateRequest
-from rollout.rollout_pb2_grpc import GenerationStub
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.rollout_pb2 import GenerateRequest
+from rollout.rpc.rollout_pb2_grpc import GenerationStub
+from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
-from rollout.server.grpc_interceptors import refusing
-from rollout.update_wire import request_to_wire
-from rollout.updates import UpdateRequest
+from rollout.server.grpc.interceptors import refusing
+from rollout.weight_sync.protocol.codec import request_to_wire
+from rollout.weight_sync.protocol.messages import UpdateRequest
 
 ONE = SamplingParams(max_tokens=1)
 SETTINGS = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}

@@ -13,11 +13,11 @@ from proxies import Proxy
 
 from rollout import Rollout
 from rollout.errors import ConfigError, TransferFailed, VersionConflict
-from rollout.grpc_client import RolloutClient
-from rollout.grpc_outbox import Outbox
-from rollout.grpc_status import CHUNK
-from rollout.updates import BucketHeader, UpdateRequest
-from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.outbox import Outbox
+from rollout.rpc.status import CHUNK
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.inline import GrpcStream
 
 BUCKET = 48 << 10

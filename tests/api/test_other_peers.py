@@ -11,19 +11,21 @@ import grpc
 import pytest
 from tiny_models import write_tiny
 
-from rollout import Rollout, rollout_pb2, update_wire
+from rollout import Rollout
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
-from rollout.grpc_status import error_from_rpc
-from rollout.rollout_pb2_grpc import (
+from rollout.rpc import rollout_pb2
+from rollout.rpc.rollout_pb2_grpc import (
     ControlServicer,
     ControlStub,
     GenerationStub,
     WeightSyncStub,
     add_ControlServicer_to_server,
 )
-from rollout.server_info import PROTOCOL, PROTOCOL_KEY
-from rollout.updates import UpdateRequest
+from rollout.rpc.status import error_from_rpc
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.wire.version import PROTOCOL, PROTOCOL_KEY
 
 OTHER = PROTOCOL + 1
 

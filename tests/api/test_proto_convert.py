@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout import rollout_pb2 as pb
 from rollout.errors import InvalidRequest
 from rollout.generation import Completion, Logprobs, RequestOutput, SamplingParams, VersionSpan
 from rollout.metrics import EngineStats, HistogramSnapshot
-from rollout.proto_convert import (
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import (
     messages_from_json,
     output_from_proto,
     output_to_proto,

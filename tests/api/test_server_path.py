@@ -5,12 +5,13 @@ import time
 import pytest
 from safetensors.torch import save_file
 
-from rollout import Rollout, rollout_pb2
+from rollout import Rollout
 from rollout.errors import ConfigError, IncompleteUpdate, TransferFailed, WeightMismatch
-from rollout.grpc_client import RolloutClient
-from rollout.rollout_pb2_grpc import WeightSyncStub
-from rollout.weight_sync.transports.disk_writer import VersionWriter
-from rollout.weight_sync.transports.store import LocalStore
+from rollout.rpc import rollout_pb2
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.rollout_pb2_grpc import WeightSyncStub
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 
 
 @pytest.fixture(scope="module")

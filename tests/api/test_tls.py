@@ -9,10 +9,10 @@ import pytest
 from certificates import make_certificates
 
 from rollout import Rollout
-from rollout.cli import main
+from rollout.cli.main import main
 from rollout.errors import ConfigError, EngineClosed
-from rollout.server.grpc import serve
-from rollout.tls import ClientTls, ServerTls
+from rollout.rpc.tls import ClientTls, ServerTls
+from rollout.server.grpc.server import serve
 
 
 @pytest.fixture(scope="module")

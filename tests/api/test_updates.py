@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from rollout import Rollout, SamplingParams, rollout_pb2, update_wire
+from rollout import Rollout, SamplingParams
 from rollout.errors import (
     ConfigError,
     EngineRestarted,
@@ -21,10 +21,12 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.grpc_client import RolloutClient
-from rollout.grpc_status import error_from_rpc
-from rollout.rollout_pb2_grpc import WeightSyncStub
-from rollout.updates import BucketHeader, UpdateRequest
+from rollout.rpc import rollout_pb2
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.rollout_pb2_grpc import WeightSyncStub
+from rollout.rpc.status import error_from_rpc
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

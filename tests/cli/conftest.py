@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny
 
-from rollout.cli import main
+from rollout.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]  # arguments -> exit status, stdout, stderr
 

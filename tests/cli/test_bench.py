@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny
 
-from rollout.cli_bench import summary
+from rollout.cli.bench import summary
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.profile import EngineProfile

@@ -23,9 +23,9 @@ from serving import alive, descendants, serve
 from tiny_models import write_tiny
 
 from rollout import RequestOutput, Rollout, SamplingParams
-from rollout.cli import make_parser
-from rollout.cli_flags import ENGINE_HELP, engine_config
-from rollout.cli_serve import _until
+from rollout.cli.flags import ENGINE_HELP, engine_config
+from rollout.cli.main import make_parser
+from rollout.cli.serve import _until
 from rollout.config import EngineConfig
 from rollout.errors import EngineClosed, VersionConflict, WeightMismatch, WorkerDied
 

@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.cli import make_parser
-from rollout.cli_flags import _subparsers, engine_config, model_of
-from rollout.cli_spellings import COMMANDS, REFUSED, SAME, respelled
+from rollout.cli.flags import _subparsers, engine_config, model_of
+from rollout.cli.main import make_parser
+from rollout.cli.spellings import (
+    COMMANDS,
+    REFUSED,
+    SAME,
+    respelled,
+)
 from rollout.errors import ConfigError
 
 Run = Callable[..., tuple[int, str, str]]

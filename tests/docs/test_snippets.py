@@ -27,8 +27,8 @@ from serving import Served, serve
 from snippets import ROOT, Snippet, all_snippets, cut
 
 from rollout import Rollout
-from rollout.cli import main, make_parser
-from rollout.cli_flags import all_flags
+from rollout.cli.flags import all_flags
+from rollout.cli.main import main, make_parser
 
 sys.path.insert(0, str(ROOT / "trainer_examples"))
 

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
-from rollout.weight_sync.options import IN_FLIGHT
+from rollout.weight_sync.trainer.options import IN_FLIGHT
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CLIENTS, UPDATES = 6, 3

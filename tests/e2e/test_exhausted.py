@@ -13,11 +13,11 @@ from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.faults import Fault, Faulty
-from rollout.weight_sync.follower import Follower
-from rollout.weight_sync.pressure import exhausted_memory, fill_disk, full_disk
-from rollout.weight_sync.transports.disk_writer import VersionWriter
-from rollout.weight_sync.transports.store import LocalStore
+from rollout.testing.faults import Fault, Faulty
+from rollout.testing.pressure import exhausted_memory, fill_disk, full_disk
+from rollout.weight_sync.versions.follower import Follower
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 
 # One tensor of 82 MB, 41 on each rank: above what an allocator serves from memory it has kept.
 LARGE = {"vocab_size": 80000, "hidden_size": 256, "tied": True}

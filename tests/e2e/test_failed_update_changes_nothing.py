@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
 from rollout.errors import ChecksumMismatch
-from rollout.weight_sync.faults import Fault, Faulty
+from rollout.testing.faults import Fault, Faulty
 
 BUCKET = 16 << 10  # the tiny model takes more than 20 of them
 TIMEOUT = 3.0

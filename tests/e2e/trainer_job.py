@@ -24,9 +24,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Rollout, RolloutError
-from rollout.update_wire import receipt_to_wire
-from rollout.weight_sync.faults import Fault, Faulty
-from rollout.weight_sync.source import agreement_for, source_for
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.protocol.codec import receipt_to_wire
+from rollout.weight_sync.trainer.sources.detect import agreement_for, source_for
 
 ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}
 

@@ -6,9 +6,9 @@ from engine_core.toy import VOCAB, ToyExecutor, chain
 
 from rollout.engine.batch import encode_batch
 from rollout.engine.block_manager import BlockManager
+from rollout.engine.sampling.output import decode_step
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence, Status
-from rollout.engine.step_output import decode_step
 from rollout.generation import SamplingParams
 
 

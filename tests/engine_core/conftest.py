@@ -15,7 +15,7 @@ from tiny_models import make_tokenizer
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.job_thread import JobThread
+from rollout.engine.worker.job_thread import JobThread
 
 
 @pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])

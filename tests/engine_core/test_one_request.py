@@ -16,7 +16,7 @@ from tiny_models import write_tiny
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.sampling_batch import SamplingBatch
+from rollout.engine.sampling.metadata import SamplingBatch
 from rollout.errors import EngineError, InvalidRequest
 from rollout.generation import Completion, Request, SamplingParams
 

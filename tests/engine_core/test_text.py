@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
 
-from rollout.engine.detokenizer import Detokenizer
-from rollout.engine.tokenizer import Tokenizer
+from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
 

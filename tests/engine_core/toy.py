@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.batch import decode_batch, with_drawn
-from rollout.engine.job_thread import JobThread
+from rollout.engine.worker.job_thread import JobThread
 from rollout.errors import RolloutError, WorkerDied
 
 VOCAB = 97

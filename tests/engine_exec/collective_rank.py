@@ -10,8 +10,8 @@ import time
 import torch
 
 from rollout.distributed import TensorParallel, join_group
-from rollout.engine.shared_memory_group import SLOT, SharedMemoryGroup, share_memory
-from rollout.update_wire import rendezvous_from_wire
+from rollout.engine.worker.shared_memory_group import SLOT, SharedMemoryGroup, share_memory
+from rollout.weight_sync.protocol.codec import rendezvous_from_wire
 
 SHAPES = [(1,), (3, 5), (1, 896), (33, 67), (8, 4096), (2 * SLOT + 77,), (5, SLOT // 4)]
 

@@ -12,8 +12,8 @@ from engine_exec.sampling import sequence
 from rollout.config import EngineConfig
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import make_executor
+from rollout.engine.sampling.output import decode_step
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
-from rollout.engine.step_output import decode_step
 from rollout.generation import SamplingParams
 
 BLOCK = 4

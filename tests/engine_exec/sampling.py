@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.engine.batch import decode_batch, encode_batch
-from rollout.engine.sampling_batch import SamplingBatch
+from rollout.engine.sampling.metadata import SamplingBatch
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.generation import SamplingParams
 

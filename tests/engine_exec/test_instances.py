@@ -6,9 +6,9 @@ from engine_exec.driving import generate, running
 from tiny_models import write_tiny
 
 from rollout.errors import EngineBroken, RolloutError, VersionConflict
-from rollout.update_wire import header_to_wire, request_to_wire
-from rollout.updates import UpdateRequest
-from rollout.weight_sync.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire
+from rollout.weight_sync.protocol.messages import UpdateRequest
 
 PROMPTS = [[5, 6, 7], list(range(40, 60))]
 NEW = 6

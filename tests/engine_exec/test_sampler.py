@@ -8,8 +8,8 @@ import torch
 from engine_exec.sampling import repeated, sampling_batch, sequence
 from transformers.generation import logits_process as hf
 
-from rollout.engine.sampler import Sampler
-from rollout.engine.uniforms import uniforms
+from rollout.engine.sampling.draw import uniforms
+from rollout.engine.sampling.sampler import Sampler
 from rollout.generation import SamplingParams
 
 VOCAB = 1300  # two whole segments and a rest
@@ -130,7 +130,7 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
     sequences = mixed_sequences()
     logits = peaked(len(sequences), seed=6)
     whole = Sampler().sample(logits, sampling_batch(sequences))
-    monkeypatch.setattr("rollout.engine.sampler.CPU_SLICE", 2 * VOCAB)
+    monkeypatch.setattr("rollout.engine.sampling.sampler.CPU_SLICE", 2 * VOCAB)
     sliced = Sampler().sample(logits, sampling_batch(sequences))
     for name in ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs"):
         assert torch.equal(getattr(whole, name), getattr(sliced, name)), name

@@ -14,9 +14,9 @@ from engine_exec.driving import generate, running
 
 import rollout
 from rollout.distributed import RendezvousServer
-from rollout.engine.shared_memory_group import create_shared
+from rollout.engine.worker.shared_memory_group import create_shared
 from rollout.kernels import native
-from rollout.update_wire import rendezvous_to_wire
+from rollout.weight_sync.protocol.codec import rendezvous_to_wire
 
 RANK = Path(__file__).with_name("collective_rank.py")
 

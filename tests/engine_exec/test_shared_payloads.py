@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import Rollout
-from rollout import rollout_pb2 as pb
 from rollout.engine import shared_payloads
 from rollout.engine.shared_payloads import PayloadMemory, PayloadViews
 from rollout.errors import TransferFailed
-from rollout.server.grpc_updates import HeldUpdates, UpdateStream, document
-from rollout.update_wire import header_to_wire, request_to_wire
-from rollout.updates import Begun, BucketHeader, UpdateRequest
+from rollout.rpc import rollout_pb2 as pb
+from rollout.server.grpc.updates import HeldUpdates, UpdateStream, document
+from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire
+from rollout.weight_sync.protocol.messages import Begun, BucketHeader, UpdateRequest
 
 LARGE = 3 << 20
 

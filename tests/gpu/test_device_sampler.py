@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.engine.device_sampler import DeviceSampler, make_sampler
-from rollout.engine.sampler import Sampler, Samples
-from rollout.engine.sampling_batch import SamplingBatch
+from rollout.engine.sampling.fused_sampler import DeviceSampler, make_sampler
+from rollout.engine.sampling.metadata import SamplingBatch
+from rollout.engine.sampling.sampler import Sampler, Samples
 
 SETTINGS = (  # temperature, top_p, min_p, top_k
     (0.0, 1.0, 0.0, 0),

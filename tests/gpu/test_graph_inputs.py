@@ -9,7 +9,12 @@ import torch
 
 from rollout import kernels
 from rollout.config import EngineConfig
-from rollout.engine.cuda_graphs import DecodeInputs, is_decode, padded_sizes, wants_graphs
+from rollout.engine.worker.cuda_graphs import (
+    DecodeInputs,
+    is_decode,
+    padded_sizes,
+    wants_graphs,
+)
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
 from rollout.models.forward import ForwardBatch
@@ -118,7 +123,7 @@ def vars_of(batch: ForwardBatch) -> list[torch.Tensor]:
 
 def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -> None:
     from rollout.distributed import TensorParallel
-    from rollout.engine.instances import ModelInstances
+    from rollout.engine.worker.weight_instances import ModelInstances
     from rollout.models.causal_lm import CausalLM, build_model
     from rollout.models.config import ModelConfig
 

@@ -19,9 +19,9 @@ from rollout import Rollout
 from rollout.api import AsyncRollout
 from rollout.errors import ConfigError
 from rollout.server.auth import ROUTES, Access, Tokens, check_encrypted
-from rollout.server.http import build_app
-from rollout.server.http_guard import Guard
-from rollout.server.open_routes import HTTP_ROUTES, OpenRoutes
+from rollout.server.http.app import build_app
+from rollout.server.http.guard import Guard
+from rollout.server.http.open_routes import HTTP_ROUTES, OpenRoutes
 
 JSON = {"content-type": "application/json"}
 
@@ -203,8 +203,8 @@ def test_nothing_is_kept_of_a_stranger(served: Served, token: str | None) -> Non
         Rollout.connect(served.grpc, token, timeout=20)
     import grpc
 
-    from rollout.rollout_pb2 import GenerateRequest
-    from rollout.rollout_pb2_grpc import GenerationStub
+    from rollout.rpc.rollout_pb2 import GenerateRequest
+    from rollout.rpc.rollout_pb2_grpc import GenerationStub
 
     options = [("grpc.max_send_message_length", -1)]
     request = GenerateRequest(prompts=[{"text": "x" * (60 << 20)}])

@@ -19,7 +19,7 @@ from tiny_models import write_tiny
 from rollout import AsyncRollout, Rollout
 from rollout.config import EngineConfig
 from rollout.errors import RolloutError
-from rollout.server.http import build_app
+from rollout.server.http.app import build_app
 from rollout.server.service import serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -14,8 +14,8 @@ from tiny_models import write_tiny
 from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
+from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.server.service import serving
-from rollout.tls import ClientTls, ServerTls
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import pytest_asyncio
 from tiny_models import write_tiny
 
 from rollout import AsyncRollout, Rollout, SamplingParams
-from rollout import rollout_pb2 as pb
 from rollout.errors import EngineOverloaded, InvalidRequest, VersionConflict
-from rollout.rollout_pb2_grpc import ControlStub
-from rollout.server.http import build_app
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.rollout_pb2_grpc import ControlStub
+from rollout.server.http.app import build_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)

@@ -19,7 +19,7 @@ from rollout.models.config import ModelConfig
 from rollout.models.registry import Registry
 from rollout.models.weight_table import check_tables
 from rollout.server.preflight import check
-from rollout.weight_sync.digests import combine, slot_rows
+from rollout.weight_sync.protocol.digests import combine, slot_rows
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
 HIDDEN, INNER, VOCAB, LAYERS = 16, 24, 37, 2

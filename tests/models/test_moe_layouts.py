@@ -20,9 +20,9 @@ from rollout.loader import open_checkpoint
 from rollout.models.causal_lm import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import check_tables
-from rollout.weight_sync.digests import combine, slot_rows
-from rollout.weight_sync.preflight import differences
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.protocol.digests import combine, slot_rows
+from rollout.weight_sync.protocol.fit import differences
+from rollout.weight_sync.trainer.sources.detect import source_for
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral")

@@ -11,7 +11,7 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels import digest
 from rollout.server.preflight import check
-from rollout.weight_sync.digests import total
+from rollout.weight_sync.protocol.digests import total
 from rollout.weights import Box
 
 ENGINE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import rollout
-from rollout.child_environment import child_environment
+from rollout.distributed.child_environment import child_environment
 
 
 def test_tokens_stay_here_and_everything_else_is_passed_on(monkeypatch) -> None:

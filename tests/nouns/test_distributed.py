@@ -10,8 +10,8 @@ import torch
 
 from rollout import distributed
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.distributed.rendezvous import Board
 from rollout.errors import DeadlineExceeded, TransferFailed
-from rollout.rendezvous import Board
 
 
 def run_ranks(size: int, work) -> None:

@@ -13,10 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollout import rendezvous
-from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.distributed import RendezvousServer, TensorParallel, join_group, rendezvous
+from rollout.distributed.rendezvous import (
+    Board,
+    Door,
+    Rendezvous,
+    enter,
+    local_address,
+)
 from rollout.errors import DeadlineExceeded, TransferFailed
-from rollout.rendezvous import Board, Door, Rendezvous, enter, local_address
 from rollout.weight_sync.transports.links import Links
 
 

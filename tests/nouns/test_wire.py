@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import wire
 from rollout.errors import TransferFailed
+from rollout.wire import frames as wire
 
 
 def through_a_socket(header, tensors):

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from rollout.errors import TransferFailed
-from rollout.weight_sync.transports.foreign_nccl import unique_id
+from rollout.weight_sync.transports.vllm_nccl import unique_id
 
 
 class UniqueId(ctypes.Structure):

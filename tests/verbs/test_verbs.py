@@ -12,9 +12,9 @@ from sender import Sender, described
 from serving import descendants
 
 from rollout.errors import ConfigError, UpdateInProgress
-from rollout.grpc_status import error_from_rpc
-from rollout.rollout_pb2 import WeightDocument
-from rollout.rollout_pb2_grpc import WeightSyncStub
+from rollout.rpc.rollout_pb2 import WeightDocument
+from rollout.rpc.rollout_pb2_grpc import WeightSyncStub
+from rollout.rpc.status import error_from_rpc
 
 
 def error_of(reply) -> tuple[int, str, str]:

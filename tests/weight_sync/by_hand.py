@@ -7,8 +7,8 @@ import uuid
 import torch
 
 from rollout.kernels import digest
-from rollout.updates import BucketHeader, Seal, UpdateRequest
-from rollout.weight_sync.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
 from rollout.weights import Box
 
 BUCKET = 32 << 10

@@ -31,11 +31,11 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutError
-from rollout.grpc_client import RolloutClient
-from rollout.update_wire import receipt_to_wire
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.publisher import UpdateOptions, publish
-from rollout.weight_sync.survey import PlanCache
+from rollout.rpc.client import RolloutClient
+from rollout.weight_sync.protocol.codec import receipt_to_wire
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.survey import PlanCache
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")

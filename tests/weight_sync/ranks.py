@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
-from rollout.engine.instances import ModelInstances
+from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.causal_lm import build_model
 from rollout.models.config import ModelConfig
-from rollout.weight_sync.coordinator import Coordinator
-from rollout.weight_sync.digests import slot_rows
-from rollout.weight_sync.receiver import RankUpdates
+from rollout.weight_sync.engine.coordinator import Coordinator
+from rollout.weight_sync.engine.rank import RankUpdates
+from rollout.weight_sync.protocol.digests import slot_rows
 
 
 class Rank:

@@ -7,9 +7,9 @@ import threading
 from peers import Boxes, agreements, rows
 from trainer import BUCKET
 
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.publisher import UpdateOptions, publish
-from rollout.weight_sync.survey import PlanCache
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.survey import PlanCache
 
 
 class Gathered(Boxes):

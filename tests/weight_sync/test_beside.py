@@ -10,7 +10,7 @@ from ranks import Engine, same
 from trainer import Trainer, fresh
 
 from rollout.errors import TransferFailed
-from rollout.weight_sync.beside import Beside
+from rollout.weight_sync.trainer.bucket_sender import Beside
 from rollout.weight_sync.transports.inline import InlineSender
 
 LARGE = 128 << 10  # bytes: more than the largest tensor

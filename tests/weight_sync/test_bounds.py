@@ -12,9 +12,14 @@ from trainer import Trainer
 
 from rollout.distributed import Rendezvous
 from rollout.errors import TransferFailed
-from rollout.updates import BucketHeader, Message, SharedBuckets, UpdateRequest
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    Message,
+    SharedBuckets,
+    UpdateRequest,
+)
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import make_receiver
 
 HUGE = 1 << 45  # bytes: no machine has them

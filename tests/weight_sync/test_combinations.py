@@ -22,7 +22,7 @@ from trainer_processes import Job
 
 from rollout.kernels import digest
 from rollout.models.config import ModelConfig
-from rollout.server.grpc import serve
+from rollout.server.grpc.server import serve
 from rollout.weights import Box
 
 HERE = Path(__file__).parent

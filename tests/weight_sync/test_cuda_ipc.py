@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.update_wire import info_from_wire, info_to_wire, shared_from_wire, shared_to_wire
-from rollout.updates import SharedBuckets, WeightInfo
-from rollout.weight_sync.host import host_id
+from rollout.weight_sync.protocol.codec import (
+    info_from_wire,
+    info_to_wire,
+    shared_from_wire,
+    shared_to_wire,
+)
+from rollout.weight_sync.protocol.messages import SharedBuckets, WeightInfo
 from rollout.weight_sync.transports import cuda_ipc, make_receiver, make_sender, roads
 from rollout.weight_sync.transports.broadcast import choose_backend
 from rollout.weight_sync.transports.cuda_ipc import (
@@ -25,6 +29,7 @@ from rollout.weight_sync.transports.cuda_ipc import (
     wait_released,
     why_not,
 )
+from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
 
 UUID, SECRET = str(uuid4()), "00112233445566778899aabbccddeeff"
@@ -161,7 +166,7 @@ def test_one_gpu_for_both_sides_is_no_place_for_nccl() -> None:
 
 
 def test_the_receiver_follows_what_is_shared() -> None:
-    from rollout.updates import UpdateRequest
+    from rollout.weight_sync.protocol.messages import UpdateRequest
 
     shared = SharedBuckets(name="", secret=SECRET, half=FLAGS, handle="00")
     request = UpdateRequest(

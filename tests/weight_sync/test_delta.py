@@ -17,12 +17,12 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.update_wire import header_from_wire, header_to_wire
-from rollout.updates import BucketEntry, BucketHeader, UpdateRequest
-from rollout.weight_sync import encodings
-from rollout.weight_sync.bucket import BucketPacker, unpack
-from rollout.weight_sync.delta import Committed, encode
-from rollout.weight_sync.publisher import UpdateOptions
+from rollout.weight_sync.protocol.bucket import BucketPacker, unpack
+from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
+from rollout.weight_sync.protocol.delta import Committed, encode
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
+from rollout.weight_sync.trainer import encoder as encodings
+from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weights import Box, SparsePatch
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)

@@ -18,11 +18,11 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
-from rollout.weight_sync.follower import Follower
-from rollout.weight_sync.publisher import UpdateOptions, publish
-from rollout.weight_sync.transports.disk import VersionSource, complete_versions
-from rollout.weight_sync.transports.disk_writer import VersionWriter
-from rollout.weight_sync.transports.store import LocalStore
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.versions.follower import Follower
+from rollout.weight_sync.versions.reader import VersionSource, complete_versions
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 
 
 class PutGetList:

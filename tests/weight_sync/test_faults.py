@@ -22,8 +22,13 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.weight_sync.faults import KINDS, Fault, Faulty, FaultyLink
-from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.testing.faults import (
+    KINDS,
+    Fault,
+    Faulty,
+    FaultyLink,
+)
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.links import Links
 
 TIMEOUT = 1.0

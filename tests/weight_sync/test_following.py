@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
-from rollout.weight_sync.follower import Follower, readable
-from rollout.weight_sync.transports.disk_writer import VersionWriter
-from rollout.weight_sync.transports.store import LocalStore
+from rollout.weight_sync.versions.follower import Follower, readable
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 
 INDEX = "model.safetensors.index.json"
 

@@ -19,10 +19,10 @@ from ranks import Engine
 from trainer import Trainer, nudged
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.updates import BucketHeader, SharedBuckets, WeightInfo
-from rollout.weight_sync.host import SHARED_MEMORY, host_id
+from rollout.weight_sync.protocol.messages import BucketHeader, SharedBuckets, WeightInfo
 from rollout.weight_sync.transports import roads
-from rollout.weight_sync.transports.ipc import MAX_HALF, IpcReceiver, IpcSender
+from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
+from rollout.weight_sync.transports.shared_memory import MAX_HALF, IpcReceiver, IpcSender
 from rollout.weights import TensorMeta
 
 PAGE = 4096

@@ -7,7 +7,7 @@ import torch
 from ranks import Engine, same
 from trainer import Trainer, fresh
 
-from rollout.weight_sync import shipment
+from rollout.weight_sync.trainer import bucket_sender as shipment
 from rollout.weight_sync.transports.inline import InlineSender
 
 SMALL = 4 << 10  # bytes of a bucket: most tensors are cut

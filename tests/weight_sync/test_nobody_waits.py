@@ -12,11 +12,11 @@ from ranks import Engine
 from trainer import Trainer
 
 from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
-from rollout.weight_sync.checker import check_weights
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.publisher import UpdateOptions, publish
-from rollout.weight_sync.transports.disk_writer import VersionWriter
-from rollout.weight_sync.transports.store import LocalStore
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.trainer.preflight import check_weights
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 from rollout.weights import TensorMeta
 
 TIMEOUT = 1.0

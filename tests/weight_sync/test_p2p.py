@@ -17,8 +17,8 @@ from rollout.errors import (
     SourceFailed,
     TransferFailed,
 )
-from rollout.weight_sync.faults import Fault, Faulty
-from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weights import Box
 
 

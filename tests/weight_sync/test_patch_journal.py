@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.distributed import TensorParallel
-from rollout.engine.instances import ModelInstances
+from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import VersionConflict
 from rollout.models.causal_lm import build_model
 from rollout.models.patch_journal import SHARE, PatchJournal

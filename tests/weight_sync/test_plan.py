@@ -16,12 +16,12 @@ from peers import Peers, rows, whole
 from ranks import Engine
 from tiny_models import write_tiny
 
-from rollout.cli import main
-from rollout.cli_plan import plan_traffic
+from rollout.cli.main import main
+from rollout.cli.plan import plan_traffic
 from rollout.errors import ConfigError
-from rollout.weight_sync.boxes import cut, disjoint, interval_boxes
-from rollout.weight_sync.plan import gap, plan_rounds
+from rollout.weight_sync.trainer.reshard_plan import gap, plan_rounds
 from rollout.weights import Box, TensorMeta
+from rollout.weights.box import cut, disjoint, interval_boxes
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

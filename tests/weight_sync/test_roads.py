@@ -9,8 +9,8 @@ from ranks import Engine, same
 from trainer import Trainer, fresh, nudged
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
-from rollout.weight_sync.faults import Fault, Faulty
-from rollout.weight_sync.host import SHARED_MEMORY
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.transports.host import SHARED_MEMORY
 
 ROADS = ("inline", "broadcast", "ipc")
 

@@ -15,7 +15,7 @@ from tiny_models import write_tiny
 from trainer import nudged
 
 from rollout import Rollout
-from rollout.weight_sync.host import SHARED_MEMORY
+from rollout.weight_sync.transports.host import SHARED_MEMORY
 
 TESTS = Path(__file__).parents[1]
 

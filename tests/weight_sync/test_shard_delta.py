@@ -14,11 +14,11 @@ from trainer import fresh, nudged
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
 from rollout.kernels import take_changes
-from rollout.positions import positions_in_whole
-from rollout.weight_sync.boxes import interval_boxes
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.faults import Fault, Faulty
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weights import Box, SparsePatch
+from rollout.weights.box import interval_boxes
+from rollout.weights.positions import positions_in_whole
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])

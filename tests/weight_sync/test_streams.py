@@ -12,8 +12,8 @@ from trainer import nudged
 
 from rollout import Rollout
 from rollout.errors import TransferFailed
-from rollout.grpc_client import RolloutClient
-from rollout.updates import UpdateRequest
+from rollout.rpc.client import RolloutClient
+from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.inline import GrpcStream
 
 BUCKET = 16 << 10

@@ -25,10 +25,10 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.models.config import ModelConfig
-from rollout.weight_sync.bucket import BucketPacker
-from rollout.weight_sync.checker import check_weights, preflight
-from rollout.weight_sync.faults import Fault, Faulty
-from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.trainer.preflight import check_weights, preflight
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weights import Box
 
 BUCKET = 16 << 10  # the tiny model then takes well over 8 buckets
@@ -265,7 +265,7 @@ def test_a_version_that_does_not_rise_is_refused(engine, new, version) -> None:
 
 
 def test_the_same_update_twice_is_refused(engine, new) -> None:
-    from rollout.updates import UpdateRequest
+    from rollout.weight_sync.protocol.messages import UpdateRequest
 
     update(engine, new)
     request = UpdateRequest(
@@ -276,7 +276,7 @@ def test_the_same_update_twice_is_refused(engine, new) -> None:
 
 
 def test_an_update_on_another_base_is_refused(engine) -> None:
-    from rollout.updates import UpdateRequest
+    from rollout.weight_sync.protocol.messages import UpdateRequest
 
     request = UpdateRequest(update_id="x", base=(7, 5), bucket_bytes=BUCKET, timeout=DEADLINE)
     with pytest.raises(VersionConflict, match="built on"):
@@ -321,7 +321,7 @@ def test_whatever_fails_inside_a_commit_brings_every_rank_back(engine, new) -> N
 def test_an_unknown_way_for_running_requests_is_refused_before_anything_is_staged(
     engine, new
 ) -> None:
-    from rollout.updates import UpdateRequest
+    from rollout.weight_sync.protocol.messages import UpdateRequest
 
     update(engine, new)
     request = UpdateRequest(update_id="x", in_flight="bogus", bucket_bytes=BUCKET, timeout=DEADLINE)
@@ -399,7 +399,7 @@ class OwnSource:
     """A trainer's own source that raises in one of its methods."""
 
     def __init__(self, where: str) -> None:
-        from rollout.weight_sync.agreement import Agreement
+        from rollout.weight_sync.trainer.rank_group import Agreement
 
         self.agreement, self._where = Agreement(), where
 

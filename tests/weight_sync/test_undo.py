@@ -10,8 +10,8 @@ from by_hand import ByHand
 from ranks import Engine, same
 
 from rollout.config import EngineConfig
-from rollout.engine.kv_sizing import plan_memory, size_kv
-from rollout.engine.undo import KeptWeights
+from rollout.engine.kv_cache import plan_memory, size_kv
+from rollout.engine.worker.rollback import KeptWeights
 from rollout.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -22,10 +22,10 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.models.causal_lm import build_model
-from rollout.weight_sync.checker import check_weights
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.options import UpdateOptions
-from rollout.weight_sync.publisher import publish
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.trainer.preflight import check_weights
+from rollout.weight_sync.trainer.publisher import publish
 
 DEADLINE = 5.0
 UNDO = ("shadow", "sparse", "host")

@@ -10,11 +10,11 @@ from ranks import Engine, same
 from trainer import Trainer, fresh, nudged
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.update_wire import header_from_wire, header_to_wire
-from rollout.updates import BucketHeader
-from rollout.weight_sync import zstd
-from rollout.weight_sync.bucket import BucketPacker, unpack
-from rollout.weight_sync.delta import encode
+from rollout.weight_sync.protocol import zstd
+from rollout.weight_sync.protocol.bucket import BucketPacker, unpack
+from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
+from rollout.weight_sync.protocol.delta import encode
+from rollout.weight_sync.protocol.messages import BucketHeader
 
 needs_zstd = pytest.mark.skipif(not zstd.available(), reason="zstd is not installed")
 

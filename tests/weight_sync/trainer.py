@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from ranks import Engine
 
-from rollout.weight_sync.delta import DeltaBase
-from rollout.weight_sync.publisher import UpdateOptions, publish
+from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 BUCKET = 32 << 10
 DEADLINE = 10.0

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
-from rollout.update_wire import header_from_wire, header_to_wire
-from rollout.updates import BucketEntry, BucketHeader
-from rollout.weight_sync.bucket import (
+from rollout.weight_sync.protocol.bucket import (
     ALIGNMENT,
     BucketPacker,
     check_size,
     unpack,
 )
+from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weights import Box, TensorPiece
-from rollout.wire import DTYPES
+from rollout.wire.frames import DTYPES
 
 Named = list[tuple[str, Tensor]]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rollout.errors import SourceFailed
 from rollout.loader import open_checkpoint
-from rollout.weight_sync.follower import check_checkpoint
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.versions.follower import check_checkpoint
 from rollout.weights import Box
 
 State = dict[str, Tensor]

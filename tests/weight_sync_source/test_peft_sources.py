@@ -16,10 +16,11 @@ from weight_sync_source.jobs.lora import adapted, merged
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.names import file_form, named_weights
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.names import named_weights
 from rollout.weights import TensorMeta
+from rollout.weights.names import file_form
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = [

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from weight_sync_source.jobs.tiny import ALIASES, Tiny, expected
 
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
-from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.names import bind, file_form
-from rollout.weight_sync.source import WeightSource, source_for
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.base import WeightSource
+from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.names import bind
 from rollout.weights import TensorMeta
+from rollout.weights.names import file_form
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OWNER = "model.embed_tokens.weight"

@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import update_wire as uw
 from rollout.distributed import Rendezvous
 from rollout.errors import TransferFailed
-from rollout.updates import Begun, BucketEntry, BucketHeader, Seal, UpdateRequest, WeightInfo
-from rollout.weights import Box, RankReceipt, TensorMeta, UpdateReceipt
+from rollout.weight_sync.protocol import codec as uw
+from rollout.weight_sync.protocol.messages import (
+    Begun,
+    BucketEntry,
+    BucketHeader,
+    RankReceipt,
+    Seal,
+    UpdateReceipt,
+    UpdateRequest,
+    WeightInfo,
+)
+from rollout.weights import Box, TensorMeta
 
 META = TensorMeta("a.weight", torch.bfloat16, (3, 4))
 WHERE = Rendezvous("127.0.0.1", 4711, "s", 3, "tcp")

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from rollout.kernels.op import op
-from rollout.positions import Kept, positions_in_whole, positions_inside
 from rollout.weights import Layout, Shape, WeightSlot
+from rollout.weights.positions import Kept, positions_in_whole, positions_inside
 
 
 @op

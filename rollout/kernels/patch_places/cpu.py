@@ -5,8 +5,8 @@ from torch import Tensor
 
 from rollout.kernels.native import entry, library
 from rollout.kernels.patch_places import patch_places as op
-from rollout.positions import Kept
 from rollout.weights import Box, Layout, PlainLayout, Shape, TileLayout, WeightSlot
+from rollout.weights.positions import Kept
 
 
 def available() -> bool:

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous
 from rollout.errors import ConfigError
-from rollout.updates import (
+from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     SharedBuckets,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
-from rollout.weight_sync.host import host_id
 from rollout.weight_sync.transports.cuda_ipc import why_not as why_no_cuda_ipc
+from rollout.weight_sync.transports.host import host_id
 
 TRANSPORTS = ("inline", "grpc_stream", "broadcast", "ipc", "p2p")
 
@@ -184,7 +184,7 @@ def make_sender(
 
         return CudaIpcSender(info, timeout)
     if name == "ipc":
-        from rollout.weight_sync.transports.ipc import IpcSender
+        from rollout.weight_sync.transports.shared_memory import IpcSender
 
         return IpcSender(info, timeout)
     if name == "p2p":
@@ -211,7 +211,7 @@ def make_receiver(request: UpdateRequest, rank: int, device: str) -> Receiver:
 
         return CudaIpcReceiver(request.shared, rank, request.bucket_bytes, torch.device(device))
     if request.transport == "ipc" and request.shared is not None:
-        from rollout.weight_sync.transports.ipc import IpcReceiver
+        from rollout.weight_sync.transports.shared_memory import IpcReceiver
 
         return IpcReceiver(request.shared, rank, request.bucket_bytes)
     if request.transport == "p2p" and request.rendezvous is not None:

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer
-from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
-from rollout.weight_sync.bucket import check_size
+from rollout.weight_sync.protocol.bucket import check_size
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    SharedBuckets,
+    WeightChannel,
+    WeightInfo,
+)
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
 from rollout.weight_sync.transports.group import explained
 from rollout.weight_sync.transports.links import Links

@@ -27,12 +27,17 @@ from uuid import UUID
 import torch
 from torch import Tensor
 
-from rollout.background import NativeThread
 from rollout.distributed import Rendezvous
+from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, TransferFailed
-from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
-from rollout.weight_sync.host import host_id
-from rollout.weight_sync.transports.ipc import half_of
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    SharedBuckets,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.transports.host import host_id
+from rollout.weight_sync.transports.shared_memory import half_of
 
 MAX_HALF = 256 << 20
 FLAGS = 4096  # bytes before the halves; one for each rank

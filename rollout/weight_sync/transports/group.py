@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollout.errors import DeadlineExceeded, RolloutError
-from rollout.updates import WeightChannel
+from rollout.weight_sync.protocol.messages import WeightChannel
 
 _GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
 

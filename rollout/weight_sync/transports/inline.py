@@ -13,7 +13,12 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous
 from rollout.errors import ConfigError, TransferFailed
-from rollout.updates import BucketHeader, SharedBuckets, WeightChannel, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    SharedBuckets,
+    WeightChannel,
+    WeightInfo,
+)
 
 GRACE = 5.0  # seconds
 

@@ -19,9 +19,15 @@ from contextlib import closing, contextmanager, suppress
 
 from torch import Tensor
 
+from rollout.distributed.rendezvous import (
+    Board,
+    Door,
+    Rendezvous,
+    enter,
+    local_address,
+)
 from rollout.errors import DeadlineExceeded, TransferFailed
-from rollout.rendezvous import Board, Door, Rendezvous, enter, local_address
-from rollout.wire import tensor_bytes
+from rollout.wire.frames import tensor_bytes
 
 _PREAMBLE = struct.Struct("<QQ")
 _LOOK = 0.05  # seconds between looks at whether the update was aborted

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.background import NativeThread
 from rollout.distributed import Rendezvous, join_group
+from rollout.distributed.native_thread import NativeThread
 from rollout.errors import DeadlineExceeded, TransferFailed
 
 _POLL = 0.0005  # seconds between looks at a pending receive

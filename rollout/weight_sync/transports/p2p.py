@@ -16,8 +16,14 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer
 from rollout.errors import TransferFailed
-from rollout.updates import BucketHeader, Message, SharedBuckets, WeightChannel, WeightInfo
-from rollout.weight_sync.bucket import ALIGNMENT
+from rollout.weight_sync.protocol.bucket import ALIGNMENT
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    Message,
+    SharedBuckets,
+    WeightChannel,
+    WeightInfo,
+)
 from rollout.weight_sync.transports.group import explained
 from rollout.weight_sync.transports.links import Links
 
@@ -66,7 +72,7 @@ class P2PMember:
 class P2PSender:
     """The first trainer rank's end: listens for all members, announces, and sends its own boxes.
 
-    What all trainer ranks do together is in ``rollout.weight_sync.rounds``.
+    What all trainer ranks do together is in ``rollout.weight_sync.trainer.reshard``.
     """
 
     name = "p2p"

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.detect import source_for
 
 if __name__ == "__main__":
     job = Rank()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.trainer.sources.detect import source_for
 from rollout.weights import TensorMeta
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py

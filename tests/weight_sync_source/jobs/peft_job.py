@@ -15,7 +15,7 @@ from weight_sync_source.jobs.lora import adapted
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES
 
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.trainer.sources.detect import source_for
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from weight_sync_source.jobs.tiny import ALIASES
 
-from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.bucket import BucketPacker
-from rollout.weight_sync.source import LocalSource, source_for
+from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.base import LocalSource
+from rollout.weight_sync.trainer.sources.detect import source_for
 
 TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
 SHORT = 3.0  # for what must fail at its deadline

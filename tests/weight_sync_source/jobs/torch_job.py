@@ -15,7 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.source import agreement_for, calls_alone, opened, source_for
+from rollout.weight_sync.trainer.sources.detect import (
+    agreement_for,
+    calls_alone,
+    opened,
+    source_for,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.arange(12).view(2, 6)

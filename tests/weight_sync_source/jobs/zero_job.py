@@ -8,7 +8,7 @@ import torch.distributed as dist
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.source import source_for
+from rollout.weight_sync.trainer.sources.detect import source_for
 
 # Its shared-memory collective would be compiled with g++ first; gloo does the same.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,50 @@
+"""What the commands that ask a running service share: its token, and the files of TLS."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import rollout
+from rollout.cli.flags import add_token, environment, token_of
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import ConfigError
+from rollout.rpc.tls import ClientTls
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """A token and TLS files; ``connect`` uses them."""
+    group = parser.add_argument_group("service")
+    add_token(group, "bearer token of the service")
+    group.add_argument(
+        "--tls-ca", metavar="PEM", help="speak TLS; the authority that signed the service's own"
+    )
+    group.add_argument(
+        "--tls-cert", metavar="PEM", help="certificate to show, where the service asks for one"
+    )
+    group.add_argument("--tls-key", metavar="PEM", help="its key")
+    group.add_argument(
+        "--tls-server-name", metavar="NAME",
+        help="what the service's certificate is made out to, where that is not its address",
+    )  # fmt: skip
+
+
+def connect(args: argparse.Namespace, address: str, timeout: float = DEFAULT_TIMEOUT) -> Any:
+    """A ``Rollout`` of the service at ``address``; raises what ``Rollout.connect`` does."""
+    token = token_of(args)
+    return rollout.Rollout.connect(address, token, timeout=timeout, tls=client_tls(args))
+
+
+def client_tls(args: argparse.Namespace) -> ClientTls | None:
+    """The TLS files given by flags, or by ROLLOUT_TLS_CA, _CERT and _KEY; None: no TLS."""
+    given = {
+        name: getattr(args, f"tls_{name}") or environment(f"TLS_{name.upper()}")
+        for name in ("ca", "cert", "key")
+    }
+    if given["ca"] is None:
+        if given["cert"] or given["key"] or args.tls_server_name:
+            raise ConfigError("TLS needs --tls-ca: the authority that signed the service's own")
+        return None
+    return ClientTls(
+        ca=given["ca"], cert=given["cert"], key=given["key"], server_name=args.tls_server_name
+    )

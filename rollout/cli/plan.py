@@ -1,0 +1,336 @@
+"""``rollout plan``: what an update would move, from configs alone; no weights, no processes.
+
+The same intersection of boxes as a "p2p" update's (``trainer/reshard_plan.py``), over the tables
+of models without memory. Tensors of equal shape and placement are planned once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.config import DEFAULT_BUCKET_BYTES
+from rollout.errors import ConfigError
+from rollout.weights import Box, Shape, TensorMeta
+
+Holders = Mapping[Box, tuple[int, ...]]  # a box of one tensor -> the trainer ranks that hold it
+Wanted = tuple[tuple[Box, ...], ...]  # of one tensor, by rank of one engine
+BANDWIDTHS = (3.0, 25.0, 50.0)  # GB/s: 25 gigabit Ethernet, 200 and 400 gigabit fabrics
+MAX_RANKS = 1 << 16
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one update moves; bytes. ``links`` are one engine's, [trainer rank, its rank, bytes];
+    every engine has the same. ``busiest`` counts what one rank sends to, or takes from, all."""
+
+    tensors: int
+    weight_bytes: int
+    trainer_ranks: int
+    engines: int
+    tensor_parallel_size: int
+    total_bytes: int
+    links: tuple[tuple[int, int, int], ...]
+    busiest_link: tuple[int, int, int]
+    busiest_sender: tuple[int, int]
+    busiest_receiver: tuple[int, int]
+    rounds: int
+    trainer_peak_bytes: int
+    rollout_peak_bytes: int
+    seconds: Mapping[str, float]
+
+
+def add_plan(commands: Any, add_command: Any) -> None:
+    """Register the command; ``add_command`` makes a subparser as the others have it."""
+    parser = add_command(commands, "plan", run, "say what an update would move, from configs alone")
+    parser.add_argument(
+        "--trainer", required=True, metavar="KIND:N",
+        help="the trainer: fsdp:256 | hsdp:4x64 (replicas x shards) | ddp:8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rollout",
+        required=True,
+        metavar="tp:NxE",
+        help="the engines: tp:8x32 is 32 of 8 ranks each",
+    )
+    parser.add_argument("--model", required=True, help="config.json, or a directory with one")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the engine (default: the config's)")
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="whole experts on each engine rank"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, nargs="+", default=BANDWIDTHS, metavar="GB/S",
+        help="of each rank's link, in each direction (default: 3 25 50)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--bucket-mib",
+        type=int,
+        default=DEFAULT_BUCKET_BYTES >> 20,
+        metavar="N",
+        help="MiB of a bucket (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, with every link")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.bucket_mib < 1 or any(not rate > 0 for rate in args.bandwidth):
+        raise ConfigError("--bucket-mib and --bandwidth must be positive")
+    traffic = plan_traffic(
+        args.model,
+        trainer=args.trainer,
+        rollout=args.rollout,
+        dtype=args.dtype,
+        expert_parallel=args.expert_parallel,
+        bucket_bytes=args.bucket_mib << 20,
+        bandwidths=args.bandwidth,
+    )
+    sys.stdout.write((json.dumps(asdict(traffic)) if args.json else _text(traffic)) + "\n")
+    return 0
+
+
+def plan_traffic(
+    model: str,
+    *,
+    trainer: str,
+    rollout: str,
+    dtype: str | None = None,
+    expert_parallel: bool = False,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bandwidths: Sequence[float] = BANDWIDTHS,
+) -> Traffic:
+    """Plan one update of every engine at once; ``bandwidths`` in 10^9 bytes per second."""
+    replicas, shards = _trainer(trainer)
+    size, engines = _rollout(rollout)
+    metadata, wanted = _wants(model, size, dtype, expert_parallel)
+    holders = _holders(metadata, replicas, shards)
+    links = _links(metadata, holders, wanted, (replicas, size), bucket_bytes)
+    sent: Counter[int] = Counter()
+    taken: Counter[int] = Counter()
+    for (src, dst), nbytes in links.items():
+        sent[src] += nbytes
+        taken[dst] += nbytes
+    sender, out = max(sent.items(), key=lambda pair: pair[1])
+    receiver, into = max(taken.items(), key=lambda pair: pair[1])
+    link, most = max(links.items(), key=lambda pair: pair[1])
+    busiest = max(out * engines, into)
+    return Traffic(
+        tensors=len(metadata),
+        weight_bytes=sum(meta.nbytes for meta in metadata),
+        trainer_ranks=replicas * shards,
+        engines=engines,
+        tensor_parallel_size=size,
+        total_bytes=sum(links.values()) * engines,
+        links=tuple((src, dst, n) for (src, dst), n in sorted(links.items())),
+        busiest_link=(*link, most),
+        busiest_sender=(sender, out * engines),
+        busiest_receiver=(receiver, into),
+        rounds=-(-max(out, into) // bucket_bytes),
+        # Two buffers of a round per engine that is being sent to; a part being received, and the
+        # shadow that it is loaded into.
+        trainer_peak_bytes=2 * min(bucket_bytes, out) * engines,
+        rollout_peak_bytes=min(bucket_bytes, into) + into,
+        seconds={f"{rate:g}": busiest / (rate * 1e9) for rate in bandwidths},
+    )
+
+
+def _trainer(text: str) -> tuple[int, int]:
+    """(replicas, shards) of ``fsdp:N``, ``hsdp:RxN`` or ``ddp:N``."""
+    match = re.fullmatch(r"(fsdp|ddp):(\d+)|hsdp:(\d+)x(\d+)", text)
+    if match is None:
+        raise ConfigError(f"--trainer {text!r}: expected fsdp:N, hsdp:RxN or ddp:N")
+    kind, count, replicas, shards = match.groups()
+    pair = (int(replicas), int(shards)) if kind is None else (1, int(count))
+    return _bounded(pair[::-1] if kind == "ddp" else pair, "--trainer")
+
+
+def _rollout(text: str) -> tuple[int, int]:
+    """(ranks of an engine, engines) of ``tp:N`` or ``tp:NxE``."""
+    match = re.fullmatch(r"tp:(\d+)(?:x(\d+))?", text)
+    if match is None:
+        raise ConfigError(f"--rollout {text!r}: expected tp:N or tp:NxE")
+    return _bounded((int(match[1]), int(match[2] or 1)), "--rollout")
+
+
+def _bounded(pair: tuple[int, int], flag: str) -> tuple[int, int]:
+    if not 0 < pair[0] * pair[1] <= MAX_RANKS:
+        raise ConfigError(f"{flag}: the number of ranks must be 1..{MAX_RANKS}")
+    return pair
+
+
+def _wants(
+    model: str, size: int, dtype: str | None, expert_parallel: bool
+) -> tuple[tuple[TensorMeta, ...], dict[str, Wanted]]:
+    """The tensors in file form, and what each rank of one engine takes of each."""
+    from rollout.distributed import TensorParallel
+    from rollout.models.causal_lm import build_model
+    from rollout.models.config import ModelConfig
+    from rollout.weights.box import disjoint
+
+    config = _config(model, ModelConfig)
+    kinds = [config.moe is not None and config.moe.is_sparse(i) for i in range(config.num_layers)]
+    shown = {kind: kinds.index(kind) for kind in set(kinds)}  # layers of one kind are equal
+    few = replace(config, num_layers=1 + max(shown.values()))
+    kind = config.dtype if dtype is None else getattr(torch, dtype)
+    metadata: tuple[TensorMeta, ...] = ()
+    takes: dict[str, list[tuple[Box, ...]]] = {}
+    for rank in range(size):
+        part = build_model(
+            few, TensorParallel(rank, size), kind, "meta", expert_parallel=expert_parallel
+        )
+        metadata = metadata or part.weight_metadata()
+        for name, slots in part.table.slots.items():
+            takes.setdefault(name, []).append(disjoint(slot.take for slot in slots))
+    shared: dict[Wanted, Wanted] = {}
+    wanted = {name: shared.setdefault(tuple(of), tuple(of)) for name, of in takes.items()}
+    everything = dict(_all_layers(metadata, [shown[kind] for kind in kinds]))
+    return (
+        tuple(replace(meta, name=name) for name, meta in everything.items()),
+        {name: wanted[meta.name] for name, meta in everything.items()},
+    )
+
+
+def _all_layers(
+    metadata: Sequence[TensorMeta], like: Sequence[int]
+) -> Iterator[tuple[str, TensorMeta]]:
+    """Names of all layers in order, and the tensor each is like: layer i's are ``like[i]``'s."""
+    layers: dict[int, list[tuple[str, str, TensorMeta]]] = {}
+    after: list[TensorMeta] = []
+    for meta in metadata:
+        match = _LAYER.fullmatch(meta.name)
+        if match is not None:
+            layers.setdefault(int(match[2]), []).append((match[1], match[3], meta))
+        elif layers:
+            after.append(meta)
+        else:
+            yield meta.name, meta
+    for index, shown in enumerate(like):
+        for before, rest, meta in layers[shown]:
+            yield f"{before}{index}{rest}", meta
+    for meta in after:
+        yield meta.name, meta
+
+
+def _config(model: str, kind: Any) -> Any:
+    path = Path(model)
+    if path.is_dir():
+        return kind.from_directory(path)
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {model}: no config.json can be read there: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--model {model}: not an object")
+    return kind.from_hf(values, file=model)
+
+
+def _holders(metadata: Sequence[TensorMeta], replicas: int, shards: int) -> dict[str, Holders]:
+    """Rows of each tensor as a trainer has it in memory (experts fused), seen in file form."""
+    from rollout.weights.fused_experts import Spellings
+
+    spellings = Spellings.of({meta.name: meta.shape for meta in metadata})
+    known: dict[Any, Holders] = {}
+
+    def shared(holders: dict[Box, tuple[int, ...]]) -> Holders:
+        return known.setdefault(tuple(holders.items()), holders)
+
+    found: dict[str, Holders] = {}
+    for fused in spellings.fused.values():
+        parts: dict[str, dict[Box, tuple[int, ...]]] = {}
+        for box, ranks in _rows(fused.shape, replicas, shards).items():
+            for name, inside in fused.split_box(box, fused.shape):
+                parts.setdefault(name, {})[inside] = ranks
+        found.update((name, shared(holders)) for name, holders in parts.items())
+    by_shape = {
+        meta.shape: _rows(meta.shape, replicas, shards)
+        for meta in {m.shape: m for m in metadata if m.name not in found}.values()
+    }
+    return {m.name: found[m.name] if m.name in found else by_shape[m.shape] for m in metadata}
+
+
+def _rows(shape: Shape, replicas: int, shards: int) -> dict[Box, tuple[int, ...]]:
+    """What ``fully_shard`` makes: equal runs of rows, of which the last ranks may have none."""
+    step = -(-shape[0] // shards)
+    return {
+        Box((start, *(0 for _ in shape[1:])), (min(start + step, shape[0]), *shape[1:])): tuple(
+            replica * shards + index for replica in range(replicas)
+        )
+        for index, start in enumerate(range(0, shape[0], step))
+    }
+
+
+def _links(
+    metadata: Sequence[TensorMeta],
+    holders: Mapping[str, Holders],
+    wanted: Mapping[str, Wanted],
+    sizes: tuple[int, int],
+    bucket_bytes: int,
+) -> Counter[tuple[int, int]]:
+    """Bytes from each trainer rank to each rank of one engine."""
+    from rollout.weight_sync.trainer.reshard_plan import Planner
+    from rollout.weights.box import cut
+
+    planner, links = Planner(), Counter[tuple[int, int]]()
+    if sizes[0] > 1:  # replicas share the sending: box by box, to whoever has sent least
+        sent: Counter[int] = Counter()
+        for meta in sorted(metadata, key=lambda one: one.name):
+            of, size = holders[meta.name], meta.dtype.itemsize
+            ranks = list(of.values())
+            for index, dst, common in planner.common(tuple(of), wanted[meta.name]):
+                for box in cut(common, max(1, bucket_bytes // size)):
+                    src = min(ranks[index], key=sent.__getitem__)
+                    sent[src] += box.numel * size
+                    links[src, dst] += box.numel * size
+        return links
+    groups: Counter[tuple[int, int, int]] = Counter()
+    first: dict[tuple[int, int, int], TensorMeta] = {}
+    for meta in metadata:
+        key = (id(holders[meta.name]), id(wanted[meta.name]), meta.dtype.itemsize)
+        groups[key] += 1
+        first.setdefault(key, meta)
+    for key, count in groups.items():
+        of = holders[first[key].name]
+        ranks = list(of.values())
+        for index, dst, box in planner.common(tuple(of), wanted[first[key].name]):
+            links[ranks[index][0], dst] += box.numel * key[2] * count
+    return links
+
+
+def _text(traffic: Traffic) -> str:
+    def size(nbytes: float) -> str:
+        for unit in ("B", "kB", "MB", "GB", "TB"):
+            if nbytes < 1000 or unit == "TB":
+                return f"{nbytes:.4g} {unit}"
+            nbytes /= 1000
+        raise AssertionError
+
+    volumes = sorted(n for _, _, n in traffic.links)
+    src, dst, most = traffic.busiest_link
+    rows = [
+        f"weights        {size(traffic.weight_bytes)} in {traffic.tensors} tensors",
+        f"trainer        {traffic.trainer_ranks} ranks",
+        f"rollout        {traffic.engines} engines of {traffic.tensor_parallel_size} ranks",
+        f"on the wire    {size(traffic.total_bytes)}, the least that those ranks need",
+        f"links          {len(volumes)} of each engine: {size(volumes[0])} to {size(volumes[-1])},"
+        f" median {size(volumes[len(volumes) // 2])}",
+        f"busiest link   {size(most)}, trainer rank {src} to rank {dst} of each engine",
+        f"busiest sender {size(traffic.busiest_sender[1])}, trainer rank"
+        f" {traffic.busiest_sender[0]}, to all engines",
+        f"busiest taker  {size(traffic.busiest_receiver[1])}, rank"
+        f" {traffic.busiest_receiver[0]} of each engine",
+        f"rounds         {traffic.rounds} at least, per engine",
+        f"peak memory    {size(traffic.trainer_peak_bytes)} more on a trainer rank,"
+        f" {size(traffic.rollout_peak_bytes)} on an engine's (its shadow included)",
+        *(f"at {rate:>4} GB/s   {seconds:.3g} s" for rate, seconds in traffic.seconds.items()),
+    ]
+    return "\n".join(rows)

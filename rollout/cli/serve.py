@@ -1,0 +1,263 @@
+"""``rollout serve``: an engine behind HTTP and gRPC until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from rollout.cli.flags import (
+    add_engine_flags,
+    add_model,
+    add_token,
+    engine_config,
+    environment,
+    model_of,
+    token_of,
+)
+from rollout.distributed.native_thread import NativeThread
+from rollout.errors import ConfigError, RolloutError
+from rollout.metrics import EngineCounters
+from rollout.rpc.status import MAX_BODY
+from rollout.rpc.tls import ServerTls
+
+if TYPE_CHECKING:
+    from rollout.errors import WorkerDied
+    from rollout.server.auth import Tokens
+    from rollout.server.http.open_routes import OpenRoutes
+    from rollout.server.service import Addresses
+
+log = logging.getLogger(__name__)
+
+_FOLLOW_WAIT = 5.0  # seconds for an update that is under way when the service ends
+_DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, before the end
+RANK_DIED = 1  # exit status
+
+
+def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Register the command; ``add_command`` makes a subparser as the others have it."""
+    parser = add_command(commands, "serve", serve, "serve a model over HTTP and gRPC")
+    add_model(parser)
+    group = parser.add_argument_group("listening")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="HTTP port; 0 picks a free one (default: 8000)",
+    )
+    group.add_argument(
+        "--grpc-port", type=int, default=50051, metavar="N",
+        help="gRPC port; 0 picks a free one (default: 50051)",
+    )  # fmt: skip
+    add_token(group, "bearer token that clients must send")
+    group.add_argument(
+        "--control-token", metavar="TOKEN",
+        help="token for weights and control (default: --token allows them too)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tls-cert", metavar="PEM", help="certificate of both servers, HTTP and gRPC"
+    )
+    group.add_argument("--tls-key", metavar="PEM", help="its key")
+    group.add_argument(
+        "--tls-client-ca", metavar="PEM",
+        help="let in only clients with a certificate of this authority, at either door",
+    )  # fmt: skip
+    group.add_argument(
+        "--insecure", action="store_true",
+        help="allow a --host beyond loopback without TLS: tokens and weights travel in clear",
+    )  # fmt: skip
+    group.add_argument(
+        "--open-routes", metavar="PATH[,PATH...]",
+        help="HTTP routes that need no token, for clients that send none; at --open-port alone, "
+        "where no others answer",
+    )  # fmt: skip
+    group.add_argument(
+        "--open-host", metavar="HOST", default="127.0.0.1",
+        help="address of the open routes: this machine's in the trainer's network (default: "
+        "127.0.0.1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--open-port", type=int, metavar="N",
+        help="their port; 0 picks a free one, which the log names",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-body-bytes", type=int, metavar="N", default=MAX_BODY,
+        help=f"largest request that is read, HTTP or gRPC (default: {MAX_BODY})",
+    )  # fmt: skip
+    group.add_argument(
+        "--logprobs-mode", default="raw_logprobs", metavar="MODE",
+        choices=("raw_logprobs", "processed_logprobs"),
+        help="what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's "
+        "own) or processed_logprobs (of the distribution sampled from, as TRL wants them)",
+    )  # fmt: skip
+    group.add_argument(
+        "--on-death", default="exit", choices=("exit", "serve"),
+        help="when a rank's process has ended: exit (status 1, after 5 s in which calls get "
+        "WorkerDied, so that a supervisor starts another), or serve that error on (exit)",
+    )  # fmt: skip
+    group.add_argument(
+        "--exit-with-stdin", action="store_true",
+        help="end when standard input closes, so when the parent process does",
+    )  # fmt: skip
+    parser.add_argument(
+        "--follow", metavar="DIR",
+        help="update from the checkpoints and versions that appear in DIR, under a --weight-dir",
+    )  # fmt: skip
+    add_engine_flags(parser)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; prints one line ``ready http=... grpc=...`` on stdout.
+
+    Status 0 once it was ready, 1 when a rank died (unless ``--on-death serve``); a signal before
+    that ends it with 128 + the signal's number.
+    """
+    from rollout.server.auth import Tokens
+
+    for name in ("port", "grpc_port", "open_port"):
+        if not 0 <= (getattr(args, name) or 0) < 1 << 16:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 0..65535")
+    config = engine_config(args, model=model_of(args), progress=sys.stderr.isatty())
+    control = args.control_token if args.control_token is not None else environment("CONTROL_TOKEN")
+    tokens = Tokens(generation=token_of(args), control=control)
+    if (args.tls_cert is None) != (args.tls_key is None) or (
+        args.tls_client_ca is not None and args.tls_cert is None
+    ):
+        raise ConfigError("--tls-cert and --tls-key go together, --tls-client-ca with them")
+    if args.tls_cert is not None and args.follow is not None:
+        raise ConfigError("--follow reaches the service without TLS: give one or the other")
+    if args.follow is not None:
+        from rollout.weight_sync.versions.follower import allowed
+
+        allowed(args.follow, config.weight_dirs)
+    return asyncio.run(_serve(args, config, tokens))
+
+
+def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
+    from rollout.server.http.open_routes import OpenRoutes
+
+    if (args.open_routes is None) != (args.open_port is None):
+        raise ConfigError("--open-routes and --open-port go together: what is open, and where")
+    if args.open_routes is None:
+        return None
+    routes = tuple(route.strip() for route in args.open_routes.split(","))
+    return OpenRoutes(routes=routes, host=args.open_host, port=args.open_port)
+
+
+def _server_tls(args: argparse.Namespace) -> ServerTls | None:
+    if args.tls_cert is None:
+        return None
+    return ServerTls(cert=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca)
+
+
+async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
+    from rollout.server.service import serving
+
+    stop, ready = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    if args.exit_with_stdin:
+        _on_end_of_input(loop, stop)
+
+    async def run() -> int:
+        async with serving(
+            config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
+            tls=_server_tls(args), insecure=args.insecure, open_routes=_open_routes(args),
+            logprobs_mode=args.logprobs_mode, max_body_bytes=args.max_body_bytes,
+        ) as at:  # fmt: skip
+            print(f"memory {at.memory}", file=sys.stderr, flush=True)
+            print(f"ready http={at.http} grpc={at.grpc}", flush=True)
+            ready.set()
+            async with _following(args.follow, config, at, tokens):
+                return await _until(stop, at.died if args.on_death == "exit" else None)
+
+    # Starting can take minutes: a signal must end it too.
+    running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
+    await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if ready.is_set() or running.done():
+        return await running  # it ends by itself, in order
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError, RolloutError):
+        await running
+    # Ranks and servers are gone. Python would wait for the thread that loads, which nothing can
+    # interrupt in the middle of a download or an import.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signals[0] if signals else 0)
+
+
+async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -> int:
+    """Wait for the end; returns the exit status."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([one for one in (stopping, died) if one], return_when="FIRST_COMPLETED")
+    if not stopping.done():
+        log.error("ending in %g s with status %d (--on-death exit)", _DEATH_WAIT, RANK_DIED)
+        await asyncio.wait((stopping,), timeout=_DEATH_WAIT)
+    stopping.cancel()
+    return RANK_DIED if died is not None and died.done() else 0
+
+
+@contextlib.asynccontextmanager
+async def _following(
+    directory: str | None, config: Any, at: Addresses, tokens: Tokens
+) -> AsyncIterator[None]:
+    """Updates from ``directory`` go through the service's own gRPC, from a thread."""
+    if directory is None:
+        yield
+        return
+    from rollout.rpc.client import RolloutClient
+    from rollout.weight_sync.versions.follower import Follower
+
+    counters = at.counters or EngineCounters()
+    counters.following = directory
+
+    def note(error: str) -> None:
+        counters.follow_error = error
+        counters.follow_failures += bool(error)
+
+    client = RolloutClient(at.grpc, tokens.control or tokens.generation, config.timeout)
+    follower = Follower(
+        directory, config.weight_dirs, lambda: client, timeout=config.timeout, on_state=note
+    )
+    ended = threading.Event()
+    thread = NativeThread("follow", lambda: follower.run(ended), ended.set)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        client.close()  # an update under way ends now, and changes nothing
+        await asyncio.to_thread(thread.join, _FOLLOW_WAIT)
+        client.close()
+
+
+def _on_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Set ``stop`` when stdin ends; a thread, because not every kind of file can be polled."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()

@@ -1,0 +1,205 @@
+"""One rank's forward pass: weights in, KV pages beside them, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
+from rollout.engine.batch import decode_batch, with_drawn
+from rollout.engine.kv_cache import KVCache, KVShape
+from rollout.engine.memory import available_bytes, release_unused, to_device
+from rollout.engine.sampling.fused_sampler import make_sampler
+from rollout.engine.sampling.output import encode_step
+from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
+from rollout.engine.worker.weight_instances import ModelInstances
+from rollout.kernels.linear import reads_tiles
+from rollout.loader import open_checkpoint
+from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.config import ModelConfig
+from rollout.models.foreign import ForeignCausalLM
+from rollout.models.forward import ForwardBatch
+from rollout.weights import TensorMeta
+from rollout.wire.frames import dtype_from_name
+
+Reply = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class ModelRunner:
+    """Built with its weights loaded; KV pages come with ``kv.allocate``.
+
+    Every rank runs the same steps in the same order; only rank 0 samples, the others answer with
+    their version alone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        tp: TensorParallel,
+        device: torch.device,
+    ) -> None:
+        started = time.perf_counter()
+        self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
+        self.dtype = model_config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
+        self._directory = directory
+        live = self._build(self.device)
+        self._load(live, directory)
+        self.table, self.metadata = live.table, live.weight_metadata()
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
+        shadow = torch.device("cpu") if config.staging == "host" else self.device
+        own = not isinstance(live, ForeignCausalLM)
+        self._captures = wants_graphs(config, self.device, own)
+        self._graphs: DecodeGraphs | None = None
+        self.instances = ModelInstances(
+            live, self._build, shadow, config.undo, pinned=self._captures
+        )
+        self.kv = KVCache(self._kv_shape(), self.device)
+        self.sampler = make_sampler(self.device)
+        self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
+        self.load_seconds = time.perf_counter() - started
+
+    def sizes(self) -> dict[str, Any]:
+        """What the engine plans its memory with, in bytes."""
+        return {
+            "weight_bytes": self.weight_bytes,
+            "kv_block_bytes": self.kv.shape.block_bytes,
+            "free_bytes": available_bytes(self.device),
+            "host_free_bytes": available_bytes(torch.device("cpu")),
+            "seconds": self.load_seconds,
+        }
+
+    def step(
+        self, args: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int
+    ) -> Callable[[], Reply]:
+        """One forward pass and, on rank 0, a token for every row that samples.
+
+        The reply may wait for the device; the next step need not wait for the reply.
+        """
+        batch, sampling = decode_batch(args, tensors)
+        number = args["number"]
+        drawn = self._drawn.pop(number - 1, None)
+        self._drawn.clear()
+        with torch.inference_mode():
+            if "previous_rows" in tensors:
+                batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
+            logits = self.forward(batch)
+            if self.tp.rank:
+                self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
+                return lambda: ({"version": version}, {})
+            now = self.sampler.draw(logits, sampling)
+            self._drawn[number] = now.tokens
+            return lambda: encode_step(version, now.samples(), sampling)
+
+    def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
+        """The tokens of the step before; only rank 0 has drawn them. Collective."""
+        if drawn is None or self.tp.size == 1:
+            return drawn
+        return self.tp.all_gather(to_device(drawn, self.device))[: len(drawn)]
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of the live weights for ``batch`` (CPU), on this rank's device; valid until the
+        next call, as a captured graph may have made them. Collective over the ranks.
+        """
+        live, pages = self.instances.live, self.kv.layers
+        if self._captures:
+            self.capture()  # again, after a sleep
+            found = self._graphs.run(batch) if self._graphs is not None else None
+            if found is not None:
+                return found
+        logits: Tensor = live(self._to_device(batch), pages)
+        return logits
+
+    def capture(self) -> None:
+        """Capture decode steps where that is wanted; weights and KV pages have to be there."""
+        if not self._captures or self._graphs is not None:
+            return
+        config, pages = self.config, self.kv.layers
+        live = self.instances.live
+        sizes = config.cuda_graph_sizes or padded_sizes(config.max_num_seqs)
+        longest = min(live.max_len, self.kv.num_blocks * config.block_size)
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                lambda batch: live(batch, pages),
+                [size for size in sizes if size <= config.max_num_seqs] or [config.max_num_seqs],
+                -(-longest // config.block_size),
+                self.device,
+            )
+
+    def sleep(self, level: int) -> None:
+        """Give up the KV pages and the shadow; at level 2 the weights as well."""
+        if self._graphs is not None:
+            self._graphs.drop()
+            self._graphs = None
+        self.kv.free()
+        self.instances.drop_shadow()
+        self.sampler = make_sampler(self.device)
+        if level == 2:
+            self.instances.drop_weights()
+        else:
+            self.instances.park()
+        release_unused(self.device)
+
+    def _to_device(self, batch: ForwardBatch) -> ForwardBatch:
+        if self.device.type == "cpu":
+            return batch
+        moved = {
+            f.name: getattr(batch, f.name).to(self.device, non_blocking=True)
+            for f in fields(ForwardBatch)
+        }
+        return ForwardBatch(**moved)
+
+    def _build(self, device: torch.device) -> CausalLM:
+        return build_model(
+            self.model_config,
+            self.tp,
+            self.dtype,
+            device,
+            self._layout(),
+            max_model_len=self.config.max_model_len,
+            expert_parallel=self.config.expert_parallel,
+            deterministic=self.config.deterministic,
+            head_dtype=torch.float32 if self.config.head_dtype == "float32" else None,
+            tensors=self._checkpoint_tensors,
+        )
+
+    def _layout(self) -> str:
+        """Chosen by the live instance's device: a shadow elsewhere exchanges contents with it."""
+        if self.config.weight_layout != "auto":
+            return self.config.weight_layout
+        return "tiles" if reads_tiles(self.device, self.dtype) else "plain"
+
+    def _checkpoint_tensors(self) -> tuple[TensorMeta, ...]:
+        """What the checkpoint's files hold, from their headers."""
+        with open_checkpoint(str(self._directory)) as checkpoint:
+            return checkpoint.metadata()
+
+    def _load(self, model: CausalLM, directory: Path) -> None:
+        """Read this rank's part of the checkpoint; the first rank shows the progress."""
+        with open_checkpoint(
+            str(directory),
+            None,
+            self.config.load_format,
+            metadata=model.weight_metadata(),
+            seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
+            progress=self.config.progress and self.tp.rank == 0,
+        ) as checkpoint:
+            model.load_weights(checkpoint.items())
+
+    def _kv_shape(self) -> KVShape:
+        config = self.model_config
+        return KVShape(
+            num_layers=config.num_layers,
+            kv_heads=max(1, config.num_kv_heads // self.tp.size),
+            block_size=self.config.block_size,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )

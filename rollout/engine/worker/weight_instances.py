@@ -1,0 +1,349 @@
+"""The two instances of the model on one rank: the live one, and its shadow.
+
+    live ---- generation runs it          shadow ---- the next update fills it
+      ^----------------- swap ----------------^       (swapping again goes back)
+
+They share no parameter. The shadow is built by the first staged update. After a level 2 sleep
+there is no live instance until a full update has been committed. Where going back must outlive
+the shadow, ``undo`` says what is kept beside the two; see ``undo.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from rollout.engine.worker.rollback import KeptWeights, all_or_none, pairs
+from rollout.errors import EngineBroken, EngineClosed, VersionConflict
+from rollout.kernels import exchange
+from rollout.models.causal_lm import CausalLM
+from rollout.models.patch_journal import PatchJournal
+from rollout.models.weight_load import WeightLoad
+from rollout.weights import WeightSlot
+
+
+class ModelInstances:
+    """Holds live and shadow; implements ``rollout.weight_sync.engine.rank.UpdateHost``.
+
+    ``commit``, ``go_back`` and ``revert`` are for the main thread, all else for the staging
+    thread; the order of calls (a vote before its commit, a commit before the next begin) keeps
+    them apart. Where the shadow is on another device than the live instance, or that is ``pinned``
+    (captured graphs hold its addresses), contents are exchanged instead of the instances.
+
+    ``undo``: "shadow" keeps nothing beside the two. "host" keeps a copy, "sparse" the elements
+    that differ, of the version before the live one, once the shadow is overwritten or where there
+    is none; and of the live version while an update goes straight into its instance.
+    """
+
+    def __init__(
+        self,
+        live: CausalLM,
+        build: Callable[[torch.device], CausalLM],
+        shadow_device: torch.device,
+        undo: str = "shadow",
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self._live: CausalLM | None = live
+        self._shadow: CausalLM | None = None
+        self._build, self._shadow_device, self._undo = build, shadow_device, undo
+        self._device, self._pinned = live.build.device, pinned
+        self._in_place = False  # the live instance is being loaded, or has been but for the commit
+        self._parked: dict[str, Tensor] = {}  # weights in host memory while the device is lent out
+        # Contents have names: whatever is loaded gets a new one, None is no version.
+        self._names = count()
+        self._live_is: int | None = next(self._names)
+        self._shadow_is: int | None = None
+        self._past: list[int | None] = []  # what was live before, newest last
+        self._kept: KeptWeights | None = None
+        self._kept_is: int | None = None  # what ``_kept`` makes of the content ``_kept_on``
+        self._kept_on: int | None = None
+        self._way_back: Callable[[], object] | None = None  # undoes the last commit
+        self._reading = threading.Lock()  # weights that are read stay where they are
+        # What was written to the shadow since it was brought up to live; once that is committed,
+        # the two contents named in ``_apart`` differ in nothing else.
+        self._written: PatchJournal | None = None
+        self._apart: tuple[frozenset[int | None], PatchJournal] | None = None
+
+    @property
+    def live(self) -> CausalLM:
+        if self._live is None:
+            raise EngineBroken(
+                "the weights were dropped by sleep(level=2); wake up and send a full update"
+            )
+        if self._parked:
+            raise EngineClosed("the weights are in host memory; wake_up(tags=['weights']) first")
+        return self._live
+
+    @property
+    def has_shadow(self) -> bool:
+        return self._shadow is not None
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept for going back, beside the shadow."""
+        return 0 if self._kept is None else self._kept.nbytes
+
+    # ---- UpdateHost ----
+
+    def open_shadow(self, partial: bool, staging: str = "auto") -> WeightLoad:
+        """A load into the shadow; ``partial`` copies the live weights there first.
+
+        Where the last update wrote but a little, only that is copied.
+        ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
+        """
+        live = self.live if partial else None
+        held = self._shadow_is
+        if self._undo != "shadow":
+            self._keep_previous()
+        self._in_place, self._way_back, self._shadow_is = False, None, None
+        device = {"host": torch.device("cpu"), "device": self._device}.get(staging)
+        device = self._shadow_device if device is None else device
+        if self._live is None:
+            device = self._device  # the shadow becomes the live instance as it is
+        if self._shadow is None or self._shadow.build.device != device:
+            self._shadow = held = None
+            self._shadow = self._make_shadow(device)
+        if live is not None:
+            self._bring_up(live, self._shadow, held)
+        session = self._shadow.begin_load()
+        self._written = session.journal if partial else None
+        return session
+
+    def open_live(self) -> WeightLoad:
+        """A load straight into the live instance; nothing may run until it is committed.
+
+        What a shadow held is given up. The live version is kept first, unless ``undo`` is
+        "shadow": then there is no way back from it.
+        """
+        self.drop_shadow()
+        self._in_place = False
+        if self._live is None:
+            self._live = self._build(self._device)
+        elif self._undo != "shadow" and self._live_is is not None:
+            self._kept, self._kept_is = KeptWeights.whole(self._live), self._live_is
+        self._in_place, self._live_is = True, None
+        return self._live.begin_load()
+
+    def finish_load(self, live: bool) -> None:
+        """Everything is there and derived: what is kept for going back may shrink."""
+        if live and self._undo == "sparse" and self._kept is not None and self._live is not None:
+            self._kept.shrink(self._live)
+
+    def restore_live(self) -> None:
+        """After a failed load into the live instance: as it was before; else nothing to do.
+
+        ``VersionConflict`` where nothing was kept.
+        """
+        if not self._in_place:
+            return
+        kept = self._kept
+        if kept is None or self._live is None:
+            raise VersionConflict("this rank kept nothing of the weights that were overwritten")
+        kept.exchange(self._live)
+        self._in_place, self._live_is = False, self._kept_is
+        self._forget()
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Every slot of this rank; both instances have the same."""
+        model = self.live if self._shadow is None else self._shadow
+        for slots in model.table.slots.values():
+            yield from slots
+
+    def digest_slots(
+        self,
+        live: bool,
+        names: frozenset[str] | None = None,
+        nonfinite: list[tuple[WeightSlot, int]] | None = None,
+    ) -> Iterator[tuple[WeightSlot, int]]:
+        """Every slot of this rank with the digest of its values; ``names`` are sources.
+
+        Reads beside the main thread: a slot at a time, between which the weights may be parked or
+        dropped; then it raises. ``nonfinite``: where given, it is filled with the slots that hold
+        NaN or infinity, and how many.
+        """
+        for source, slots in self._digested(live).table.slots.items():
+            if names is not None and source not in names:
+                continue
+            for slot in slots:
+                found = None if nonfinite is None else [0]
+                with self._reading:
+                    value = self._digested(live).digest_slot(slot, found)
+                if nonfinite is not None and found is not None and found[0]:
+                    nonfinite.append((slot, found[0]))
+                yield slot, value
+
+    def nonfinite(self) -> tuple[str, ...]:
+        """The sources of the live weights that hold NaN or infinity; takes as long as digests."""
+        bad: list[tuple[WeightSlot, int]] = []
+        for _ in self.digest_slots(live=True, nonfinite=bad):
+            pass
+        return tuple(dict.fromkeys(slot.source for slot, _ in bad))
+
+    def _digested(self, live: bool) -> CausalLM:
+        model = self.live if live else self._shadow
+        if model is None:
+            raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
+        return model
+
+    # ---- the main thread's side ----
+
+    def commit(self) -> bool:
+        """Make what was loaded live; what was live stays in the shadow until the next load.
+
+        Returns whether bytes were moved: then what was digested is not what is live.
+        """
+        if not self._in_place:
+            before = self._live_is
+            moved = self._swap()
+            self._live_is = next(self._names)
+            self._apart = None
+            if self._written is not None:
+                self._apart = frozenset((self._live_is, self._shadow_is)), self._written
+            self._moved(before, self._swap)
+            return moved
+        before = self._kept_is if self._kept is not None else None
+        self._in_place, self._live_is = False, next(self._names)
+        self._kept_on = self._live_is
+        self._moved(before, None if self._kept is None else self._exchange_kept)
+        return False
+
+    def go_back(self) -> bool:
+        """Make what was live before the last commit live again; ``VersionConflict`` if gone.
+
+        Returns whether bytes were moved.
+        """
+        target, before = self._past[-1] if self._past else None, self._live_is
+        way: Callable[[], bool]
+        if target is not None and before is not None and self._shadow_is == target:
+            way = self._swap
+        elif target is not None and (self._kept_is, self._kept_on) == (target, before):
+            way = self._exchange_kept
+        else:
+            raise VersionConflict("this rank holds no other version to go back to")
+        moved = way()
+        self._moved(before, way)
+        return moved
+
+    def revert(self) -> None:
+        """Undo the last ``commit`` or ``go_back``, once; ``VersionConflict`` where none can be."""
+        if self._way_back is None:
+            raise VersionConflict("this rank has overwritten what it should go back to")
+        self._way_back()
+        self._way_back = None
+        self._past.pop()
+
+    def drop_shadow(self) -> None:
+        """Let go of all that is kept for going back."""
+        self._shadow = self._shadow_is = self._way_back = self._written = self._apart = None
+        self._forget()
+
+    def drop_weights(self) -> None:
+        """Let go of both instances; only a full update brings weights back."""
+        self.drop_shadow()
+        with self._reading:
+            self._live = self._live_is = None
+            self._parked = {}
+
+    def park(self) -> None:
+        """Move the live weights to host memory; on a CPU they stay where they are.
+
+        Waits for the slot that another thread reads.
+        """
+        if self._device.type == "cpu" or self._live is None or self._parked:
+            return
+        with self._reading:
+            for name, parameter in self._live.named_parameters():
+                self._parked[name] = parameter.data.cpu()
+                parameter.data = parameter.data.new_empty(0)
+
+    def unpark(self) -> None:
+        """Bring parked weights back to the device."""
+        with self._reading:
+            parked, self._parked = self._parked, {}
+            for name, parameter in self._live.named_parameters() if self._live else ():
+                if name in parked:
+                    parameter.data = parked.pop(name).to(self._device)
+
+    # ---- helpers ----
+
+    def _swap(self) -> bool:
+        """Exchange the two; whether that moved their contents."""
+        live, shadow = self._live, self._shadow
+        if shadow is None:
+            raise VersionConflict("this rank holds no other version to switch to")
+        moves = live is not None and (self._pinned or shadow.build.device != self._device)
+        if live is not None and moves:
+            _exchange(live, shadow)
+        else:
+            self._live, self._shadow = shadow, live
+        if self._device.type == "cuda":
+            # Steps of what was live may still run; the next load begins on another stream.
+            torch.cuda.synchronize(self._device)
+        self._live_is, self._shadow_is = self._shadow_is, self._live_is
+        return moves
+
+    def _bring_up(self, live: CausalLM, shadow: CausalLM, held: int | None) -> None:
+        """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
+        apart, self._apart = self._apart, None  # the shadow's content ends here
+        written = PatchJournal(everything=True)
+        if apart is not None and held is not None and {held, self._live_is} == apart[0]:
+            written = apart[1]
+        written.copy(live.storages(), shadow.storages())
+
+    def _exchange_kept(self) -> bool:
+        assert self._kept is not None
+        self._kept.exchange(self.live)
+        self._kept_is, self._kept_on = self._kept_on, self._kept_is
+        self._live_is = self._kept_on
+        return True
+
+    def _moved(self, before: int | None, way_back: Callable[[], object] | None) -> None:
+        self._past = [*self._past[-1:], before]
+        self._way_back = way_back
+
+    def _keep_previous(self) -> None:
+        """Before the shadow is overwritten: keep what a rollback needs of it."""
+        target = self._past[-1] if self._past else None
+        if target is None or self._live_is is None:
+            self._forget()
+        elif self._shadow_is == target and self._shadow is not None:
+            self._forget()
+            if self._undo == "host":
+                self._kept = KeptWeights.whole(self._shadow)
+            else:
+                self._kept = KeptWeights.difference(self._shadow, self.live)
+            self._kept_is, self._kept_on = target, self._live_is
+        elif (self._kept_is, self._kept_on) != (target, self._live_is):
+            self._forget()
+
+    def _forget(self) -> None:
+        self._kept = self._kept_is = self._kept_on = None
+
+    def _make_shadow(self, device: torch.device) -> CausalLM:
+        if self._live is not None and device == self._device:
+            return self._live.empty_like()
+        return self._build(device)
+
+
+def _exchange(a: CausalLM, b: CausalLM) -> None:
+    def derive() -> None:
+        a.after_load()
+        b.after_load()
+
+    all_or_none([partial(exchange, x, y) for x, y in _storages(a, b)], derive)
+
+
+def _storages(a: CausalLM, b: CausalLM) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole parameters where a kernel exchanges them without a copy, else pieces of them."""
+    if not a.build.device.type == b.build.device.type == "cuda":
+        yield from pairs(a, b)
+        return
+    others = dict(b.named_parameters())
+    for name, parameter in a.named_parameters():
+        yield parameter.data, others[name].data

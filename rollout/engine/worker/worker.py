@@ -1,0 +1,272 @@
+"""One rank of the engine: the methods that an executor calls, and ``python -m`` for a process.
+
+``stage_*`` methods run on the rank's staging thread, all others on its main thread, each in the
+order in which they were called. Arguments and replies are JSON-able values and tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import DEFAULT_TIMEOUT, EngineConfig
+from rollout.distributed import TensorParallel, choose_device, join_group
+from rollout.engine.worker.model_runner import ModelRunner, Reply
+from rollout.engine.worker.profile import RankProfile, read_speed
+from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
+from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
+from rollout.loader import resolve_model
+from rollout.models.config import ModelConfig
+from rollout.weight_sync.engine.rank import RankUpdates
+from rollout.weight_sync.protocol.codec import meta_to_wire, rendezvous_from_wire
+from rollout.weight_sync.protocol.digests import slot_rows
+from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
+from rollout.wire.frames import dtype_name
+
+Args = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
+
+class Worker:
+    """Built empty; ``start`` loads. An error of one call is that call's alone.
+
+    ``version`` is the live weights' and travels with every reply of ``step``. ``revert`` undoes a
+    commit that failed on another rank. ``shared_fd`` is an inherited
+    descriptor of memory for the ranks' collectives.
+    """
+
+    def __init__(
+        self, config: EngineConfig, tp: TensorParallel, shared_fd: int | None = None
+    ) -> None:
+        self.config, self.tp, self._shared_fd = config, tp, shared_fd
+        self.device = _own_device(choose_device(config.device), tp.rank)
+        self.version = 0
+        self._before: int | None = None  # the version before the last commit
+        self._runner: ModelRunner | None = None
+        self._updates: RankUpdates | None = None
+        self._nonfinite: tuple[str, ...] = ()  # tensors of the checkpoint that hold NaN
+        self._asleep = 0  # the level of the sleep
+        self._profile: RankProfile | None = None
+        self._stream: Any = None  # the staging thread's, on a GPU
+        self._methods: dict[str, Callable[[Args, Tensors], Reply]] = {
+            "start": self._plain(self.start),
+            "init_kv": self._plain(self.init_kv),
+            "commit": self._plain(self.commit),
+            "revert": self._plain(self.revert),
+            "sleep": self._plain(self.sleep),
+            "wake_up": self._plain(self.wake_up),
+            "info": self._plain(self.info),
+            "profile": self._plain(self.profile),
+            "read_speed": self._plain(lambda _: {"bytes_per_second": read_speed(self.device)}),
+            "weight_info": self._plain(self.weight_info),
+            "interrupt_update": self._plain(self.interrupt_update),
+            "leave_group": self._plain(lambda args: self.updates.leave(args["id"])),
+            "stage_join": self._plain(lambda args: self.updates.join(args)),
+            "stage_begin": self._plain(self.stage_begin),
+            "stage_connect": self._plain(lambda args: self.updates.connect(args)),
+            "stage_bucket": lambda args, tensors: (self.updates.bucket(args, tensors), {}),
+            "stage_seal": self._plain(lambda args: self.updates.seal(args)),
+            "stage_abort": self._plain(lambda args: self.updates.abort(args)),
+            "stage_restore": self._plain(lambda args: self.updates.restore()),
+            "stage_digests": self._plain(self.digests),
+            "digests": self._plain(self.digests),
+        }
+
+    def begin(self, method: str, args: Args, tensors: Tensors) -> Callable[[], Reply]:
+        """Run one call on the calling thread, but for waiting for a device: the reply does that.
+
+        Either raises whatever it raises. Replies may be asked for in any thread, in this order.
+        """
+        if method == "step":
+            return self.runner.step(args, tensors, self.version)
+        run = self._methods.get(method)
+        if run is None:
+            known = ", ".join(("step", *self._methods))
+            raise InvalidRequest(f"a rank has no method {method!r}; known: {known}")
+        if method.startswith("stage_") and self.device.type == "cuda":
+            reply = self._beside(run, args, tensors)
+        else:
+            reply = run(args, tensors)
+        return lambda: reply
+
+    def _beside(self, run: Callable[[Args, Tensors], Reply], args: Args, tensors: Tensors) -> Reply:
+        """On the staging thread's own stream: what it waits for must not hold up the steps."""
+        if self._stream is None:
+            cuda: Any = torch.cuda  # parts of it have no types
+            self._stream = cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            try:
+                return run(args, tensors)
+            finally:
+                self._stream.synchronize()  # a reply says that it is done
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineClosed(f"rank {self.tp.rank} has not loaded its model: call start first")
+        return self._runner
+
+    @property
+    def updates(self) -> RankUpdates:
+        if self._updates is None:
+            raise EngineClosed(f"rank {self.tp.rank} has not loaded its model: call start first")
+        return self._updates
+
+    def close(self) -> None:
+        """Let go of the model; calls fail from now on."""
+        if self._updates is not None:
+            self._updates.leave()
+        self._runner = self._updates = None
+
+    # ---- main thread ----
+
+    def start(self, args: Args) -> dict[str, Any]:
+        """Build the model and load its weights; replies what ``info`` does. Idempotent.
+
+        Collective where ``rendezvous`` names a place: the ranks form their group first.
+        """
+        if self._runner is None:
+            config = self.config
+            if self.device.type == "cuda" and self.tp.size > 1:
+                torch.cuda.set_device(self.device)  # this process is the rank's own
+            directory = resolve_model(config.model, config.revision, config.load_format)
+            model_config = ModelConfig.from_directory(directory)
+            model_config.check_tensor_parallel(self.tp.size, config.expert_parallel)
+            if args.get("rendezvous") is not None:
+                self._join(args["rendezvous"])
+            self._runner = ModelRunner(config, model_config, directory, self.tp, self.device)
+            device = str(self.device)
+            self._updates = RankUpdates(
+                self._runner.instances, self.tp.rank, device, check_finite=config.check_finite
+            )
+            if config.check_finite and config.load_format != "dummy":
+                self._nonfinite = self._runner.instances.nonfinite()
+        return self.info(args)
+
+    def init_kv(self, args: Args) -> dict[str, Any]:
+        """Allocate ``num_blocks`` KV blocks."""
+        self.runner.kv.allocate(int(args["num_blocks"]))
+        self.runner.capture()
+        return {}
+
+    def commit(self, args: Args) -> dict[str, Any]:
+        """Make what was staged live as ``version``, or what was live before (``back``).
+
+        The vote came before; ``moved`` says that bytes were, and so it no longer proves what is
+        live.
+        """
+        instances = self.runner.instances
+        moved = instances.go_back() if args.get("back") else instances.commit()
+        self._before, self.version = self.version, int(args["version"])
+        return {"version": self.version, "moved": moved}
+
+    def revert(self, args: Args) -> dict[str, Any]:
+        """Be at ``version`` again: undo the last commit if this rank has made it, else nothing."""
+        version = int(args["version"])
+        if version != self.version:
+            if version != self._before:
+                raise VersionConflict(
+                    f"rank {self.tp.rank} is at version {self.version} and cannot go back to "
+                    f"{version}"
+                )
+            self.runner.instances.revert()
+            self.version, self._before = version, None
+        return {"version": self.version}
+
+    def sleep(self, args: Args) -> dict[str, Any]:
+        """Level 1 frees the KV pages and the shadow, and moves the weights to host memory (on a
+        CPU they are there already); level 2 frees the weights too. Steps fail until ``wake_up``.
+        """
+        self._asleep, self._before = max(self._asleep, int(args["level"])), None
+        self.runner.sleep(int(args["level"]))
+        return self.info(args)
+
+    def wake_up(self, args: Args) -> dict[str, Any]:
+        """Take back what ``tags`` name, "weights" or "kv_cache"; None means both."""
+        tags = args.get("tags") or ("weights", "kv_cache")
+        if "weights" in tags:
+            self.runner.instances.unpark()
+        if "kv_cache" in tags:
+            self.runner.kv.restore()
+            self._asleep = 0
+        return self.info(args)
+
+    def info(self, args: Args) -> dict[str, Any]:
+        """Who this rank is, and the sizes its engine plans with, in bytes."""
+        return {
+            "rank": self.tp.rank,
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "gpu": gpu_uuid(self.device),
+            "dtype": dtype_name(self.runner.dtype),
+            "version": self.version,
+            "asleep": self._asleep,
+            "num_kv_blocks": self.runner.kv.num_blocks,
+            "has_shadow": self.runner.instances.has_shadow,
+            "nonfinite": list(self._nonfinite),
+            "kept_bytes": self.runner.instances.kept_bytes,
+            "all_reduces": self.tp.all_reduces,
+            "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),
+            **self.runner.sizes(),
+        }
+
+    def profile(self, args: Args) -> dict[str, Any]:
+        """Begin to measure steps where ``on``, else end it and reply what was found."""
+        found: dict[str, Any] = {} if self._profile is None else self._profile.close()
+        self._profile = RankProfile(self.runner) if args["on"] else None
+        return found
+
+    def weight_info(self, args: Args) -> dict[str, Any]:
+        """The complete set that a full update sends, in file form, and the accepted aliases."""
+        runner = self.runner
+        return {
+            "tensors": [meta_to_wire(meta) for meta in runner.metadata],
+            "aliases": dict(runner.table.aliases),
+            "dtype": dtype_name(runner.dtype),
+        }
+
+    def interrupt_update(self, args: Args) -> dict[str, Any]:
+        """Free the staging thread if it waits for the sender of update ``update_id``."""
+        self.updates.interrupt(args["update_id"])
+        return {}
+
+    # ---- staging thread ----
+
+    def stage_begin(self, args: Args) -> dict[str, Any]:
+        self._before = None  # it is about to be overwritten
+        return self.updates.begin(args)
+
+    def digests(self, args: Args) -> dict[str, Any]:
+        """Digest per slot of the live weights, of the tensors in ``names`` or of all."""
+        names = args.get("names")
+        wanted = None if names is None else frozenset(names)
+        before = self.version  # the main thread may commit meanwhile: the caller compares
+        rows = slot_rows(self.runner.instances.digest_slots(live=True, names=wanted))
+        return {"digests": rows, "versions": [before, self.version]}
+
+    def _join(self, rendezvous: Any) -> None:
+        """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""
+        where = rendezvous_from_wire(rendezvous)
+        group = join_group(where, self.tp.rank, self.config.start_timeout, tag="tensor-parallel")
+        limit = max(self.config.timeout, DEFAULT_TIMEOUT)
+        group._set_default_timeout(timedelta(seconds=limit))
+        if self.device.type == "cpu":
+            fd, self._shared_fd = self._shared_fd, None
+            group = share_memory(group, fd, self.tp.rank, self.tp.size, limit)
+        self.tp.group = group
+
+    @staticmethod
+    def _plain(run: Callable[[Args], dict[str, Any]]) -> Callable[[Args, Tensors], Reply]:
+        return lambda args, tensors: (run(args), {})
+
+
+def _own_device(device: torch.device, rank: int) -> torch.device:
+    """Each rank of a machine takes a GPU of its own."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return device

@@ -1,0 +1,325 @@
+"""Client of a rollout service: the verbs of the embedded engine over gRPC.
+
+Generation and control are ``grpc.aio`` in the caller's loop; weights are plain blocking gRPC in the
+calling thread, where a trainer's collectives are. An error of the server arrives as its own class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.distributed import local_address
+from rollout.errors import ConfigError, EngineClosed, EngineRestarted
+from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.metrics import EngineStats
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import (
+    Messages,
+    conversation_to_proto,
+    info_from_proto,
+    messages_to_json,
+    output_from_proto,
+    params_to_proto,
+    prompt_to_proto,
+    stats_from_json,
+)
+from rollout.rpc.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
+from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
+from rollout.rpc.tls import ClientTls
+from rollout.rpc.tls import problem as tls_problem
+from rollout.rpc.update_channel import GrpcWeightChannel
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.wire.version import (
+    PROTOCOL,
+    PROTOCOL_KEY,
+    ServerInfo,
+    protocol_problem,
+)
+
+MAX_READ = 3600.0  # seconds in which a server reads a directory
+
+
+class RolloutClient:
+    """One service at ``address`` ("host:port"); ``timeout`` bounds each call but generation.
+
+    Remembers the epoch of the last commit it has seen: answers of another epoch raise
+    ``EngineRestarted`` until a full update has committed there. Connecting is lazy.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        tls: ClientTls | None = None,
+    ) -> None:
+        self.address, self.timeout = address, timeout
+        self.max_model_len = 0  # until ``start``
+        self._tls = tls
+        self._credentials = None if tls is None else tls.credentials()
+        self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
+        bearer = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = ((PROTOCOL_KEY, str(PROTOCOL)), *bearer)
+        self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
+        self._sync: grpc.Channel | None = None
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+
+    # ---- generation (async) ----
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt."""
+        request = pb.GenerateRequest(
+            prompts=map(prompt_to_proto, prompts, request_ids),
+            params=map(params_to_proto, params),
+            stream=stream,
+        )
+        return self._outputs(lambda: GenerationStub(self._aio_channel()).Generate, request)
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        request = pb.ChatRequest(
+            conversations=map(conversation_to_proto, conversations, request_ids),
+            params=map(params_to_proto, params),
+            stream=stream,
+        )
+        return self._outputs(lambda: GenerationStub(self._aio_channel()).Chat, request)
+
+    async def tokenize(
+        self, prompt: str | Messages, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+        else:
+            request = pb.TokenizeRequest(messages_json=messages_to_json(prompt))
+        reply = await self._call(GenerationStub, "Tokenize", request)
+        return list(reply.token_ids)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Abort these requests, or all; returns how many were running or waiting."""
+        request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
+        return int((await self._call(GenerationStub, "Abort", request)).count)
+
+    # ---- control (async) ----
+
+    async def start(self) -> None:
+        """Check that a service answers, in this client's version of the protocol."""
+        try:
+            info = await self.server_info()
+        except EngineClosed as error:
+            why = await asyncio.to_thread(tls_problem, self.address, self._tls)
+            if why is None:
+                raise
+            raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
+        if problem := protocol_problem(info.protocol, f"the service at {self.address}"):
+            raise ConfigError(problem)
+        self.max_model_len = info.max_model_len
+
+    @property
+    def is_loading(self) -> bool:
+        return False  # a service that answers has loaded
+
+    async def state(self) -> str:
+        return (await self.server_info()).state
+
+    async def server_info(self) -> ServerInfo:
+        return info_from_proto(await self._call(ControlStub, "ServerInfo", pb.ServerInfoRequest()))
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        request = pb.PauseRequest(mode=mode, timeout=timeout)
+        await self._call(ControlStub, "Pause", request, timeout)
+
+    async def resume(self) -> None:
+        await self._call(ControlStub, "Resume", pb.ResumeRequest())
+
+    async def sleep(self, level: int, timeout: float) -> None:
+        request = pb.SleepRequest(level=level, timeout=timeout)
+        await self._call(ControlStub, "Sleep", request, timeout)
+
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        request = pb.WakeUpRequest(tags=tags or (), timeout=timeout)
+        await self._call(ControlStub, "WakeUp", request, timeout)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call(ControlStub, "ResetPrefixCache", pb.ResetPrefixCacheRequest())
+
+    async def stats(self) -> EngineStats:
+        return stats_from_json((await self._call(ControlStub, "Stats", pb.StatsRequest())).json)
+
+    # ---- weights (blocking) ----
+
+    @property
+    def link(self) -> RolloutClient:
+        return self
+
+    def info(self) -> WeightInfo:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Info(
+                pb.WeightInfoRequest(), timeout=self.timeout, metadata=self._metadata
+            )
+        return update_wire.info_from_wire(update_wire.parsed(reply.json))
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine on the interface that reaches the service."""
+        return local_address(self.address.rpartition(":")[0].strip("[]"))
+
+    def open(self) -> GrpcWeightChannel:
+        """A channel for one update; its lease is one stream, opened by ``begin``."""
+        return GrpcWeightChannel(
+            self._sync_channel(),
+            self.address,
+            self._metadata,
+            check_partial=self._check_partial,
+            committed=self.committed,
+        )
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> GrpcWeightChannel:
+        """One more stream of an update that another trainer rank has begun."""
+        channel = self.open()
+        channel.join(request, secret, lane)
+        return channel
+
+    def update_from(self, path: str, options: Any) -> UpdateReceipt:
+        """``options``: ``UpdateOptions``. The server goes on by itself where this call is lost."""
+        request = pb.UpdateFromRequest(
+            path=path, options_json=json.dumps(options.to_server()).encode()
+        )
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).UpdateFrom(
+                request,
+                timeout=max(MAX_READ, 10 * options.timeout),  # each wait there has its own limit
+                metadata=self._metadata,
+            )
+        receipt = update_wire.receipt_from_wire(update_wire.parsed(reply.json))
+        self.committed(receipt, partial=options.partial)
+        return receipt
+
+    def rollback(self, timeout: float) -> UpdateReceipt:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Rollback(
+                pb.RollbackRequest(timeout=timeout),
+                timeout=3 * timeout + 1,  # it takes the lease, then a step boundary
+                metadata=self._metadata,
+            )
+        receipt = update_wire.receipt_from_wire(update_wire.parsed(reply.json))
+        self.committed(receipt, partial=True)
+        return receipt
+
+    def digests(self, timeout: float) -> dict[str, int]:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Digests(
+                pb.DigestsRequest(timeout=timeout), timeout=timeout + 1, metadata=self._metadata
+            )
+        return dict(reply.digests)
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Receipts(
+                pb.ReceiptsRequest(), timeout=self.timeout, metadata=self._metadata
+            )
+        return tuple(
+            update_wire.receipt_from_wire(update_wire.parsed(document.json))
+            for document in reply.receipts
+        )
+
+    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
+        """Take note of a commit this client has seen; a full one makes a new epoch acceptable."""
+        if not partial or self._seen is None or self._seen[0] == receipt.epoch:
+            self._seen = (receipt.epoch, receipt.version)
+
+    async def disconnect(self) -> None:
+        """Drop this loop's connection; a later call opens a new one."""
+        aio, self._aio = self._aio, None
+        if aio is not None and aio[0] is asyncio.get_running_loop():
+            await aio[1].close()
+
+    def close(self) -> None:
+        """Drop the blocking connection; a later call opens a new one."""
+        with self._lock:
+            channel, self._sync = self._sync, None
+        if channel is not None:
+            channel.close()
+
+    # ---- helpers ----
+
+    async def _outputs(
+        self, method: Callable[[], Any], request: Any
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        call = method()(request, metadata=self._metadata)
+        try:
+            with self._errors():
+                async for reply in call:
+                    output = output_from_proto(reply.output)
+                    self._check_epoch(output.epoch)
+                    yield reply.index, output
+        finally:
+            call.cancel()  # the server aborts what is still running; no effect on an ended call
+
+    def _check_partial(self) -> None:
+        """A partial update builds on weights this client has seen: not on another engine life's."""
+        if self._seen is not None:
+            self._check_epoch(self.info().epoch)
+
+    def _check_epoch(self, epoch: int) -> None:
+        if self._seen is not None and epoch != self._seen[0]:
+            raise EngineRestarted(
+                f"the engine at {self.address} has restarted: epoch {epoch}, but version "
+                f"{self._seen[1]} was committed in epoch {self._seen[0]}; its weights are not "
+                "yours until you send a full update"
+            )
+
+    async def _call(
+        self, stub: Any, method: str, request: Any, timeout: float | None = None
+    ) -> Any:
+        limit = self.timeout if timeout is None else timeout + 1  # the server's own limit first
+        with self._errors():
+            call = getattr(stub(self._aio_channel()), method)
+            return await call(request, timeout=limit, metadata=self._metadata)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from error
+
+    def _aio_channel(self) -> grpc.aio.Channel:
+        loop = asyncio.get_running_loop()
+        if self._aio is None or self._aio[0] is not loop:
+            self._aio = loop, self._connected(grpc.aio)
+        return self._aio[1]
+
+    def _sync_channel(self) -> grpc.Channel:
+        with self._lock:
+            if self._sync is None:
+                self._sync = self._connected(grpc)
+            return self._sync
+
+    def _connected(self, library: Any) -> Any:
+        """A channel of ``grpc`` or ``grpc.aio``."""
+        if self._credentials is None:
+            return library.insecure_channel(self.address, options=self._options)
+        return library.secure_channel(self.address, self._credentials, options=self._options)

@@ -1,0 +1,214 @@
+"""Nouns of generation to and from their protobuf messages; what goes out comes back equal.
+
+Logprobs travel as packed float32, everything else unchanged. A value that a field cannot hold (an
+integer over 64 bits, a string that is no Unicode) is an ``InvalidRequest`` on the side that sends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from rollout.errors import InvalidRequest, TransferFailed
+from rollout.generation import (
+    Completion,
+    Logprobs,
+    PromptInput,
+    RequestOutput,
+    SamplingParams,
+    VersionSpan,
+)
+from rollout.metrics import EngineStats, HistogramSnapshot
+from rollout.rpc import rollout_pb2 as pb
+from rollout.weight_sync.protocol.codec import parsed
+from rollout.wire.version import ServerInfo
+
+Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": ..., "content": ...}
+
+_SCALARS = tuple(
+    f.name for f in fields(SamplingParams) if f.name not in ("logit_bias", "stop", "stop_token_ids")
+)
+
+
+def params_to_proto(params: SamplingParams) -> Any:
+    values = {name: getattr(params, name) for name in _SCALARS}
+    try:
+        return pb.SamplingParams(
+            **{name: value for name, value in values.items() if value is not None},
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            logit_bias=params.logit_bias or {},
+            has_logit_bias=params.logit_bias is not None,
+            unlimited_tokens=params.max_tokens is None,
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"a sampling parameter does not fit its field: {error}") from error
+
+
+def params_from_proto(message: Any) -> SamplingParams:
+    values = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    if message.unlimited_tokens:
+        values["max_tokens"] = None
+    if message.logit_bias or message.has_logit_bias:
+        values["logit_bias"] = dict(message.logit_bias)
+    stop, ids = tuple(message.stop), tuple(message.stop_token_ids)
+    return SamplingParams(**values, stop=stop, stop_token_ids=ids)
+
+
+def prompt_to_proto(prompt: PromptInput, request_id: str) -> Any:
+    try:
+        if isinstance(prompt, str):
+            return pb.Prompt(text=prompt, request_id=request_id)
+        return pb.Prompt(token_ids=pb.TokenIds(ids=prompt), request_id=request_id)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"prompt of request {request_id}: {error}") from error
+
+
+def prompt_from_proto(message: Any) -> PromptInput:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("a prompt needs `text` or `token_ids`")
+    return str(message.text) if kind == "text" else list(message.token_ids.ids)
+
+
+def conversation_to_proto(messages: Messages, request_id: str) -> Any:
+    return pb.Conversation(messages_json=messages_to_json(messages), request_id=request_id)
+
+
+def messages_to_json(messages: Messages) -> bytes:
+    try:
+        return json.dumps([dict(m) for m in messages]).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"messages must be a list of JSON objects: {error}") from error
+
+
+def messages_from_json(data: bytes) -> list[dict[str, Any]]:
+    try:
+        messages = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"messages_json is not JSON: {error}") from error
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise InvalidRequest('messages_json must be a list of {"role", "content"} objects')
+    return messages
+
+
+def output_to_proto(output: RequestOutput) -> Any:
+    return pb.RequestOutput(
+        request_id=output.request_id,
+        prompt=output.prompt,
+        prompt_token_ids=output.prompt_token_ids,
+        prompt_logprobs=_tops_to_proto(output.prompt_logprobs or ()),
+        has_prompt_logprobs=output.prompt_logprobs is not None,
+        outputs=[_completion_to_proto(c) for c in output.outputs],
+        finished=output.finished,
+        num_cached_tokens=output.num_cached_tokens,
+        epoch=output.epoch,
+    )
+
+
+def output_from_proto(message: Any) -> RequestOutput:
+    return RequestOutput(
+        request_id=message.request_id,
+        prompt=message.prompt if message.HasField("prompt") else None,
+        prompt_token_ids=list(message.prompt_token_ids),
+        prompt_logprobs=(
+            [_top_from_proto(t) if t.present else None for t in message.prompt_logprobs]
+            if message.has_prompt_logprobs
+            else None
+        ),
+        outputs=[_completion_from_proto(c) for c in message.outputs],
+        finished=message.finished,
+        num_cached_tokens=message.num_cached_tokens,
+        epoch=message.epoch,
+    )
+
+
+def info_to_proto(info: ServerInfo) -> Any:
+    return pb.ServerInfoResponse(**{f.name: getattr(info, f.name) for f in fields(info)})
+
+
+def info_from_proto(message: Any) -> ServerInfo:
+    return ServerInfo(**{f.name: getattr(message, f.name) for f in fields(ServerInfo)})
+
+
+def stats_to_json(stats: EngineStats) -> bytes:
+    return json.dumps(asdict(stats)).encode()
+
+
+def stats_from_json(data: bytes) -> EngineStats:
+    """Raises ``TransferFailed`` for what ``stats_to_json`` has not written."""
+    values = parsed(data)
+    try:
+        for name, value in values.items():
+            if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
+                bounds, counts = tuple(value["bounds"]), tuple(value["counts"])
+                values[name] = HistogramSnapshot(bounds, counts, value["total"])
+        return EngineStats(**values)
+    except (AttributeError, TypeError) as error:
+        raise TransferFailed(f"these are no figures of an engine: {error}") from error
+
+
+def _completion_to_proto(completion: Completion) -> Any:
+    logprobs, reason = completion.logprobs, completion.stop_reason
+    return pb.Completion(
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=pb.Logprobs(
+            raw=logprobs.raw,
+            processed=logprobs.processed,
+            log_kept_mass=logprobs.log_kept_mass,
+            top=_tops_to_proto(logprobs.top or ()),
+            has_top=logprobs.top is not None,
+        ),
+        cumulative_logprob=completion.cumulative_logprob,
+        finish_reason=completion.finish_reason,
+        stop_token=reason if isinstance(reason, int) else None,
+        stop_string=reason if isinstance(reason, str) else None,
+        weight_versions=_spans_to_proto(completion.weight_versions),
+        kv_spans=_spans_to_proto(completion.kv_spans),
+    )
+
+
+def _completion_from_proto(message: Any) -> Completion:
+    stop = message.WhichOneof("stop_reason")
+    logprobs = message.logprobs
+    return Completion(
+        index=message.index,
+        text=message.text,
+        token_ids=list(message.token_ids),
+        logprobs=Logprobs(
+            raw=list(logprobs.raw),
+            processed=list(logprobs.processed),
+            log_kept_mass=list(logprobs.log_kept_mass),
+            top=[_top_from_proto(t) for t in logprobs.top] if logprobs.has_top else None,
+        ),
+        cumulative_logprob=message.cumulative_logprob,
+        finish_reason=message.finish_reason if message.HasField("finish_reason") else None,
+        stop_reason=getattr(message, stop) if stop else None,
+        weight_versions=_spans_from_proto(message.weight_versions),
+        kv_spans=_spans_from_proto(message.kv_spans),
+    )
+
+
+def _tops_to_proto(rows: Iterable[Mapping[int, float] | None]) -> list[Any]:
+    return [
+        pb.TokenLogprobs(present=True, token_ids=row.keys(), logprobs=row.values())
+        if row is not None
+        else pb.TokenLogprobs()
+        for row in rows
+    ]
+
+
+def _top_from_proto(message: Any) -> dict[int, float]:
+    return dict(zip(message.token_ids, message.logprobs, strict=True))
+
+
+def _spans_to_proto(spans: Iterable[VersionSpan]) -> list[Any]:
+    return [pb.VersionSpan(version=s.version, start=s.start, stop=s.stop) for s in spans]
+
+
+def _spans_from_proto(messages: Iterable[Any]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(m.version, m.start, m.stop) for m in messages)

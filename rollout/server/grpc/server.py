@@ -1,0 +1,120 @@
+"""The gRPC server over an ``AsyncRollout``: Generation, WeightSync, Control, health, reflection."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollout.errors import ConfigError
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import SERVICE, command_from_wire
+from rollout.rpc.rollout_pb2_grpc import (
+    add_ControlServicer_to_server,
+    add_GenerationServicer_to_server,
+    add_WeightSyncServicer_to_server,
+)
+from rollout.rpc.status import CHUNK, MAX_BODY, SERVER_OPTIONS
+from rollout.rpc.tls import ServerTls
+from rollout.server.auth import Tokens, is_loopback
+from rollout.server.grpc.health import HealthService
+from rollout.server.grpc.interceptors import (
+    MessageInterceptor,
+    ProtocolInterceptor,
+    TokenInterceptor,
+)
+from rollout.server.grpc.services import ControlService, GenerationService
+from rollout.server.grpc.weights import WeightSyncService
+
+if TYPE_CHECKING:
+    from rollout.api import AsyncRollout
+
+log = logging.getLogger(__name__)
+STOP_GRACE = 1.0  # seconds that calls under way may take to end
+
+
+class GrpcServer:
+    """A running server; ``address`` is what clients connect to."""
+
+    def __init__(
+        self, server: Any, health: HealthService, weights: WeightSyncService, host: str, port: int
+    ) -> None:
+        self._server, self._health, self._weights = server, health, weights
+        self.port = port
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def stop(self, grace: float = STOP_GRACE) -> None:
+        """Refuse new calls, end those under way within ``grace`` seconds. Idempotent."""
+        self._health.stop()
+        await self._server.stop(grace)
+        self._weights.close()
+
+
+async def serve(
+    rollout: AsyncRollout,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    control_token: str | None = None,
+    tls: ServerTls | None = None,
+    insecure: bool = False,
+    max_body_bytes: int = MAX_BODY,
+) -> GrpcServer:
+    """Start serving in the running loop; port 0 picks a free one.
+
+    ``token`` allows sampling, ``control_token`` (default: the same) weights and control too.
+    ``tls`` encrypts; with its ``client_ca`` only clients that have a certificate are let in.
+    ``max_body_bytes``: of one message that is taken. Raises ``ConfigError`` for a busy port, and
+    for a host beyond loopback without a token, or without ``tls`` unless ``insecure`` allows it.
+    """
+    tokens = Tokens(generation=token, control=control_token)
+    tokens.check_host(host, tls=tls is not None, insecure=insecure)
+    largest = max(max_body_bytes, 2 * CHUNK)  # a message of weights is a chunk
+    server = grpc.aio.server(
+        interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
+        options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", largest)),
+    )
+    add_GenerationServicer_to_server(GenerationService(rollout, tokens), server)
+    add_ControlServicer_to_server(ControlService(rollout), server)
+    weights = WeightSyncService(rollout)
+    # Before the generated one, which would copy the bytes of weights twice.
+    update = grpc.stream_stream_rpc_method_handler(
+        weights.Update, command_from_wire, pb.UpdateEvent.SerializeToString
+    )
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(SERVICE, {"Update": update})]
+    )
+    add_WeightSyncServicer_to_server(weights, server)
+    health = HealthService(rollout)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
+    reflection.enable_server_reflection(
+        [*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server
+    )
+    bound = _bind(server, host, port, None if tls is None else tls.credentials())
+    if tls is None and not is_loopback(host):
+        log.warning("tokens, prompts and weights cross the network in clear on %s: no TLS", host)
+    await server.start()
+    return GrpcServer(server, health, weights, host, bound)
+
+
+def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if credentials is None:
+            bound = int(server.add_insecure_port(target))
+        else:
+            bound = int(server.add_secure_port(target, credentials))
+    except RuntimeError as error:
+        raise ConfigError(_busy(target, error)) from error
+    if bound == 0:
+        raise ConfigError(_busy(target, "the address is in use"))
+    return bound
+
+
+def _busy(target: str, why: object) -> str:
+    return f"cannot listen on {target} for gRPC: {why}; stop what uses it, or pass port 0 for any"

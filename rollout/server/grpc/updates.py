@@ -1,0 +1,341 @@
+"""One ``Update`` on the server: a ``WeightChannel``, its thread, and the connection that feeds it.
+
+The channel's calls block, so every update has a thread that makes them in order, fed by a bounded
+queue (a full one stops reading the connection, and so the sender). Without a grace the update ends
+with its connection, at once and for whatever reason, also while that thread waits in the channel.
+With one it is *held* when its connection ends:
+
+    fed --connection ends--> held --resume, with the secret--> fed
+                              |
+                              +--nobody came within the grace--> aborted
+
+A client cannot be seen to have gone on purpose but by its ``abort`` or its commit; one that died
+holds the engine until the grace is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import secrets
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout.config import MAX_TIMEOUT
+from rollout.errors import RolloutError, TransferFailed
+from rollout.rpc import rollout_pb2 as pb
+from rollout.server.grpc.lanes import Lane, Lanes
+from rollout.server.grpc.services import checked
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.bucket import check_size
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightChannel
+from rollout.wire.frames import tensor_bytes
+
+AHEAD = 8  # commands read before the first of them has run
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _LastOf:
+    """Behind the last command of a connection that has no more."""
+
+    turn: int
+
+
+class HeldUpdates:
+    """The updates of one service that a new connection may go on with; used in its loop alone."""
+
+    def __init__(self) -> None:
+        self._updates: dict[str, UpdateStream] = {}
+
+    def find(self, resume: Any) -> UpdateStream:
+        """The update that a resume or join names, if it knows its secret; or ``TransferFailed``."""
+        found = self._updates.get(resume.update_id)
+        if found is None or not secrets.compare_digest(
+            found.secret.encode(), resume.secret.encode()
+        ):
+            raise TransferFailed(
+                f"update {resume.update_id!r:.80} is not held here: its grace is over, or it "
+                "ended; weight_info() tells which version is live"
+            )
+        return found
+
+    def add(self, update_id: str, update: UpdateStream) -> None:
+        self._updates[update_id] = update
+
+    def remove(self, update: UpdateStream) -> None:
+        self._updates = {k: u for k, u in self._updates.items() if u is not update}
+
+    def end(self) -> None:
+        """The server stops: no connection will come any more."""
+        for update in list(self._updates.values()):
+            update.end()
+
+
+class UpdateStream:
+    """One update; ``talk`` is one connection to it, of which the newest counts."""
+
+    def __init__(self, channel: WeightChannel, held: HeldUpdates) -> None:
+        self._channel, self._held = channel, held
+        self._loop = asyncio.get_running_loop()
+        self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = asyncio.Semaphore(AHEAD)
+        self._events: list[Any] = []  # to the client; an exception or None is the last
+        self._received = 0  # commands, over all connections
+        self._news = asyncio.Event()
+        self._turn = 0  # of the connection that counts
+        self._reading: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._bucket: _IncomingBucket | None = None
+        self._over = self._left = self._ended = False
+        self._grace = 0.0
+        self._limit = 0  # bytes of a bucket, as agreed on
+        self.secret = ""
+        self.lanes: Lanes | None = None
+        self._thread = threading.Thread(target=self._run, name="rollout-lease", daemon=True)
+        self._thread.start()
+
+    async def talk(self, commands: Any, resume: Any = None) -> AsyncGenerator[Any]:
+        """Answer one connection until the update or the connection ends.
+
+        ``commands``: what it sends, ``resume`` aside. Raises the error that ended the update.
+        """
+        turn, seen = self._attach(commands), 0
+        confirmed = -1 if resume is not None else self._received
+        if resume is not None:
+            seen = min(resume.events, len(self._events))
+        try:
+            while self._turn == turn:
+                self._news.clear()
+                # What has arrived is said before what follows from it.
+                if self.secret and confirmed != self._received:
+                    confirmed = self._received
+                    yield pb.UpdateEvent(received=pb.Received(commands=confirmed))
+                if seen < len(self._events):
+                    event = self._events[seen]
+                    if event is None:
+                        self._left = True
+                        return
+                    if isinstance(event, Exception):
+                        self._left = True
+                        raise event
+                    yield event
+                    seen += 1
+                    self._left = self._over and seen == len(self._events)
+                elif confirmed == self._received or not self.secret:
+                    await self._news.wait()
+        finally:
+            if self._turn == turn:
+                self._detach()
+
+    def end(self, why: str = "") -> None:
+        """The update is over; ``why`` where it is aborted. Beside the loop: it may call ranks."""
+        self._ended = True
+        self._held.remove(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._todo.put(_END)
+        target, args = (self._channel.abort, (why,)) if why else (self._channel.close, ())
+        threading.Thread(target=target, args=args, name="rollout-lease-end", daemon=True).start()
+
+    # ---- connections; in the loop ----
+
+    def _attach(self, commands: Any) -> int:
+        self._turn += 1
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+        self._news.set()  # an older connection sees that it counts no more
+        self._news = asyncio.Event()
+        self._reading = asyncio.create_task(self._feed(commands, self._turn))
+        return self._turn
+
+    def _detach(self) -> None:
+        assert self._reading is not None
+        self._reading.cancel()
+        if not self.secret or self._left or self._grace <= 0:
+            self.end()
+            return
+        why = f"its connection broke, and no other came within {self._grace:g} s"
+        self._wait_for(self.end, why)
+
+    def _hold(self, name: str, grace: float, secret: str) -> None:
+        """From now on the update outlives its connection."""
+        if self._ended:
+            return
+        self.secret, self._grace = secret, grace
+        self._held.add(name, self)
+
+    async def _feed(self, commands: Any, turn: int) -> None:
+        """Hand a connection's commands to the thread; without a grace their end is the lease's."""
+        try:
+            async for command in commands:
+                await self._room.acquire()
+                if self._turn != turn:
+                    self._room.release()
+                    return
+                self._received += 1
+                self._todo.put(command)
+                self._news.set()
+            if self.secret:
+                self._todo.put(_LastOf(turn))
+        finally:
+            if not self.secret:
+                self._todo.put(_END)
+
+    def _said_all(self, turn: int) -> None:
+        """All that this connection brings is done: it goes, another comes, or it is given up.
+
+        A connection that breaks can look like this, too, until it is detached.
+        """
+        if turn == self._turn and not self._ended:
+            self._wait_for(self._give_up)
+
+    def _give_up(self) -> None:
+        why = "its client ended the stream with neither a commit nor an abort"
+        self._todo.put(_END if self._over else TransferFailed(why))
+
+    def _wait_for(self, otherwise: Callable[..., Any], *args: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._grace, otherwise, *args)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        """One call after the other until the update ends or a call fails."""
+        try:
+            while (command := self._todo.get()) is not _END:
+                if isinstance(command, _LastOf):
+                    self._tell(self._said_all, command.turn)
+                    continue
+                event = self._do(command)
+                self._tell(self._room.release)
+                if event is not None:
+                    self._tell(self._add, event)
+                if command.WhichOneof("kind") == "abort":
+                    break
+        except RolloutError as error:
+            # Its traceback would keep a bucket's memory, in a cycle with this stream.
+            self._tell(self._add, error.with_traceback(None))
+        except Exception as error:  # noqa: BLE001 - the edge: it travels to the client
+            self._tell(self._add, error)
+        finally:
+            self._bucket = None
+            self._channel.close()
+            self._tell(self._add, None)
+
+    def _add(self, event: Any) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    def _tell(self, call: Callable[..., Any], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def _do(self, command: Any) -> Any:
+        kind = checked(command).WhichOneof("kind")
+        if self._bucket is not None and kind not in ("chunk", "abort"):
+            raise TransferFailed(f"bucket {self._bucket.header.index} ended early: {kind} came")
+        if kind == "join":
+            return self._joined()
+        if kind == "begin":
+            return self._begin(
+                update_wire.request_from_wire(update_wire.parsed(command.begin.json))
+            )
+        if kind == "bucket":
+            return self._start_bucket(command.bucket)
+        if kind == "chunk":
+            return self._add_chunk(command.chunk)
+        if kind == "wait":
+            if not 0 <= command.wait.timeout <= MAX_TIMEOUT:
+                raise TransferFailed(
+                    f"a wait of {command.wait.timeout} s: 0 to {MAX_TIMEOUT} it may be"
+                )
+            self._channel.wait(command.wait.index, command.wait.timeout)
+            return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
+        if kind == "seal":
+            self._channel.seal(update_wire.seal_from_wire(update_wire.parsed(command.seal.json)))
+            self._over = type(self._channel) is Lane
+            return pb.UpdateEvent(sealed=pb.Sealed())
+        if kind == "commit":
+            receipt = self._channel.commit()
+            self._over = True
+            return pb.UpdateEvent(receipt=document(update_wire.receipt_to_wire(receipt)))
+        if kind == "abort":
+            self._channel.abort(command.abort.reason)
+            return None
+        raise TransferFailed("an update command without a kind")
+
+    def _begin(self, request: UpdateRequest) -> Any:
+        self._limit = request.bucket_bytes
+        begun = document(update_wire.begun_to_wire(self._channel.begin(request)))
+        if not request.grace:
+            return pb.UpdateEvent(begun=begun)
+        if request.transport == "grpc_stream" and request.senders > 1:
+            self.lanes = Lanes(self._channel, request)
+            self._channel = self.lanes.first
+        secret = secrets.token_hex(16)
+        self._tell(self._hold, request.update_id, request.grace, secret)
+        return pb.UpdateEvent(begun=begun, secret=secret)
+
+    def _joined(self) -> Any:
+        if type(self._channel) is not Lane:
+            raise TransferFailed("a stream that carries an update joins no other")
+        self._limit = self._channel.bucket_bytes
+        secret = secrets.token_hex(16)
+        self._tell(self._hold, self._channel.name, self._channel.grace, secret)
+        return pb.UpdateEvent(begun=pb.WeightDocument(), secret=secret)
+
+    def _start_bucket(self, message: Any) -> None:
+        header = update_wire.header_from_wire(update_wire.parsed(message.header_json))
+        if not message.HasField("payload_bytes"):
+            self._channel.bucket(header, None)
+            return
+        check_size(header, self._limit)
+        if message.payload_bytes != header.nbytes:
+            raise TransferFailed(
+                f"bucket {header.index} announces {message.payload_bytes} bytes for {header.nbytes}"
+            )
+        self._bucket = _IncomingBucket(header, self._channel.room(header.nbytes))
+        self._add_chunk(b"")
+
+    def _add_chunk(self, chunk: bytes | memoryview) -> None:
+        bucket = self._bucket
+        if bucket is None:
+            raise TransferFailed("bytes without a bucket")
+        if bucket.add(chunk):
+            self._bucket = None
+            self._channel.bucket(bucket.header, bucket.payload)
+
+
+class _IncomingBucket:
+    """A bucket whose bytes are arriving, in ``room`` if there is one.
+
+    Other memory takes no pages but for what has arrived, whatever was announced.
+    """
+
+    def __init__(self, header: BucketHeader, room: torch.Tensor | None) -> None:
+        nbytes = header.nbytes
+        self.header = header
+        self.payload = torch.empty(nbytes, dtype=torch.uint8) if room is None else room
+        self._left = tensor_bytes(self.payload)
+
+    def add(self, chunk: bytes | memoryview) -> bool:
+        """Whether that was the last of it."""
+        if len(chunk) > len(self._left):
+            raise TransferFailed(f"bucket {self.header.index} is longer than it announced")
+        if chunk:
+            self._left[: len(chunk)] = chunk
+            self._left = self._left[len(chunk) :]
+        return not self._left
+
+
+def document(wire: Any) -> Any:
+    return pb.WeightDocument(json=json.dumps(wire, separators=(",", ":")).encode())

@@ -1,0 +1,140 @@
+"""The gRPC service of weights; its updates are in ``grpc_updates``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from rollout.errors import TransferFailed
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.rollout_pb2_grpc import WeightSyncServicer
+from rollout.server.grpc.services import (
+    abort_with,
+    answers,
+    checked,
+    seconds,
+)
+from rollout.server.grpc.updates import HeldUpdates, UpdateStream
+from rollout.server.verbs import (
+    AbortBody,
+    FinishBody,
+    InitBody,
+    StartBody,
+    UpdateBody,
+    Verbs,
+    parse,
+)
+from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.messages import WeightChannel
+from rollout.weight_sync.trainer.options import UpdateOptions
+
+if TYPE_CHECKING:
+    from rollout.api import AsyncRollout
+
+
+class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
+    def __init__(self, rollout: AsyncRollout) -> None:
+        self._rollout, self._held, self._verbs = rollout, HeldUpdates(), Verbs(rollout)
+
+    @answers
+    async def Info(self, request: Any) -> Any:  # noqa: N802
+        info = await asyncio.to_thread(self._rollout.backend.info)
+        # Bytes that go with the calls go through this port here, in a stream that survives a cut.
+        offered = tuple("grpc_stream" if name == "inline" else name for name in info.transports)
+        return _document(update_wire.info_to_wire(replace(info, transports=offered)))
+
+    @answers
+    async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
+        options = UpdateOptions.on_server(update_wire.parsed(request.options_json))
+        path, backend = request.path, self._rollout.backend
+        receipt = await self._rollout.threads.run(lambda: backend.update_from(path, options))
+        return _document(update_wire.receipt_to_wire(receipt))
+
+    @answers
+    async def Rollback(self, request: Any) -> Any:  # noqa: N802
+        receipt = await self._rollout.rollback(seconds(request))
+        return _document(update_wire.receipt_to_wire(receipt))
+
+    @answers
+    async def Digests(self, request: Any) -> Any:  # noqa: N802
+        timeout, backend = seconds(request), self._rollout.backend
+        digests = await self._rollout.threads.run(lambda: backend.digests(timeout))
+        return pb.DigestsResponse(digests=digests)
+
+    @answers
+    async def Receipts(self, request: Any) -> Any:  # noqa: N802
+        receipts = await asyncio.to_thread(self._rollout.backend.receipts)
+        documents = [_document(update_wire.receipt_to_wire(receipt)) for receipt in receipts]
+        return pb.ReceiptsResponse(receipts=documents)
+
+    @answers
+    async def InitWeightTransferEngine(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.init(parse(InitBody, request.json)))
+
+    @answers
+    async def StartWeightUpdate(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.start(parse(StartBody, request.json)))
+
+    @answers
+    async def UpdateWeights(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.update(parse(UpdateBody, request.json)))
+
+    @answers
+    async def FinishWeightUpdate(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.finish(parse(FinishBody, request.json)))
+
+    @answers
+    async def AbortWeightUpdate(self, request: Any) -> Any:  # noqa: N802
+        return _document(await self._verbs.abort(parse(AbortBody, request.json)))
+
+    async def Update(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        commands = aiter(commands)
+        try:
+            first = checked(await anext(commands, None))
+            resume = first.resume if first is not None and first.HasField("resume") else None
+            if resume is not None:
+                events = self._held.find(resume).talk(commands, resume)
+            else:
+                update = UpdateStream(self._channel(first), self._held)
+                events = update.talk(_behind(first, commands))
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield event
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of the process
+            await abort_with(context, error)
+
+    def _channel(self, first: Any) -> WeightChannel:
+        """What a new stream is about: an update of its own, or one more rank's part of another."""
+        if first is None or not first.HasField("join"):
+            return self._rollout.backend.open()
+        lanes = self._held.find(first.join).lanes
+        if lanes is None:
+            raise TransferFailed(f"update {first.join.update_id:.80} has one stream alone")
+        return lanes.open(first.join.lane)
+
+    def close(self) -> None:
+        """The server stops: what waits for its client to come back is given up."""
+        self._held.end()
+
+
+async def _behind(first: Any, commands: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    if first is not None:
+        yield first
+    async for command in commands:
+        yield command
+
+
+def _document(wire: Any) -> Any:
+    return pb.WeightDocument(json=_json(wire))
+
+
+def _json(wire: Any) -> bytes:
+    return json.dumps(wire, separators=(",", ":")).encode()

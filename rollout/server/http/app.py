@@ -1,0 +1,287 @@
+"""The HTTP face of an engine: OpenAI's completions and chat, health, metrics and control."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rollout.api import AsyncRollout
+from rollout.api.backend import Outputs
+from rollout.errors import InvalidRequest, RolloutError
+from rollout.generation import RequestOutput, SamplingParams
+from rollout.rpc.status import MAX_BODY
+from rollout.server.auth import Tokens
+from rollout.server.http.answers import (
+    AnswerDefaults,
+    AnswerStyle,
+    Stream,
+    TokenText,
+    answer,
+)
+from rollout.server.http.control import control_routes
+from rollout.server.http.errors import error_body, install_error_handlers
+from rollout.server.http.guard import Guard
+from rollout.server.http.types import (
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    TokenizeBody,
+    text_messages,
+)
+from rollout.server.http.vllm_verbs import verb_routes
+from rollout.server.metrics import render
+from rollout.server.states import ENDED, SERVING, state_of
+
+T = TypeVar("T")
+
+
+def build_app(
+    rollout: AsyncRollout,
+    *,
+    tokens: Tokens | None = None,
+    token_text: TokenText | None = None,
+    logprobs_mode: str = "raw_logprobs",
+    max_body_bytes: int = MAX_BODY,
+    open_routes: Collection[str] | None = None,
+) -> FastAPI:
+    """An ASGI application over ``rollout``; it owns nothing, starts nothing and ends nothing.
+
+    Until ``rollout`` has started, ``/health`` says so and everything else is a 503.
+
+    ``token_text`` names one token id in OpenAI's logprobs; without it they read ``token_id:N``.
+    ``logprobs_mode``: which logprobs requests get there that do not ask for one of the two.
+    ``open_routes``: these alone answer, and ask for no token.
+    """
+    app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    app.add_middleware(
+        Guard,
+        tokens=tokens or Tokens(),
+        max_body_bytes=max_body_bytes,
+        open_routes=open_routes,
+        is_loading=lambda: rollout.backend.is_loading,
+    )
+    app.include_router(_status_routes(rollout))
+    defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
+    app.include_router(_generation_routes(rollout, defaults))
+    app.include_router(control_routes(rollout))
+    app.include_router(verb_routes(rollout, logprobs_mode))
+    return app
+
+
+def token_id_text(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _status_routes(rollout: AsyncRollout) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    @router.get("/ping")
+    async def health() -> Response:
+        """Readiness: 200 if a request that came now would be served, else 503."""
+        state = await state_of(rollout)
+        return JSONResponse({"status": state}, 200 if state == SERVING else 503)
+
+    @router.get("/live")
+    async def live() -> Response:
+        """Liveness: 503 when only a restart helps; 200 also while loading, paused or asleep."""
+        state = await state_of(rollout)
+        return JSONResponse({"status": state}, 503 if state in ENDED else 200)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        info = await rollout.server_info()
+        text = render(await rollout.metrics(), info.model)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        info = await rollout.server_info()
+        card = {
+            "id": info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rollout",
+            "root": info.model,
+            "max_model_len": info.max_model_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": (await rollout.server_info()).package_version}
+
+    return router
+
+
+def _generation_routes(rollout: AsyncRollout, defaults: AnswerDefaults) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        prompts, params = body.prompts(), body.sampling()
+        model = await _served_model(rollout, body.model)
+        style = _style(body, params, model, defaults, chat=False)
+        ids = _ids(style, len(prompts))
+        outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
+        return await _respond(request, body, style, outputs, len(prompts))
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        params = body.sampling()
+        model = await _served_model(rollout, body.model)
+        style = _style(body, params, model, defaults, chat=True)
+        ids = _ids(style, 1)
+        outputs = rollout.stream_chat(
+            body.conversation(), params, request_ids=ids, stream=body.stream
+        )
+        return await _respond(request, body, style, outputs, 1)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        await _served_model(rollout, body.model)
+        prompt = body.prompt if body.prompt is not None else text_messages(body.messages or [])
+        ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens)
+        limit = (await rollout.server_info()).max_model_len
+        return {"tokens": ids, "count": len(ids), "max_model_len": limit}
+
+    return router
+
+
+async def _served_model(rollout: AsyncRollout, asked: str | None) -> str:
+    served = (await rollout.server_info()).model
+    if asked not in (None, served):
+        message = f"the model {asked!r} does not exist; this server serves {served!r}"
+        raise HTTPException(404, message)
+    return served
+
+
+def _style(
+    body: SamplingBody,
+    params: SamplingParams,
+    model: str,
+    defaults: AnswerDefaults,
+    *,
+    chat: bool,
+) -> AnswerStyle:
+    prefix = "chatcmpl" if chat else "cmpl"
+    return AnswerStyle(
+        model=model,
+        chat=chat,
+        samples=params.n,
+        logprobs=params.logprobs is not None,
+        top=params.logprobs or 0,
+        processed=(body.logprobs_mode or defaults.logprobs_mode) == "processed_logprobs",
+        token_ids=body.return_token_ids,
+        token_text=token_id_text if body.return_tokens_as_token_ids else defaults.token_text,
+        request_id=body.request_id or f"{prefix}-{uuid.uuid4().hex}",
+    )
+
+
+def _ids(style: AnswerStyle, prompts: int) -> list[str]:
+    """One request id per prompt of a call."""
+    if prompts == 1:
+        return [style.request_id]
+    return [f"{style.request_id}-{index}" for index in range(prompts)]
+
+
+async def _respond(
+    request: Request, body: SamplingBody, style: AnswerStyle, outputs: Outputs, prompts: int
+) -> Response:
+    if not body.stream:
+        done = await _unless_disconnected(request, _collect(outputs, prompts))
+        if done is None:
+            return Response(status_code=499)  # nobody reads it: the client has gone
+        return JSONResponse(answer(done, style))
+    # The first output is awaited here, so that a refused request is an HTTP error, not a stream.
+    first = await _unless_disconnected(request, _first(outputs))
+    if first is None:
+        return Response(status_code=499)
+    options = body.stream_options
+    wants_usage = options is not None and options.include_usage
+    always = wants_usage and options is not None and options.continuous_usage_stats
+    events = _events(first, outputs, Stream(style, usage_always=always), wants_usage)
+    return _EventStream(events)
+
+
+class _EventStream(StreamingResponse):
+    """Closes its events when the client has left, also where it was cancelled between two."""
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _collect(outputs: Outputs, prompts: int) -> list[RequestOutput]:
+    """Finished outputs in the order of the prompts; closing early aborts what still runs."""
+    found: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(_generator(outputs)) as items:
+        async for index, output in items:
+            found[index] = output
+    return [found[index] for index in range(prompts)]
+
+
+async def _first(outputs: Outputs) -> tuple[int, RequestOutput]:
+    try:
+        return await anext(outputs)
+    except StopAsyncIteration:
+        raise InvalidRequest("the call has no prompts") from None
+
+
+async def _events(
+    first: tuple[int, RequestOutput], outputs: Outputs, stream: Stream, wants_usage: bool
+) -> AsyncGenerator[str]:
+    """Server-sent events; an error after the first output becomes an event and ends the stream."""
+    async with contextlib.aclosing(_generator(outputs)) as items:
+        try:
+            for chunk in stream.chunks(*first):
+                yield _event(chunk)
+            async for index, output in items:
+                for chunk in stream.chunks(index, output):
+                    yield _event(chunk)
+        except RolloutError as error:
+            yield _event(error_body(error)[0])
+        else:
+            if wants_usage:
+                yield _event(stream.usage_chunk())
+        yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _generator(outputs: Outputs) -> Any:
+    """Backends yield from async generators, whose ``aclose`` aborts what still runs."""
+    return outputs
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``, or None when the client goes away first, which cancels it."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,84 @@
+"""What every HTTP request passes before its route: its token, and the size of its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout.errors import EngineClosed
+from rollout.server.auth import ROUTES, Access, Tokens
+from rollout.server.http.errors import error_body, openai_error
+
+
+class Guard:
+    """An ASGI application before another one; it refuses before anything of a body is read.
+
+    ``tokens``: who may call what. ``open_routes``: the routes of a listener where these answer
+    without a token and no others do. ``is_loading``: whether no route but the probes' can answer
+    yet. ``max_body_bytes``: of one request, whether it announces its length or not.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        max_body_bytes: int,
+        open_routes: Collection[str] | None = None,
+        is_loading: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app, self._tokens, self._limit = app, tokens, max_body_bytes
+        self._open, self._is_loading = open_routes, is_loading
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refused = self._refusal(scope["path"], headers)
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+        if self._open is not None:
+            if path not in self._open:
+                text = f"{path} is none of the routes that are open at this address"
+                return JSONResponse(openai_error(text, "NotFoundError", 404), 404)
+        elif (why := self._tokens.refusal(path, headers.get("authorization"))) is not None:
+            body = openai_error(why, "AuthenticationError", 401)
+            return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+        if ROUTES.get(path) is not Access.OPEN and self._is_loading():
+            return JSONResponse(*error_body(EngineClosed("the engine is loading: ask /health")))
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._limit:
+            return JSONResponse(openai_error(self._too_large(), "InvalidRequest", 413), 413)
+        return None
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """``receive`` that ends the request once its body has grown past the limit."""
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._limit:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        return bounded
+
+    def _too_large(self) -> str:
+        return (
+            f"the body is larger than the {self._limit} bytes that this server takes; send less at "
+            "a time, or start it with a larger --max-body-bytes"
+        )

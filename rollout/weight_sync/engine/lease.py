@@ -1,0 +1,359 @@
+"""One update on the engine's side: the in-process ``WeightChannel`` that the coordinator opens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rollout.errors import (
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.weight_sync.protocol.bucket import check_size
+from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire, wants_from_wire
+from rollout.weight_sync.protocol.digests import (
+    check_finite,
+    combine,
+    compare,
+    total,
+)
+from rollout.weight_sync.protocol.messages import (
+    Begun,
+    BucketHeader,
+    RankReceipt,
+    Seal,
+    UpdateReceipt,
+    UpdateRequest,
+    Wants,
+)
+from rollout.weight_sync.transports.vllm import NAME as FOREIGN
+
+if TYPE_CHECKING:
+    from rollout.weight_sync.engine.coordinator import Coordinator, Reply
+
+
+_AHEAD = 2  # buckets under way that each sender may have, and as many again
+log = logging.getLogger(__name__)
+_CLOSED = "the channel was closed before the commit"
+
+
+class Lease:
+    """The right to change the weights, for one update. ``abort`` and ``close`` from any thread."""
+
+    reads_in_place = True
+
+    def __init__(self, coordinator: Coordinator, roads: tuple[str, ...]) -> None:
+        self._of, self._roads = coordinator, roads
+        self._request: UpdateRequest | None = None
+        self._waiting: dict[int, list[Future[Reply]]] = {}
+        self._connecting: list[Future[Reply]] | None = None
+        self._sealed: _Sealed | None = None
+        self._drained = self._base_is_whole = False
+        self._held_since: float | None = None  # no step runs since then (staging="none")
+        self._touched = False  # ranks may have begun to overwrite what they hold
+        # Closing can come from another thread at any time. While ``begin`` runs, that thread
+        # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
+        self._lock = threading.Lock()
+        self._phase = ""  # beginning | committing, while one of them runs
+        self._ended: str | None = None
+        self._freed = False
+        self._started = time.perf_counter()
+
+    def begin(self, request: UpdateRequest) -> Begun:
+        if self._request is not None:
+            raise VersionConflict("a channel carries one update; open another")
+        of = self._of
+        self._enter("beginning")
+        try:
+            of.check_fields(request, self._roads)
+            of.acquire(self, request.timeout)
+            self._started = time.perf_counter()
+            request = replace(of.staged_in(request), version=of.check(request))
+            self._request = request
+            self._not_ended("begin")
+            of.staging_begins(request)
+            if request.staging == "none":
+                self._drain(request)  # running requests cannot end once steps are held
+                of.engine.hold(request.timeout)
+                self._held_since = time.perf_counter()
+            self._touched = True
+            # What a rollback would bring back: not there if nothing keeps it, no version if broken.
+            kept = request.staging != "none" or of.undo != "shadow"
+            self._base_is_whole = kept and of.engine.broken is None
+            wire = request_to_wire(replace(request, metadata=None))
+            replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
+            layout, wants = _wants(replies, request.layout)
+            # The ranks go on to meet the sender; their replies are due before the first bucket's.
+            self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
+            self._leave()
+            self._not_ended("begin")
+        except BaseException as error:
+            self._leave()
+            self._end(self._ended or str(error), failed=True)
+            raise
+        assert request.version is not None
+        log.info(
+            "update %s begins: version %d, by %s, %s, staging=%s",
+            *(request.update_id, request.version, request.transport, request.encoding),
+            request.staging,
+        )
+        return Begun(
+            update_id=request.update_id,
+            epoch=of.engine.epoch,
+            base_version=of.engine.version,
+            version=request.version,
+            layout=layout,
+            wants=wants,
+        )
+
+    def room(self, nbytes: int) -> Tensor | None:
+        request = self._live("bucket")
+        return self._of.engine.room(nbytes) if nbytes <= request.bucket_bytes else None
+
+    def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        request = self._live("bucket")
+        if request.transport != FOREIGN:  # there the engine itself cuts what was announced
+            check_size(header, request.bucket_bytes)
+        while len(self._waiting) >= _AHEAD * request.senders + _AHEAD:
+            self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
+        args = {"update_id": request.update_id, "header": header_to_wire(header)}
+        carried = None if payload is None else {"payload": payload}
+        self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
+
+    def wait(self, index: int, timeout: float) -> None:
+        self._live("transfer")
+        if self._connecting is not None:
+            self._await(self._connecting, timeout, "connect")
+            self._connecting = None
+        futures = self._waiting.pop(index, None)
+        if futures is not None:
+            self._await(futures, timeout, f"bucket {index}")
+
+    def seal(self, seal: Seal) -> None:
+        request, of = self._live("seal"), self._of
+
+        def judge(held: Mapping[str, int]) -> Seal:
+            missing = set(of.metadata) - set(seal.digests)
+            if missing and not request.partial:
+                raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
+            compare(seal.digests, held, of.aliases)
+            return seal
+
+        self._vote(seal.num_buckets, judge)
+
+    def seal_unattested(self, seal: Seal, label: str | None) -> None:
+        """As ``seal`` for a sender that sent no digests: the receipt has those of what is held.
+
+        Completeness is judged by the ranks and copies of one box must agree; that what arrived is
+        what was sent, nothing proves. ``label``: the version's, known only now.
+        """
+        self._request = replace(self._live("seal"), label=label)
+        self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
+
+    def commit(self) -> UpdateReceipt:
+        request, of = self._live("commit"), self._of
+        if self._sealed is None:
+            raise VersionConflict("commit before seal")
+        started = time.perf_counter()
+        try:
+            self._drain(request)
+            receipt = self._receipt(request, self._sealed)  # nothing may fail once it is live
+            self._enter("committing")
+            of.advance(self, "committing")
+            held = self._sealed.held
+            stall, _ = of.switch(request, request.in_flight, request.timeout, held)
+        except BaseException as error:
+            self._leave()
+            self.abort(str(error))
+            raise
+        now = time.perf_counter()
+        if self._held_since is not None:
+            stall = now - self._held_since
+        times = {"commit": now - started, "stall": stall, "total": now - self._started}
+        receipt = replace(receipt, timings={**receipt.timings, **times})
+        of.record(receipt, request.label, held, reversible=self._base_is_whole)
+        self._leave()
+        self._end("committed")
+        return receipt
+
+    def abort(self, reason: str) -> None:
+        self._end(reason, failed=True)
+
+    def close(self) -> None:
+        self._end(_CLOSED, failed=True)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the update has ended otherwise than by its commit, or is sure to."""
+        return self._ended not in (None, "committed")
+
+    # ---- helpers ----
+
+    def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:
+        """Every rank's vote, and ``judge``'s on the digests they hold; either can refuse."""
+        request, of = self._live("seal"), self._of
+        for index in sorted(self._waiting):
+            self.wait(index, request.timeout)
+        started = time.perf_counter()
+        try:
+            args = {"update_id": request.update_id, "num_buckets": num_buckets}
+            votes = of.gather("stage_seal", args, request.timeout, phase="seal")
+            held = combine([vote["digests"] for vote in votes])
+            seal = judge(held)
+            self._check_finite(votes)
+        except BaseException as error:
+            self.abort(str(error))
+            raise
+        self._sealed = _Sealed(seal, votes, held, time.perf_counter() - started)
+        of.advance(self, "staged")
+
+    def _check_finite(self, votes: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what the ranks, as they digested it, found to be no number; copies count once."""
+        try:
+            check_finite(combine([vote["nonfinite"] for vote in votes]))
+        except WeightMismatch:
+            self._of.engine.record_nonfinite()
+            raise
+
+    def _live(self, phase: str) -> UpdateRequest:
+        if self._request is None:
+            raise VersionConflict(f"{phase} before begin")
+        self._not_ended(phase)
+        return self._request
+
+    def _not_ended(self, phase: str) -> None:
+        if self._ended is not None:
+            raise TransferFailed(f"the update ended before its {phase}: {self._ended}")
+
+    def _enter(self, phase: str) -> None:
+        with self._lock:
+            self._not_ended(phase)
+            self._phase = phase
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._phase = ""
+
+    def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
+        try:
+            self._of.await_all(futures, timeout, phase)
+        except BaseException as error:
+            self.abort(str(error))
+            raise
+
+    def _end(self, reason: str, failed: bool = False) -> None:
+        with self._lock:
+            if self._freed or self._phase == "committing":
+                return
+            self._ended = self._ended or reason
+            if self._phase == "beginning":
+                return
+            self._freed = True
+        request, of = self._request, self._of
+        if failed and request is None and reason is not _CLOSED:
+            log.info("an update was refused: %s", reason)
+        elif failed and request is not None:
+            log.info(
+                "update %s ended, version %d serves on: %s",
+                *(request.update_id, of.engine.version, reason),
+            )
+        broken = None
+        if request is not None:
+            if failed:
+                of.engine.record_update(failed=True)
+                self._tell_ranks(request)
+                if request.staging == "none" and self._touched:
+                    broken = self._restore(request, reason)
+            if request.staging == "none":
+                of.engine.release()
+            if self._drained:
+                of.engine.undrain()
+        of.free(self, broken)
+
+    def _restore(self, request: UpdateRequest, reason: str) -> str | None:
+        """Back to the weights before an update without staging; else why the engine is broken."""
+        of = self._of
+        if not self._base_is_whole:
+            return f"an update without staging failed midway: {reason}"
+        why = of.restore(request.timeout)
+        return why and f"an update without staging failed midway: {reason}; going back: {why}"
+
+    def _drain(self, request: UpdateRequest) -> None:
+        if request.in_flight == "wait" and not self._drained:
+            self._drained = True
+            self._of.engine.drain(request.timeout)
+
+    def _tell_ranks(self, request: UpdateRequest) -> None:
+        args = {"update_id": request.update_id}
+        try:
+            # The first frees a staging thread that is blocked, the second runs on that thread.
+            self._of.engine.call("interrupt_update", args)
+            self._of.engine.call("stage_abort", args)
+        except RolloutError:
+            return  # dead ranks hold no update
+
+    def _receipt(self, request: UpdateRequest, sealed: _Sealed) -> UpdateReceipt:
+        """All of the receipt but for the times of the commit."""
+        of, seal = self._of, sealed.seal
+        names = [name for name in seal.digests if name in of.metadata]
+        assert request.version is not None
+        return UpdateReceipt(
+            version=request.version,
+            epoch=of.engine.epoch,
+            digest=total(seal.digests[name] for name in names),
+            num_tensors=len(names),
+            num_bytes=sum(of.metadata[name].nbytes for name in names),
+            wire_bytes=seal.wire_bytes,
+            timings={
+                "gather": seal.gather_seconds,
+                "transfer": seal.transfer_seconds,
+                "stage": max(vote["stage_seconds"] for vote in sealed.votes),
+                "verify": sealed.seconds,
+            },
+            ranks=tuple(
+                RankReceipt(
+                    rank=rank,
+                    version=request.version,
+                    digest=total(row[3] for row in vote["digests"]),
+                    num_bytes=vote["num_bytes"],
+                )
+                for rank, vote in enumerate(sealed.votes)
+            ),
+            update_id=request.update_id,
+            transport=request.transport,
+            label=request.label,
+            details={
+                **seal.details,
+                "rank_digest_seconds": f"{max(v['verify_seconds'] for v in sealed.votes):.6f}",
+            },
+        )
+
+
+def _wants(replies: Sequence[Mapping[str, Any]], known: str) -> tuple[str, Wants | None]:
+    """The ranks' wants and their digest; None where the digest is ``known``, "" for no wants."""
+    rows = [reply["wants"] for reply in replies if "wants" in reply]
+    if not rows:
+        return "", None
+    layout = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return layout, None if layout == known else wants_from_wire(rows)
+
+
+class _Sealed:
+    """What the votes said; ``held``: digest per tensor of all that the ranks will hold."""
+
+    def __init__(
+        self, seal: Seal, votes: list[dict[str, Any]], held: dict[str, int], seconds: float
+    ) -> None:
+        self.seal, self.votes, self.held, self.seconds = seal, votes, held, seconds

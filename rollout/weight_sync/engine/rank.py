@@ -1,0 +1,272 @@
+"""One rank's side of an update: receive buckets, load them into the shadow, vote.
+
+The worker calls ``begin``, ``connect``, ``bucket``, ``seal`` and ``abort`` on its staging thread,
+in the order in which the engine announced them; steps go on meanwhile on its main thread. The
+model is reached through ``UpdateHost`` alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
+from rollout.weight_sync.protocol.bucket import unpack
+from rollout.weight_sync.protocol.codec import boxes_to_wire, header_from_wire, request_from_wire
+from rollout.weight_sync.protocol.digests import slot_rows
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.transports import Receiver, make_receiver
+from rollout.weight_sync.transports.vllm import NAME as FOREIGN
+from rollout.weight_sync.transports.vllm import ForeignReceiver, Member, make_member
+from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
+from rollout.weights.box import disjoint
+
+
+class LoadSession(Protocol):
+    """A load in progress; see ``rollout.models.weight_load.WeightLoad``."""
+
+    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None: ...
+
+    def finish(self, *, partial: bool = False) -> Any: ...
+
+
+class UpdateHost(Protocol):
+    """The rank's model instances, as an update needs them."""
+
+    def open_shadow(self, partial: bool, staging: str) -> LoadSession:
+        """A session on the instance that is not live; ``partial`` brings it to live first.
+
+        ``staging``: auto | device | host, where that instance is to lie.
+        """
+        ...
+
+    def open_live(self) -> LoadSession:
+        """A session straight into the live instance (staging="none")."""
+        ...
+
+    def finish_load(self, live: bool) -> None:
+        """The session has finished, and what it loaded has been digested."""
+        ...
+
+    def restore_live(self) -> None:
+        """Undo a session on the live instance that was not committed; raises if nothing can."""
+        ...
+
+    def slots(self) -> Iterable[WeightSlot]:
+        """What this rank takes of every checkpoint tensor; an empty take where it is nothing."""
+        ...
+
+    def digest_slots(
+        self,
+        live: bool,
+        names: frozenset[str] | None = None,
+        nonfinite: list[tuple[WeightSlot, int]] | None = None,
+    ) -> Iterator[tuple[WeightSlot, int]]:
+        """Every slot with the digest of what is held for it, read through the layout.
+
+        ``nonfinite`` is filled with those that hold NaN or infinity, and how many.
+        """
+        ...
+
+
+class RankUpdates:
+    """At most one update at a time on this rank; a failed call leaves none."""
+
+    def __init__(
+        self, host: UpdateHost, rank: int, device: str, *, check_finite: bool = True
+    ) -> None:
+        self._host, self._rank, self._device = host, rank, device
+        self._check_finite = check_finite
+        self._update: _Staging | None = None
+        self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
+        self._member: Member | None = None  # of a framework's group, across its updates
+        self._member_id = ""
+
+    def join(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Take this rank's place in a framework's group; blocks until it has formed.
+
+        ``args["id"]`` is what a ``leave`` will name it by; an earlier group's place is given up.
+        """
+        self.leave()
+        member = make_member(args["group"], self._rank, self._device)
+        self._member, self._member_id = member, args["id"]
+        try:
+            member.join(args["timeout"])
+        except BaseException:
+            self.leave()
+            raise
+        return {}
+
+    def leave(self, member_id: str | None = None) -> dict[str, Any]:
+        """Leave the framework's group, from any thread; a blocked ``join`` or ``bucket`` raises.
+
+        One that has been left already, or replaced, is left alone.
+        """
+        if member_id is None or member_id == self._member_id:
+            member, self._member = self._member, None
+            if member is not None:
+                member.close()
+        return {}
+
+    def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Open the shadow for the update described by ``args["request"]``."""
+        self._drop()
+        request = request_from_wire(args["request"])
+        live = request.staging == "none"
+        builds_on_live = request.partial or request.encoding == "delta"
+        with self._dropping_on_error():  # there may be no memory for it
+            receiver: Receiver = (
+                ForeignReceiver(self._member, self._rank)
+                if request.transport == FOREIGN
+                else make_receiver(request, self._rank, self._device)
+            )
+            if live:
+                session = self._host.open_live()
+            else:
+                session = self._host.open_shadow(builds_on_live, request.staging)
+        self._update = _Staging(request, session, receiver, live)
+        if request.transport == "p2p":
+            return {"wants": boxes_to_wire(self._wants(session))}
+        return {}
+
+    def connect(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Meet the sender; blocks until it has come too, or the deadline."""
+        update = self._current(args)
+        with self._dropping_on_error():
+            update.receiver.connect(update.request.timeout)
+        return {}
+
+    def bucket(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Receive the announced bucket and load it; buckets come in order, none is skipped."""
+        update = self._current(args)
+        header = header_from_wire(args["header"]).share(self._rank)
+        with self._dropping_on_error():
+            if header.index != update.next_index:
+                raise TransferFailed(
+                    f"rank {self._rank}: bucket {header.index} came where "
+                    f"{update.next_index} was due"
+                )
+            carried = tensors.get("payload")
+            payload = update.receiver.receive(header, carried, update.request.timeout)
+            started = time.perf_counter()
+            sparse = update.request.encoding == "delta"
+            limit = update.request.bucket_bytes
+            update.session.feed(unpack(header, payload, sparse=sparse, inflate=limit))
+            update.seconds += time.perf_counter() - started
+            update.next_index += 1
+        return {"index": header.index}
+
+    def seal(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Judge completeness, derive, digest what is now in memory: this rank's vote."""
+        update = self._current(args)
+        with self._dropping_on_error():
+            if update.next_index != args["num_buckets"]:
+                raise IncompleteUpdate(
+                    f"rank {self._rank}: {update.next_index} of {args['num_buckets']} buckets "
+                    "arrived before the seal"
+                )
+            report = update.session.finish(partial=update.request.partial)
+            started = time.perf_counter()
+            bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
+            rows = slot_rows(self._host.digest_slots(update.live, nonfinite=bad))
+            verify = time.perf_counter() - started
+            self._host.finish_load(update.live)
+        update.receiver.close()
+        self._update = None
+        return {
+            "digests": rows,
+            "nonfinite": slot_rows(bad or ()),
+            "num_bytes": report.nbytes,
+            "stage_seconds": update.seconds,
+            "verify_seconds": verify,
+        }
+
+    def abort(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Forget the update ``args["update_id"]`` if it is this rank's current one."""
+        if self._update is not None and self._update.request.update_id == args["update_id"]:
+            self._drop()
+        return {}
+
+    def restore(self) -> dict[str, Any]:
+        """After an aborted update without staging: the live weights as they were before it."""
+        self._drop()
+        self._host.restore_live()
+        return {}
+
+    def interrupt(self, update_id: str) -> None:
+        """From any thread: free a staging thread that is blocked receiving for this update."""
+        update = self._update
+        if update is not None and update.request.update_id == update_id:
+            update.receiver.close()
+
+    def _wants(self, session: LoadSession) -> dict[str, tuple[Box, ...]]:
+        """The boxes that trainer ranks have to send here, by tensor.
+
+        A tensor of which this rank takes nothing is never sent to it: it is complete as it is.
+        """
+        boxes: dict[str, list[Box]] = {}
+        nothing: dict[str, TensorPiece] = {}
+        for slot in self._host.slots():
+            boxes.setdefault(slot.source, []).append(slot.take)
+            empty = Box((0,) * len(slot.shape), (0,) * len(slot.shape))
+            nothing[slot.source] = TensorPiece(
+                slot.shape, torch.float32, empty, torch.empty(empty.shape)
+            )
+        wants = {name: disjoint(takes) for name, takes in boxes.items()}
+        session.feed((name, nothing[name]) for name, found in wants.items() if not found)
+        return {name: found for name, found in wants.items() if found}
+
+    def _current(self, args: Mapping[str, Any]) -> _Staging:
+        update = self._update
+        if update is None or update.request.update_id != args["update_id"]:
+            if self._failed is not None and self._failed[0] == args["update_id"]:
+                raise from_wire(self._failed[1])  # what follows from it may be asked for first
+            raise TransferFailed(
+                f"rank {self._rank}: update {args['update_id']} is not in progress here"
+            )
+        return update
+
+    def _drop(self, error: BaseException | None = None) -> None:
+        update, self._update = self._update, None
+        if update is not None:
+            # Its wire form: the error itself would keep the update's memory by its traceback.
+            self._failed = None if error is None else (update.request.update_id, to_wire(error))
+            update.receiver.close()
+
+    def _dropping_on_error(self) -> _DropOnError:
+        return _DropOnError(self)
+
+
+class _Staging:
+    """One update being staged on this rank."""
+
+    def __init__(
+        self, request: UpdateRequest, session: LoadSession, receiver: Receiver, live: bool
+    ) -> None:
+        self.request, self.session, self.receiver, self.live = request, session, receiver, live
+        self.next_index = 0
+        self.seconds = 0.0
+
+
+class _DropOnError:
+    """A rank that sees an error drops its group at once, which frees the others."""
+
+    def __init__(self, updates: RankUpdates) -> None:
+        self._updates = updates
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        told = error
+        if not isinstance(error, RolloutError) and isinstance(error, RuntimeError | MemoryError):
+            told = TransferFailed(f"rank {self._updates._rank}: {error}")
+        self._updates._drop(told)
+        if told is not error:
+            raise told from error

@@ -1,0 +1,334 @@
+"""Low-level verbs over an engine's weights, for frameworks that bring their own sender.
+
+    init --> start --> update ... --> finish          (vLLM's order; TRL, SkyRL and others speak it)
+                 \\--> abort, or its deadline
+
+The bytes come over a group that the framework's trainer leads (``transports/foreign``), and fill
+the same transaction as every other road: staged, judged complete on every rank, committed at once.
+There is no stream that could hold the lease, so a deadline does: an update that no verb touches for
+that long is aborted. Whenever a broadcast may still be under way as an update fails, the ranks
+leave the group: a sender that waits is freed, and what it had left to send cannot be taken for the
+next update's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from rollout.config import DEFAULT_BUCKET_BYTES
+from rollout.errors import ConfigError, InvalidRequest, RolloutError, UpdateInProgress
+from rollout.errors import VersionConflict as Conflict
+from rollout.weight_sync.engine.coordinator import Coordinator
+from rollout.weight_sync.engine.lease import Lease
+from rollout.weight_sync.protocol.bucket import ALIGNMENT
+from rollout.weight_sync.protocol.fit import check_metadata, differences
+from rollout.weight_sync.protocol.messages import (
+    BucketEntry,
+    BucketHeader,
+    Seal,
+    UpdateReceipt,
+    UpdateRequest,
+)
+from rollout.weight_sync.transports.vllm import NAME, ForeignGroup
+from rollout.weight_sync.transports.vllm_gloo import START_LIMIT
+from rollout.weights import Box, TensorMeta
+from rollout.weights.names import file_form, is_weight
+
+TIMEOUT = 60.0  # seconds of each wait, unless asked otherwise: a trainer may have to gather first
+DEADLINE = 300.0  # seconds an update may lie untouched
+PACK_BYTES = 1 << 30  # vLLM's own
+_AHEAD = 2  # buckets announced before the first of them has been taken
+_GRACE = 2.0  # seconds a rank's own deadline comes before ours
+DETAILS = {"digests": "the sender sent none: these are of what the ranks hold"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How tensors follow each other: each as one broadcast, or packed until over ``nbytes``."""
+
+    packed: bool = False
+    nbytes: int = PACK_BYTES
+
+
+class VerbSession:
+    """The verbs of one engine; any thread, one verb at a time, ``abort`` and ``close`` beside it.
+
+    A second verb while one runs, and a start while an update is open, are ``UpdateInProgress``.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._of = coordinator
+        self._lock = threading.Lock()
+        self._running: str | None = None
+        self._open: _Update | None = None
+        self._ended = "none was started"
+        self._committed: UpdateReceipt | None = None  # until the next start
+        self._group: ForeignGroup | None = None
+        self._group_id = ""
+        self._packing = Packing()
+        self._starts = False  # whether this sender says start itself
+
+    def init(
+        self, group: ForeignGroup, packing: Packing | None = None, timeout: float = TIMEOUT
+    ) -> None:
+        """Take every rank's place in the trainer's group, instead of an earlier one.
+
+        Returns when the group has formed; ``DeadlineExceeded`` or ``TransferFailed`` when it does
+        not within ``timeout`` seconds, ``ConfigError`` when it has too few places.
+        """
+        with self._verb("init_weight_transfer_engine"):
+            self._none_open()
+            last = group.rank_offset + self._of.num_ranks
+            if last > group.size:
+                raise ConfigError(
+                    f"world_size {group.size} is too small: with rank_offset {group.rank_offset} "
+                    f"this engine's {self._of.num_ranks} ranks need places up to {last - 1}; "
+                    "get_world_size tells how many ranks there are, the trainer comes on top"
+                )
+            self._leave()
+            self._of.acquire(None, timeout)  # other updates' bytes do not wait behind this
+            self._group_id = uuid.uuid4().hex
+            try:
+                args = {"id": self._group_id, "group": group.to_wire(), "timeout": timeout}
+                limit = timeout + START_LIMIT + _GRACE
+                self._of.gather("stage_join", args, limit, phase="rendezvous")
+            except BaseException:
+                self._leave()
+                raise
+            finally:
+                self._of.free(None)
+            self._group, self._packing = group, packing or Packing()
+            self._starts = False
+
+    @property
+    def packing(self) -> Packing:
+        """What the init said of it."""
+        return self._packing
+
+    def start(
+        self, *, timeout: float = TIMEOUT, deadline: float = DEADLINE, in_flight: str = "keep"
+    ) -> int:
+        """Open an update; returns the version it will have.
+
+        ``timeout`` bounds each wait in it, ``deadline`` the time between two verbs, in seconds.
+        """
+        with self._verb("start_weight_update"):
+            self._in_group()
+            self._none_open()
+            self._starts, self._committed = True, None
+            return self._begin(timeout, deadline, in_flight, implicit=False).version
+
+    def update(self, tensors: Sequence[TensorMeta], packing: Packing | None = None) -> int:
+        """Receive ``tensors``, which the trainer broadcasts in this order; returns their bytes.
+
+        Names may be those of files or of transformers in memory. Unknown, misshapen or repeated
+        ones are a ``WeightMismatch`` before anything is received. Without a start by this sender
+        (vLLM before it had one) the call opens an update, and the one that completes the model
+        commits it.
+        """
+        with self._verb("update_weights"):
+            self._in_group()
+            try:
+                update = self._open
+                if update is None:
+                    if self._starts:
+                        raise Conflict(f"start_weight_update first: {self._ended}")
+                    update = self._begin(TIMEOUT, DEADLINE, "keep", implicit=True)
+                received = update.receive(tensors, packing or self._packing)
+            except BaseException as error:
+                self._end(str(error))
+                self._leave()
+                raise
+            if update.implicit and update.is_complete():
+                self._commit(update, None)
+            return received
+
+    def refuse(self, reason: str) -> None:
+        """An update's announcement makes no sense: end it, as one that fails in ``update``."""
+        with self._verb("update_weights"):
+            self._end(reason)
+            self._leave()
+
+    def finish(self, label: str | None = None) -> UpdateReceipt:
+        """Judge the open update complete and make it live, under ``label`` beside its number.
+
+        An update that has just committed answers with its receipt again.
+        """
+        with self._verb("finish_weight_update"):
+            if self._open is not None:
+                return self._commit(self._open, label)
+            if self._committed is not None:
+                return self._committed
+            raise Conflict(f"no weight update is open: {self._ended}")
+
+    def abort(self, reason: str = "") -> bool:
+        """Give the open update up, also while it receives; False when there is none, or its commit
+        has begun.
+        """
+        return self._end("aborted by abort_weight_update" + (f": {reason}" if reason else ""))
+
+    def close(self) -> None:
+        """The engine ends: abort what is open."""
+        self._end("the engine was shut down")
+
+    # ---- helpers ----
+
+    @contextmanager
+    def _verb(self, name: str) -> Iterator[None]:
+        with self._lock:
+            if self._running is not None:
+                raise UpdateInProgress(f"{name}: {self._running} is under way; wait for its answer")
+            self._running = name
+            if self._open is not None:
+                self._open.timer.cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running = None
+                if self._open is not None:
+                    self._watch(self._open)
+
+    def _watch(self, update: _Update) -> None:
+        """Abort ``update`` unless a verb comes within its deadline."""
+
+        def expire() -> None:
+            with self._lock:
+                if self._open is not update or self._running is not None:
+                    return
+            self._end(f"no verb came within its deadline of {update.deadline:g} s")
+
+        update.timer = threading.Timer(update.deadline, expire)
+        update.timer.daemon = True
+        update.timer.start()
+
+    def _in_group(self) -> None:
+        if self._group is None:
+            raise InvalidRequest(
+                f"init_weight_transfer_engine first: the engine is in no transfer group "
+                f"({self._ended})"
+            )
+
+    def _none_open(self) -> None:
+        if self._open is not None:
+            raise UpdateInProgress(
+                f"a weight update has been open for {time.monotonic() - self._open.began:.0f} s: "
+                "finish_weight_update or abort_weight_update, or wait for its deadline of "
+                f"{self._open.deadline:g} s"
+            )
+
+    def _begin(self, timeout: float, deadline: float, in_flight: str, *, implicit: bool) -> _Update:
+        lease = self._of.open((NAME,))
+        begun = lease.begin(
+            UpdateRequest(
+                update_id=uuid.uuid4().hex,
+                transport=NAME,
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                in_flight=in_flight,
+                timeout=timeout,
+            )
+        )
+        self._open = _Update(self._of, lease, begun.version, timeout, deadline, implicit)
+        return self._open
+
+    def _commit(self, update: _Update, label: str | None) -> UpdateReceipt:
+        try:
+            receipt = update.commit(label)
+        except BaseException as error:
+            self._end(str(error))
+            raise
+        with self._lock:
+            self._open, self._committed = None, receipt
+            self._ended = f"the last one is live as version {receipt.version}"
+        return receipt
+
+    def _end(self, reason: str) -> bool:
+        with self._lock:
+            update, self._open = self._open, None
+            if update is None:
+                return False
+            update.timer.cancel()
+            self._ended = f"the last one ended: {reason}"
+        update.lease.abort(reason)
+        return update.lease.is_lost
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._ended += "; the ranks have left its group, so that no sender waits in it"
+        self._group = None
+        with suppress(RolloutError):  # dead ranks are in no group
+            self._of.engine.call("leave_group", {"id": self._group_id})
+
+
+class _Update:
+    """One update under way, and what has come of it."""
+
+    def __init__(
+        self,
+        of: Coordinator,
+        lease: Lease,
+        version: int,
+        timeout: float,
+        deadline: float,
+        implicit: bool,
+    ) -> None:
+        self._of, self.lease, self.version = of, lease, version
+        self._timeout, self.deadline, self.implicit = timeout, deadline, implicit
+        self.timer = threading.Timer(deadline, lambda: None)  # not started: see ``_watch``
+        self.began = time.monotonic()
+        self._sent: list[TensorMeta] = []
+        self._num_buckets = self._nbytes = 0
+
+    def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
+        """Announce the broadcasts to the ranks in order, a few ahead of what they have taken."""
+        tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
+        sent = [*self._sent, *(meta for meta in tensors if is_weight(meta.name))]
+        check_metadata(sent, self._of.metadata, self._of.aliases, partial=True)
+        self._sent = sent
+        first = self._num_buckets
+        for header in _headers(tensors, packing, first):
+            self.lease.bucket(header, None)
+            self._num_buckets += 1
+            if header.index - first >= _AHEAD - 1:
+                self._wait(header.index - _AHEAD + 1)
+        for index in range(max(first, self._num_buckets - _AHEAD + 1), self._num_buckets):
+            self._wait(index)
+        received = sum(meta.nbytes for meta in tensors)
+        self._nbytes += received
+        return received
+
+    def is_complete(self) -> bool:
+        return not differences(self._sent, self._of.metadata, self._of.aliases)
+
+    def commit(self, label: str | None) -> UpdateReceipt:
+        seal = Seal(
+            num_buckets=self._num_buckets,
+            digests={},
+            transfer_seconds=time.monotonic() - self.began,
+            wire_bytes=self._nbytes,
+            details=DETAILS,
+        )
+        self.lease.seal_unattested(seal, label)
+        return self.lease.commit()
+
+    def _wait(self, index: int) -> None:
+        self.lease.wait(index, self._timeout + _GRACE)
+
+
+def _headers(tensors: Sequence[TensorMeta], packing: Packing, index: int) -> Iterator[BucketHeader]:
+    """One bucket for each broadcast, its tensors laid out as buckets are everywhere."""
+    entries: list[BucketEntry] = []
+    total = end = 0
+    for number, meta in enumerate(tensors, 1):
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        box = Box.full(meta.shape)
+        entries.append(BucketEntry(meta.name, meta.dtype, meta.shape, box, offset, meta.nbytes))
+        end, total = offset + meta.nbytes, total + meta.nbytes
+        if not packing.packed or total > packing.nbytes or number == len(tensors):
+            yield BucketHeader(index, tuple(entries), end)
+            entries, total, end, index = [], 0, 0, index + 1

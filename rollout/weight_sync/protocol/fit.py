@@ -1,0 +1,89 @@
+"""Does what will be sent fit what the model wants? Answered from names, shapes and dtypes alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rollout.errors import WeightMismatch
+from rollout.weights import CASTABLE, TensorMeta
+from rollout.weights.fused_experts import Spellings, nearest
+
+_MOST = 12  # problems spelled out in one message
+
+
+def differences(
+    sent: Sequence[TensorMeta],
+    wanted: Mapping[str, TensorMeta],
+    aliases: Mapping[str, str],
+    *,
+    partial: bool = False,
+) -> list[str]:
+    """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor.
+
+    Judged in file form: a tensor under another spelling of ``wanted`` (fused experts) counts as
+    those that it holds.
+    """
+    problems: list[str] = []
+    sent = _in_file_form(sent, wanted, problems)
+    counts = Counter(meta.name for meta in sent)
+    problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]
+    for meta in sent:
+        want = wanted.get(aliases.get(meta.name, meta.name))
+        if want is None:
+            near = nearest(meta.name, wanted) if len(problems) < _MOST else None
+            problems.append(f"{meta.name} is unknown" + (f" (nearest: {near})" if near else ""))
+        elif meta.shape != want.shape:
+            problems.append(f"{meta.name} has shape {meta.shape}, the model wants {want.shape}")
+        elif (wrong := dtype_fault(meta.dtype, want.dtype)) is not None:
+            problems.append(f"{meta.name} {wrong}")
+    if not partial:
+        owners = {aliases.get(name, name) for name in counts} & set(counts)
+        problems += [f"{name} is missing" for name in wanted if name not in owners]
+    return problems
+
+
+def _in_file_form(
+    sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta], problems: list[str]
+) -> list[TensorMeta]:
+    spellings = Spellings.of({name: meta.shape for name, meta in wanted.items()})
+    found = []
+    for meta in sent:
+        try:
+            parts = spellings.split_shape(meta.name, meta.shape)
+        except WeightMismatch as error:
+            problems.append(str(error))
+            continue
+        found += [TensorMeta(name, meta.dtype, shape) for name, shape in parts]
+    return found
+
+
+def check_metadata(
+    sent: Sequence[TensorMeta],
+    wanted: Mapping[str, TensorMeta],
+    aliases: Mapping[str, str],
+    *,
+    partial: bool = False,
+) -> None:
+    """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
+    problems = differences(sent, wanted, aliases, partial=partial)
+    if problems:
+        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+        raise WeightMismatch(
+            f"the update does not fit the model: {'; '.join(problems[:_MOST])}{more}",
+            problems=problems,
+        )
+
+
+def dtype_fault(sent: torch.dtype, wanted: torch.dtype) -> str | None:
+    """Why values of dtype ``sent`` cannot become a ``wanted`` weight, or None."""
+    if sent == wanted or (sent in CASTABLE and wanted in CASTABLE):
+        return None
+    if wanted in CASTABLE:
+        return (
+            f"has dtype {sent}, the model wants {wanted}: quantised values mean nothing without "
+            "their scales; dequantise it first"
+        )
+    return f"has dtype {sent}, the model wants {wanted}"

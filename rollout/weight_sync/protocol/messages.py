@@ -1,0 +1,290 @@
+"""Nouns of one update: what a trainer and an engine say to each other while weights move.
+
+    IDLE --begin--> STAGING --seal--> STAGED --all ranks vote yes--> COMMITTING --> IDLE at v+1
+                       |                 |                               |
+                       +-- any failure, timeout, digest, missing --------+--> ABORTED: IDLE at v
+                                                  a failure inside commit --> all ranks back to v
+                                                  not possible            --> BROKEN
+
+``WeightChannel`` is the seam: the engine's coordinator implements it in process, the gRPC client
+over one stream. An update is a lease held by an open channel: closing it before the commit aborts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.distributed import Rendezvous
+from rollout.weights import Box, Shape, TensorMeta
+
+IN_FLIGHT = ("keep", "recompute", "abort", "wait")
+STAGING = ("auto", "device", "host", "none")
+MIN_BUCKET_BYTES = 64  # one aligned entry
+MAX_BUCKET_BYTES = 8 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInfo:
+    """What an engine announces about its weights, before any update.
+
+    ``tensors`` is the complete set a full update must send, in file form and the engine's dtype:
+    the sender casts to it and digests that. ``aliases`` maps names that may be sent but are owned
+    by another tensor (a tied head) to their owner.
+    """
+
+    epoch: int
+    version: int
+    label: str | None
+    state: str  # idle | staging | staged | committing | broken
+    dtype: torch.dtype
+    tensors: tuple[TensorMeta, ...]
+    aliases: Mapping[str, str]
+    tensor_parallel_size: int
+    device: str
+    transports: tuple[str, ...]  # in order of preference, for a peer on another process
+    last_update_id: str = ""
+    host: str = ""  # of ``transports.host``; equal ids share memory, "" shares none
+    undo: str = "shadow"  # what a rollback goes back by: shadow | sparse | host
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of the largest rank, by use
+    zstd: bool = False  # whether changes may come compressed
+    devices: tuple[str, ...] = ()  # UUID of each rank's GPU, "" where it can share no memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBuckets:
+    """A file of shared memory in which a sender on the ranks' own host lays out its buckets.
+
+    ``name`` is a plain file name, never a path. The file is one page that begins with a mark and
+    ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2. With a
+    ``handle`` (see ``transports/cuda_ipc.py``) it is GPU memory instead, without a name.
+    """
+
+    name: str
+    secret: str
+    half: int
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequest:
+    """Opens an update. ``base`` is the (epoch, version) the sender believes is live, or None.
+
+    ``metadata`` lists what will be sent where the source knows it, and is checked before any byte
+    moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
+    live value. ``rendezvous`` is where the engine's ranks (group ranks 1..TP) meet the sender
+    (group rank 0), for transports that need a group; ``shared`` is the memory that "ipc" uses.
+    ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
+    with a copy of it. ``timeout`` bounds each wait, in seconds. With "p2p" the first ``senders``
+    ranks of the group are the trainer's, and ``layout`` names the wants that the sender remembers.
+    ``grace``: seconds for which the lease outlives a broken connection, where one carries it; 0
+    ends it at once.
+    """
+
+    update_id: str
+    version: int | None = None
+    base: tuple[int, int] | None = None
+    encoding: str = "full"
+    metadata: tuple[TensorMeta, ...] | None = None
+    partial: bool = False
+    transport: str = "inline"
+    rendezvous: Rendezvous | None = None
+    bucket_bytes: int
+    staging: str = "auto"
+    in_flight: str = "keep"
+    label: str | None = None
+    timeout: float
+    shared: SharedBuckets | None = None
+    senders: int = 1
+    layout: str = ""
+    grace: float = 0.0
+
+
+Wants = tuple[Mapping[str, tuple[Box, ...]], ...]  # of each rank: file name -> disjoint boxes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The lease: the update will commit as ``version`` on top of ``base_version`` of ``epoch``.
+
+    Where trainer ranks will send to ranks of the engine directly: ``wants``, what each of the
+    latter takes, and ``layout``, its digest; None where the request showed that it is known.
+    """
+
+    update_id: str
+    epoch: int
+    base_version: int
+    version: int
+    layout: str = ""
+    wants: Wants | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BucketEntry:
+    """One box of one tensor inside a bucket: ``nbytes`` from ``offset``, row-major.
+
+    ``sparse`` is 0 for a box of values. Else the entry overwrites ``count`` elements of the box,
+    whose gaps are coded in ``sparse`` bytes each; see ``delta``. ``inflated`` is the length before
+    compression, 0 where there is none.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape  # of the whole tensor
+    box: Box
+    offset: int
+    nbytes: int
+    sparse: int = 0
+    count: int = 0
+    inflated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What trainer rank ``src`` sends to engine rank ``dst`` in one round of a "p2p" update.
+
+    It fills bytes ``start`` to ``stop`` of the receiver's part of the round, from whose beginning
+    the offsets of the entries count.
+    """
+
+    src: int
+    dst: int
+    start: int
+    stop: int
+    entries: tuple[BucketEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BucketHeader:
+    """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
+
+    A round of a "p2p" update has ``messages`` instead of entries of its own, whose bytes
+    ``nbytes`` adds up; what one rank sees of it is its ``share``.
+    """
+
+    index: int
+    entries: tuple[BucketEntry, ...]
+    nbytes: int
+    messages: tuple[Message, ...] = ()
+
+    def share(self, rank: int) -> BucketHeader:
+        """This bucket as engine rank ``rank`` receives it."""
+        if not self.messages:
+            return self
+        mine = tuple(m for m in self.messages if m.dst == rank)
+        entries = tuple(entry for message in mine for entry in message.entries)
+        return BucketHeader(self.index, entries, max((m.stop for m in mine), default=0), mine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """After the last bucket: how many buckets there were, and the sender's digest per tensor."""
+
+    num_buckets: int
+    digests: Mapping[str, int]
+    gather_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    wire_bytes: int = 0
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+class WeightChannel(Protocol):
+    """One update's lease. Calls come from one thread, in the order of the state machine.
+
+    Every method raises the named error of the side that failed and leaves the update aborted.
+    ``reads_in_place``: the engine is in this process, so that a payload may be the source's own
+    tensor, read where it lies.
+    """
+
+    reads_in_place: bool
+
+    def begin(self, request: UpdateRequest) -> Begun:
+        """Take the lease; waits up to ``request.timeout`` for another update to end."""
+        ...
+
+    def room(self, nbytes: int) -> Tensor | None:
+        """Memory, uint8 [nbytes], from which a payload goes without a copy; None: any will do."""
+        ...
+
+    def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        """Announce the next bucket to every rank, in order; returns without waiting for them.
+
+        ``payload``: uint8 [nbytes] where the channel itself carries the bytes, else None.
+        """
+        ...
+
+    def wait(self, index: int, timeout: float) -> None:
+        """Until every rank has taken bucket ``index`` (and so its buffer may be reused).
+
+        Before any bucket is announced, ``wait(0)`` returns when every rank has met the sender.
+        """
+        ...
+
+    def seal(self, seal: Seal) -> None:
+        """Judge completeness and digests on every rank; returns when all have voted yes."""
+        ...
+
+    def commit(self) -> UpdateReceipt:
+        """Make the staged version live on every rank at one step boundary."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give the update up; the old version serves on. Never raises."""
+        ...
+
+    def close(self) -> None:
+        """End the lease; an update that has not committed is aborted. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankReceipt:
+    """What one rank of the engine holds since the commit of ``version``.
+
+    Read of its memory, through the layouts: before the vote where the commit moves no byte (the two
+    instances change places, or the load went into the live one). Where a commit moves bytes
+    (contents exchanged with host memory, or under captured graphs) all ranks are read again inside
+    it, before a step runs, and it is taken back unless they hold the same.
+    """
+
+    rank: int
+    version: int
+    digest: int  # of everything this rank holds, 64 bits
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReceipt:
+    """Proof of one committed update; equal on every trainer rank.
+
+    ``digest`` is the sum over tensors of their 64-bit digests, of the trainer's values in the
+    engine's dtype; the commit was refused unless every rank held exactly that. ``num_bytes``
+    counts the tensors once, ``wire_bytes`` what left the sender.
+
+    ``timings``, all in seconds; they overlap, as the parts of an update do. By the sender's clock:
+    gather, in the source, and transfer, in handing buckets over and waiting for them. By the
+    engine's: stage, the slowest rank's loading; verify, the vote with its digests; commit, from
+    asking for it to its end; stall, in which no step could run; total, from the lease to the end of
+    the commit. Of a rollback: stall and total.
+    """
+
+    version: int
+    epoch: int
+    digest: int
+    num_tensors: int
+    num_bytes: int
+    wire_bytes: int
+    timings: Mapping[str, float]
+    ranks: tuple[RankReceipt, ...]
+    update_id: str = ""
+    transport: str = ""
+    label: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)

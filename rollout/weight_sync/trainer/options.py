@@ -1,0 +1,92 @@
+"""The keywords of one update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, timeout_problem
+from rollout.errors import ConfigError
+from rollout.weight_sync.protocol.messages import (
+    IN_FLIGHT,
+    MAX_BUCKET_BYTES,
+    MIN_BUCKET_BYTES,
+    STAGING,
+)
+from rollout.weight_sync.transports import SenderFactory
+
+ENCODINGS = ("auto", "full", "delta", "delta-zstd")
+_READ_THERE = ("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial")
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "version": (int, type(None)),
+    "bucket_bytes": (int,),
+    "timeout": (float, int),
+    "label": (str, type(None)),
+    "partial": (bool,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOptions:
+    """The keywords of ``Rollout.update_weights``; sizes in bytes, times in seconds.
+
+    ``encoding``: "delta" sends what changed since this sender's last commit wherever that is
+    shorter, and keeps a copy of what it sent in host memory for it, each rank of its own part where
+    the source is distributed; the whole goes by itself when the engine holds something else, and
+    as every ``anchor_every``-th update (0: never for this reason). "delta-zstd" compresses the
+    changes, too, where both sides can. "auto" sends changes to engines on other hosts, while few
+    elements change and memory is plenty. "full" keeps nothing.
+    """
+
+    version: int | None = None
+    transport: str | SenderFactory = "auto"
+    encoding: str = "auto"
+    staging: str = "auto"
+    in_flight: str = "keep"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout: float = DEFAULT_TIMEOUT
+    label: str | None = None
+    partial: bool = False
+    anchor_every: int = 0
+
+    def to_server(self) -> dict[str, Any]:
+        """The keywords of an update that the server reads itself, JSON-able."""
+        if self.transport != "auto" or self.encoding not in ("auto", "full"):
+            raise ConfigError(
+                "a server_path is read by the server itself, in full and without a road: leave "
+                "transport and encoding at 'auto'"
+            )
+        return {name: getattr(self, name) for name in _READ_THERE}
+
+    @classmethod
+    def on_server(cls, said: Any) -> UpdateOptions:
+        """From what ``to_server`` gave; ``ConfigError`` for anything else."""
+        kinds = {name: _KINDS.get(name, (str,)) for name in _READ_THERE}
+        if not isinstance(said, dict) or not set(said) <= set(kinds):
+            raise ConfigError(f"an update from a directory takes {', '.join(_READ_THERE)}")
+        for name, value in said.items():
+            if type(value) not in kinds[name]:
+                raise ConfigError(f"{name} must be {kinds[name][0].__name__}, got {value!r:.80}")
+        return cls(**said)
+
+    def __post_init__(self) -> None:
+        if self.encoding not in ENCODINGS:
+            raise ConfigError(
+                f"encoding must be one of {', '.join(ENCODINGS)}, got {self.encoding!r}"
+            )
+        if self.staging not in STAGING:
+            raise ConfigError(f"staging must be one of {', '.join(STAGING)}, got {self.staging!r}")
+        if self.in_flight not in IN_FLIGHT:
+            raise ConfigError(
+                f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}"
+            )
+        if not MIN_BUCKET_BYTES <= self.bucket_bytes <= MAX_BUCKET_BYTES:
+            raise ConfigError(
+                f"bucket_bytes must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}, got "
+                f"{self.bucket_bytes}"
+            )
+        if problem := timeout_problem(self.timeout):
+            raise ConfigError(f"timeout {problem}")
+        if self.anchor_every < 0:
+            raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")

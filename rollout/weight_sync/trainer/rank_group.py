@@ -1,0 +1,386 @@
+"""Agreement of the ranks of one distributed trainer: they go on together or fail together."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout import errors
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import ConfigError, DeadlineExceeded, SourceFailed, TransferFailed
+from rollout.weight_sync.trainer.meeting import meet
+from rollout.wire import frames as wire
+
+GRACE = 0.5  # seconds that the centre still listens once it knows that the update failed
+
+
+class Agreement:
+    """A star of sockets over the ranks of one source, for the length of one update.
+
+    Member 0 (``is_sender``) decides and sends; every method is collective: all members call the
+    same ones in the same order, with the same ``phase``. A star rather than a gloo group because
+    the centre sees at once *which* peer closed, and tells the others at once, where gloo frees
+    only a dead rank's neighbours before the timeout. Members meet through the job's own store
+    (``Agreement.over``); no listening socket outlives that meeting.
+
+    Errors: ``TransferFailed`` (a peer died or is out of step), ``DeadlineExceeded`` (a peer is
+    late); both name the ranks of the trainer's job and the phase. After an error the agreement is
+    closed: the next update forms a fresh one.
+    """
+
+    def __init__(
+        self, rank: int = 0, ranks: Sequence[int] = (0,), links: Mapping[int, Any] | None = None
+    ) -> None:
+        self.rank = rank  # index among the members
+        self.ranks = tuple(ranks)  # of the members, in the trainer's job
+        self._links: dict[int, socket.socket] = dict(links or {})  # by member index
+        self._talking = threading.Lock()  # the caller's own thread is in a call of this object
+        self._given_up: errors.RolloutError | None = None
+        self._early: dict[int, wire.Frame] = {}  # what ``heard`` has read of a peer
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its links are gone, after ``close`` or an error; an agreement of one has none."""
+        return self.size > 1 and not self._links
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def over(cls, ranks: Sequence[int], timeout: float) -> Agreement:
+        """Meet the other ``ranks`` of this ``torch.distributed`` job within ``timeout`` seconds."""
+        here = dist.get_rank()
+        if here not in ranks:
+            raise ConfigError(
+                f"rank {here} of the trainer's job does not hold this source, ranks "
+                f"{', '.join(map(str, ranks))} do; only they may call update_weights with it"
+            )
+        me = list(ranks).index(here)
+        if len(ranks) == 1:
+            return cls(0, ranks)
+        return cls(me, ranks, meet(me, tuple(ranks), time.monotonic() + timeout))
+
+    def exchange(
+        self, status: Mapping[str, Any], timeout: float, phase: str = "exchange"
+    ) -> list[Any]:
+        """Every member's ``status`` (a JSON-able object), in member order, on every member.
+
+        Where one status has a true ``"error"``, members that do not come soon are None.
+        """
+        if self.size == 1:
+            return [dict(status)]
+        try:
+            with self._talking:
+                return self._exchange(dict(status), timeout, phase)
+        except BaseException:
+            self.close()
+            raise
+
+    def _exchange(self, status: dict[str, Any], timeout: float, phase: str) -> list[Any]:
+        if self._given_up is not None:
+            raise self._given_up
+        if self.is_sender:
+            return self._collect(status, time.monotonic() + timeout, phase)
+        with suppress(TransferFailed):  # the centre may have left after an earlier verdict
+            self._send(0, {"phase": phase, "status": status}, timeout, phase)
+        # The centre waits ``timeout`` for the slowest member, and then says who it was.
+        reply = self._receive_one(0, timeout + min(1.0, timeout / 4), phase)
+        if reply.get("error"):
+            raise errors.from_wire(reply["error"])
+        return list(reply["all"])
+
+    def broadcast(
+        self, obj: Mapping[str, Any] | None, timeout: float, phase: str = "announce"
+    ) -> dict[str, Any]:
+        """The sender's ``obj`` (JSON-able) on every member; what the others pass is ignored."""
+        mine = dict(obj or {}) if self.is_sender else {}
+        return self.exchange({"obj": mine}, timeout, phase)[0]["obj"]  # type: ignore[no-any-return]
+
+    def collect(
+        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
+    ) -> list[tuple[list[Any], Tensor]]:
+        """Every member's ``rows`` (JSON-able) and bytes on the sender, in member order.
+
+        The others get nothing back: a vote before it says that all members have come this far.
+        ``data``: uint8, in host memory.
+        """
+        with self._talking:
+            if self._given_up is not None:
+                raise self._given_up
+            return self._collected(rows, data, timeout, phase)
+
+    def _collected(
+        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
+    ) -> list[tuple[list[Any], Tensor]]:
+        if not self.is_sender:
+            self._send(0, {"phase": phase, "rows": list(rows)}, timeout, phase, {"data": data})
+            return []
+        found: list[tuple[list[Any], Tensor]] = [(list(rows), data)]
+        deadline = time.monotonic() + timeout
+        for index in range(1, self.size):
+            header, tensors = self._frame(index, deadline - time.monotonic(), phase)
+            if header.get("error"):
+                raise errors.from_wire(header["error"])
+            if header.get("phase") != phase or "data" not in tensors:
+                raise TransferFailed(
+                    f"trainer rank {self.ranks[index]} is at {header.get('phase')!r} while rank "
+                    f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
+                )
+            found.append((header["rows"], tensors["data"]))
+        return found
+
+    def vote(self, error: BaseException | None, timeout: float, phase: str = "vote") -> None:
+        """Go on only if no member has an ``error``; otherwise all raise the first one.
+
+        The same class and message everywhere; ``__cause__`` is the original exception on the rank
+        that raised it. One from outside the package's tree is the trainer's own: ``SourceFailed``.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise _typed(error, "") from _origin(error)
+            return
+        who = f"trainer rank {self.ranks[self.rank]}"
+        mine = None if error is None else errors.to_wire(_typed(error, f"{who}, {phase}: "))
+        try:
+            replies = self.exchange({"error": mine}, timeout, phase)
+        except TransferFailed as lost:
+            raise lost from error  # a gather that fails because a peer died names only a socket
+        except errors.RolloutError:
+            if error is None:
+                raise
+            # The others hang in the gather that failed here; the failure says more than that.
+            raise _typed(error, f"{who}, {phase}: ") from _origin(error)
+        failed = [i for i, reply in enumerate(replies) if reply and reply["error"]]
+        if not failed:
+            return
+        self.close()
+        first = errors.from_wire(replies[failed[0]]["error"])
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt of this process stays one here
+        raise first from (_origin(error) if failed[0] == self.rank and error else None)
+
+    @contextmanager
+    def step(self, phase: str, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
+        """For a source's own ``__iter__``: what raises inside on one rank raises on all of them.
+
+        Collective, as ``vote``: put in it what can fail before a collective, which all ranks then
+        reach or none does.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the trainer's own code
+            failure = error
+        self.vote(failure, timeout, phase)
+
+    def give_up(self, error: errors.RolloutError) -> None:
+        """Tell the others, while this member's own thread is in code that cannot be interrupted.
+
+        They raise ``error`` from the call they are in or come to next, and so does this member.
+        From a thread beside the one that makes all other calls; one that it is in now ends by its
+        own deadline.
+        """
+        if self._given_up is not None:
+            return
+        self._given_up = error
+        if not self._talking.acquire(blocking=False):
+            return
+        try:
+            frame = {"phase": "given up", "error": errors.to_wire(error)}
+            for link in self._links.values():
+                with suppress(OSError):
+                    link.settimeout(1.0)
+                    wire.send_frame(link, frame)
+        finally:
+            self._talking.release()
+
+    def heard(self) -> errors.RolloutError | None:
+        """On the sender: how a peer has failed meanwhile, if one has; never blocks for long.
+
+        For a thread beside the one that makes all other calls, as ``give_up`` is.
+        """
+        if not self._talking.acquire(blocking=False):
+            return None  # it will hear for itself
+        try:
+            return self._heard()
+        finally:
+            self._talking.release()
+
+    def _heard(self) -> errors.RolloutError | None:
+        for index, link in self._links.items() if self.is_sender else ():
+            if index not in self._early and _readable(link):
+                try:
+                    self._early[index] = self._frame(index, 1.0, "gather")
+                except errors.RolloutError as lost:
+                    return lost
+            header = self._early[index][0] if index in self._early else {}
+            status = header.get("status")
+            said = header.get("error") or (isinstance(status, dict) and status.get("error"))
+            if said:
+                return errors.from_wire(said)
+        return None
+
+    def dead_peers(self) -> tuple[int, ...]:
+        """Ranks (of the trainer's job) whose link has closed; for a watchdog, never blocks.
+
+        The sender sees every peer, the others see the sender.
+        """
+        dead = []
+        for index, link in list(self._links.items()):
+            try:
+                if link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                    dead.append(self.ranks[index])
+            except BlockingIOError:
+                continue
+            except OSError:
+                dead.append(self.ranks[index])
+        return tuple(dead)
+
+    def close(self) -> None:
+        """Close every link, which frees peers that wait for this rank. Idempotent."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _collect(self, mine: dict[str, Any], deadline: float, phase: str) -> list[Any]:
+        """The centre: take one status of every peer, answer all of them alike."""
+        replies: dict[int, dict[str, Any]] = {0: mine}
+        error: errors.RolloutError | None = None
+        with selectors.DefaultSelector() as ready:
+            for index, link in self._links.items():
+                ready.register(link, selectors.EVENT_READ, index)
+            while error is None and len(replies) < self.size:
+                known = any(reply.get("error") for reply in replies.values())
+                if known:  # the verdict is clear: a peer may be stuck in the gather that failed
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                come = list(self._early)
+                if not come:
+                    events = ready.select(max(0.0, deadline - time.monotonic()))
+                    come = [key.data for key, _ in events]
+                if not come and known:
+                    break
+                if not come:
+                    error = self._late(set(range(self.size)) - set(replies), phase)
+                for index in come:
+                    try:
+                        replies[index] = self._status(index, deadline, phase, known)
+                        ready.unregister(self._links[index])
+                    except errors.RolloutError as failure:
+                        error = failure
+                        break
+        answer: dict[str, Any] = {"phase": phase, "all": [replies.get(i) for i in range(self.size)]}
+        if error is not None:
+            answer = {"phase": phase, "error": errors.to_wire(error)}
+        for index in list(self._links):
+            try:
+                self._send(index, answer, 1.0, phase)
+            except errors.RolloutError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+        return answer["all"]  # type: ignore[no-any-return]
+
+    def _status(self, index: int, deadline: float, phase: str, known: bool) -> dict[str, Any]:
+        """What a peer has to say at ``phase``; ``TransferFailed`` when it is somewhere else.
+
+        Once an update has failed (``known``, or by this status) its ranks may be anywhere.
+        """
+        frame = self._receive_one(index, deadline - time.monotonic(), phase)
+        if frame.get("error"):  # it gave up, wherever it is
+            raise errors.from_wire(frame["error"])
+        status = frame.get("status")
+        there = frame.get("phase")
+        if isinstance(status, dict) and (there == phase or known or status.get("error")):
+            return status
+        raise TransferFailed(
+            f"trainer rank {self.ranks[index]} is at {there!r} while rank "
+            f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
+        )
+
+    def _late(self, members: set[int], phase: str) -> DeadlineExceeded:
+        names = ", ".join(str(self.ranks[i]) for i in sorted(members))
+        return DeadlineExceeded(
+            f"trainer rank {names} did not reach {phase!r} within the timeout; "
+            "is every rank of the source calling update_weights?"
+        )
+
+    def _link(self, index: int, phase: str) -> socket.socket:
+        try:
+            return self._links[index]
+        except KeyError:
+            raise TransferFailed(
+                f"the agreement of trainer ranks was closed by an earlier error, at {phase!r}"
+            ) from None
+
+    def _send(
+        self,
+        index: int,
+        header: dict[str, Any],
+        timeout: float,
+        phase: str,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        link = self._link(index, phase)
+        try:
+            link.settimeout(max(0.01, timeout))
+            wire.send_frame(link, header, tensors)
+        except TimeoutError:
+            raise self._late({index}, phase) from None
+        except OSError as error:
+            raise TransferFailed(
+                f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
+            ) from error
+
+    def _receive_one(self, index: int, timeout: float, phase: str) -> dict[str, Any]:
+        return self._frame(index, timeout, phase)[0]
+
+    def _frame(self, index: int, timeout: float, phase: str) -> wire.Frame:
+        link = self._link(index, phase)
+        if index in self._early:
+            return self._early.pop(index)
+        try:
+            link.settimeout(max(0.01, timeout))
+            frame = wire.recv_frame(link)
+        except TimeoutError:
+            raise self._late({index}, phase) from None
+        except OSError as error:
+            raise TransferFailed(
+                f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
+            ) from error
+        if frame is None:
+            raise TransferFailed(f"trainer rank {self.ranks[index]} is gone, at {phase!r}")
+        return frame
+
+
+def _readable(link: socket.socket) -> bool:
+    with selectors.DefaultSelector() as ready:
+        ready.register(link, selectors.EVENT_READ)
+        return bool(ready.select(0))
+
+
+def _typed(error: BaseException, where: str) -> errors.RolloutError:
+    if not isinstance(error, errors.RolloutError):
+        return SourceFailed(f"{where}{type(error).__name__}: {error}")
+    if not where:
+        return error
+    return errors.from_wire({"type": type(error).__name__, "message": f"{where}{error}"})
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """The exception to chain from: beneath our own wrapper, if that is what ``error`` is."""
+    if isinstance(error, errors.RolloutError) and error.__cause__ is not None:
+        return error.__cause__
+    return error

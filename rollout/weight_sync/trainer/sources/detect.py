@@ -1,0 +1,313 @@
+"""Where an update's tensors come from: anything a trainer holds, seen as one lockstep stream."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import ConfigError, SourceFailed
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
+from rollout.weight_sync.trainer.sources.names import NameOf
+from rollout.weight_sync.trainer.sources.values import Incoming, LocalIncoming, is_dtensor
+from rollout.weights import TensorMeta
+from rollout.weights.fused_experts import Spellings
+from rollout.weights.names import file_form
+
+ACCEPTED = (
+    "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
+    "them around a PEFT model, a dict or an iterable of (name, tensor or DTensor), a checkpoint "
+    "directory, or a WeightSource"
+)
+_READ_TWICE = (list, tuple, ItemsView)  # what can be looked at before it is sent
+
+
+def source_for(
+    obj: Any,
+    *,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+    agreement: Agreement | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    tensors: Sequence[TensorMeta] = (),
+    partial: bool = False,
+) -> WeightSource:
+    """``obj`` as a ``WeightSource`` whose float tensors travel as ``dtype``.
+
+    ``aliases``: the engine's map from names that may be sent to the tensor that owns them.
+    ``agreement``: what ``agreement_for(obj)`` returned; formed here (collectively, within
+    ``timeout`` seconds) when absent. ``tensors``: what the engine wants, in file form: names that
+    spell them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
+    returned as it is where there is nothing to split. A PEFT model's adapters are merged weight by
+    weight; ``partial`` leaves out what they do not change. Raises ``ConfigError`` naming the
+    accepted kinds, or the layer that cannot be merged; ``SourceFailed`` when there is no tensor.
+    """
+    if kind_of(obj) == "source":
+        source: WeightSource = obj
+    else:
+        if agreement is None:
+            agreement = agreement_for(obj, timeout=timeout)
+        source = _merged(obj, aliases, dtype, agreement, partial)
+    spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
+    if not spellings:
+        return source
+    from rollout.weight_sync.trainer.sources.fused_experts import LocalSpelledSource, SpelledSource
+
+    kind = LocalSpelledSource if isinstance(source, LocalSource) else SpelledSource
+    return kind(source, spellings)
+
+
+def incoming(
+    source: WeightSource,
+    dtype: torch.dtype,
+    *,
+    tensors: Sequence[TensorMeta] = (),
+    aliases: Mapping[str, str],
+) -> Incoming:
+    """``source`` as everything that sends, digests or writes it reads it: checked and cast.
+
+    ``tensors``: what the engine wants, where there is one. See ``Incoming``.
+    """
+    kind = LocalIncoming if isinstance(source, LocalSource) else Incoming
+    return kind(source, dtype, {meta.name: meta for meta in tensors}, aliases)
+
+
+def opened(obj: Any) -> Any:
+    """``obj`` as the other functions take it: what an iterator of DTensors yields, as a list.
+
+    Only the first item tells whether ranks hold what comes together, so it is taken here, where a
+    job has several ranks. Whatever it raises is raised again when the stream is read.
+    """
+    if kind_of(obj) != "iterable" or not _several_ranks():
+        return obj
+    items = iter(obj)
+    try:
+        first = next(items)
+    except StopIteration:
+        return ()
+    except Exception as error:  # noqa: BLE001 - the trainer's own, for whoever reads the stream
+        return _raising(error)
+    if not _is_dtensor_pair(first):
+        return chain((first,), items)
+    try:
+        return [first, *items]
+    except Exception as error:
+        raise SourceFailed(f"the iterable raised: {type(error).__name__}: {error}") from error
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield  # a generator
+
+
+def _several_ranks() -> bool:
+    """Whether DTensors of more than one rank can exist in this process; imports nothing."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_dtensor_pair(item: Any) -> bool:
+    return isinstance(item, tuple | list) and len(item) == 2 and is_dtensor(item[1])
+
+
+def _holds_dtensors(obj: Any) -> bool:
+    """Whether a dict, or pairs that can be read twice, hold a DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    if isinstance(obj, Mapping):
+        return any(map(is_dtensor, obj.values()))
+    return isinstance(obj, _READ_TWICE) and any(map(_is_dtensor_pair, obj))
+
+
+def _merged(
+    obj: Any,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+    agreement: Agreement,
+    partial: bool,
+) -> WeightSource:
+    """What streams ``obj``, with its adapters merged where it has any."""
+    if isinstance(obj, nn.Module):
+        from rollout.weight_sync.trainer.sources.lora import MergePlan
+
+        if (plan := MergePlan.of(_unwrapped(obj), partial)) is not None:
+            from rollout.weight_sync.trainer.sources.lora import MergedSource
+
+            inner = _gatherer(obj, aliases, None, agreement, plan.name_of)
+            return MergedSource(inner, plan, dtype)
+    return _gatherer(obj, aliases, dtype, agreement)
+
+
+def _gatherer(
+    obj: Any,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype | None,
+    agreement: Agreement,
+    name_of: NameOf = file_form,
+) -> WeightSource:
+    """What streams ``obj``; ``dtype`` None: module's tensors go as they are held."""
+    kind = kind_of(obj)
+    if kind == "fsdp2":
+        from rollout.weight_sync.trainer.sources.fsdp2 import FSDP2Source
+
+        return FSDP2Source(obj, aliases, dtype, agreement, name_of)
+    if kind == "fsdp1":
+        from rollout.weight_sync.trainer.sources.fsdp1 import FSDP1Source
+
+        return FSDP1Source(obj, aliases, dtype, agreement, name_of)
+    if kind == "zero3":
+        from rollout.weight_sync.trainer.sources.zero import ZeroSource
+
+        return ZeroSource(_unwrapped(obj), aliases, dtype, agreement, name_of)
+    if kind == "directory":
+        from rollout.weight_sync.trainer.sources.directory import DirectorySource
+
+        return DirectorySource(Path(obj), aliases, dtype, agreement)
+    if kind == "iterable":
+        from rollout.weight_sync.trainer.sources.iterable import IterableSource
+
+        return IterableSource(obj, aliases, dtype, agreement)
+    from rollout.weight_sync.trainer.sources.plain import PlainSource
+
+    weights = _unwrapped(obj) if isinstance(obj, nn.Module) else obj
+    return PlainSource(weights, aliases, dtype, agreement, name_of)
+
+
+def agreement_for(obj: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Agreement:
+    """The agreement over the ranks that hold ``obj``; of this rank alone where it is not shared.
+
+    Collective over those ranks, which must all come within ``timeout`` seconds. Call it first
+    where aliases and dtype are only known to the sender, and ``broadcast`` them.
+    """
+    if kind_of(obj) == "source":
+        held: Agreement = obj.agreement
+        if held.is_closed:
+            raise SourceFailed(
+                f"this {type(obj).__name__} has been used: the agreement of its ranks ends with "
+                "the first update, check or preflight; make a new source for each"
+            )
+        return held
+    ranks = shared_ranks(obj)
+    return Agreement() if ranks is None else Agreement.over(ranks, timeout)
+
+
+def kind_of(obj: Any) -> str:
+    """Which gatherer takes ``obj``; by whole class ancestry, without importing any trainer."""
+    if isinstance(obj, nn.Module):
+        return _kind_of_module(obj)
+    if isinstance(obj, WeightSource):
+        return "source"
+    if isinstance(obj, str | Path):
+        if Path(obj).is_dir():
+            return "directory"
+        raise ConfigError(f"{str(obj)!r} is not a directory; a weight source is {ACCEPTED}")
+    if _holds_dtensors(obj):
+        return "fsdp2"
+    if isinstance(obj, (Mapping, *_READ_TWICE)):
+        return "plain"
+    if isinstance(obj, Iterable) and not isinstance(obj, Tensor | bytes | bytearray):
+        return "iterable"
+    raise ConfigError(f"{type(obj).__name__} is not a weight source; pass {ACCEPTED}")
+
+
+def _kind_of_module(module: nn.Module) -> str:
+    if _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        return "fsdp1"
+    parameters = list(module.parameters())
+    if any(hasattr(p, "ds_id") for p in parameters):
+        return "zero3"
+    if any(map(is_dtensor, chain(parameters, module.buffers()))):
+        return "fsdp2"
+    if any(_is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in module.modules()):
+        return "fsdp2"  # gathered right now; resharded before it is read
+    if any(
+        _is_a(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in module.modules()
+    ):
+        return "fsdp1"
+    return "plain"
+
+
+def shared_ranks(obj: Any) -> tuple[int, ...] | None:
+    """Ranks (of the default group) that hold ``obj`` together, the sender first; local.
+
+    None where ``obj`` is this rank's alone.
+    """
+    kind = kind_of(obj)
+    if kind == "fsdp2":
+        from rollout.weight_sync.trainer.sources import fsdp2
+
+        return fsdp2.ranks(obj)
+    if kind == "fsdp1":
+        from rollout.weight_sync.trainer.sources import fsdp1
+
+        return fsdp1.ranks(obj)
+    if kind == "zero3":
+        from rollout.weight_sync.trainer.sources import zero
+
+        return zero.ranks(obj)
+    group = None
+    obj = _uncompiled(obj)
+    if _is_a(obj, *_DDP):
+        group = obj.process_group
+    elif _is_a(obj, *_ENGINE):
+        group = obj.data_parallel_group  # ZeRO-1 and 2: every rank has the whole weights
+    if group is None:
+        return None
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def calls_alone(obj: Any) -> str | None:
+    """What a rank other than 0 should be told that sends what no other rank has a part in.
+
+    None where ``obj`` is the ranks' together, a ``WeightSource``, or there is one rank alone.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    if dist.get_rank() == 0 or kind_of(obj) == "source" or shared_ranks(obj) is not None:
+        return None
+    return (
+        f"trainer rank {dist.get_rank()} of {dist.get_world_size()} sends a {type(obj).__name__} "
+        "of its own: every rank that does so makes a version of its own. Call update_weights on "
+        "rank 0 alone, or pass what the ranks hold together (DDP, FSDP, ZeRO, DTensors)"
+    )
+
+
+_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
+_ENGINE = ("deepspeed", "DeepSpeedEngine")
+_COMPILED = ("torch._dynamo", "OptimizedModule")
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The trainer's own module beneath DDP or a DeepSpeed engine."""
+    inner: nn.Module = _uncompiled(module)
+    if _is_a(inner, *_DDP) or _is_a(inner, *_ENGINE):
+        inner = _uncompiled(inner.module)
+    return inner
+
+
+def _uncompiled(obj: Any) -> Any:
+    """What ``torch.compile`` wrapped: DDP may lie beneath it."""
+    while _is_a(obj, *_COMPILED):
+        obj = obj._orig_mod
+    return obj
+
+
+def _is_a(obj: object, package: str, name: str) -> bool:
+    """Whether a class of that name from that package is among ``obj``'s; imports nothing."""
+    return any(
+        cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
+        for cls in type(obj).__mro__
+    )

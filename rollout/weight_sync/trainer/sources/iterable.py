@@ -1,0 +1,77 @@
+"""An iterable or generator of (name, tensor): what comes is known only as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import SourceFailed, WeightMismatch
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.names import bind_stream, wire_dtype
+from rollout.weight_sync.trainer.sources.values import is_dtensor, readable
+from rollout.weights import Box
+
+
+class IterableSource:
+    """The caller's stream, checked item by item; iterated once, by the calling rank alone.
+
+    Whatever the iterable raises arrives as ``SourceFailed`` with that exception as ``__cause__``.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        agreement: Agreement,
+    ) -> None:
+        self.agreement = agreement
+        self._items, self._aliases, self._dtype = items, aliases, dtype
+
+    def metadata(self) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        count = 0
+        for name, tensor in bind_stream(_checked(self._items), self._aliases):
+            count += 1
+            yield name, tensor.to(wire_dtype(tensor.dtype, self._dtype))
+        if not count:
+            raise SourceFailed("the iterable yielded no tensor; was the generator used up before?")
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        return []  # unknown before it runs
+
+
+def _alone(name: str, tensor: Any) -> Tensor:
+    """``tensor``, and of a DTensor that no other rank has a part of, its values."""
+    if not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    if tensor.device_mesh.size() > 1:
+        raise WeightMismatch(
+            f"{name} is a DTensor, but the iterable began with a plain tensor; pass a dict, a list "
+            "or the module, so that all ranks gather it together"
+        )
+    return tensor.full_tensor()  # type: ignore[no-any-return]
+
+
+def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    last = "the first tensor"
+    try:
+        for item in items:
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise SourceFailed(f"after {last}: expected (name, tensor), got {item!r:.80}")
+            name, tensor = item
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise SourceFailed(f"after {last}: expected (name, tensor), got {item!r:.80}")
+            last = repr(name)
+            yield name, readable(name, _alone(name, tensor))
+    except (SourceFailed, WeightMismatch):
+        raise
+    except Exception as error:
+        raise SourceFailed(f"the iterable raised at {last}: {type(error).__name__}: {error}") from (
+            error
+        )

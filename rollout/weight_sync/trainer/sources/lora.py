@@ -1,0 +1,302 @@
+"""What of a PEFT model is merged into which weight, read off its modules; imports no PEFT.
+
+PeftModel            base_model.model....      the name in a file has neither component
+  LoRA layer         q_proj.base_layer.weight  sent as q_proj.weight, with what its adapters add
+                     q_proj.lora_A.default...  gathered with it, never sent
+  modules_to_save    lm_head.modules_to_save.default.weight     sent as lm_head.weight
+                     lm_head.original_module.weight             not sent
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import ConfigError, SourceFailed
+from rollout.weight_sync.trainer.sources.names import wire_dtype
+from rollout.weights import Box, TensorMeta
+from rollout.weights.names import WRAPPERS, unwrapped
+
+# The layers whose merge is an addition, with what holds their factors.
+MERGED = {
+    "Linear": ("lora_A", "lora_B"),
+    "Embedding": ("lora_embedding_A", "lora_embedding_B"),
+    "ParamWrapper": ("lora_A", "lora_B"),
+}
+REMEDY = (
+    "use plain LoRA there; or, where every rank has whole weights, call merge_adapter() before "
+    "the update and unmerge_adapter() after it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What one adapter adds to one weight; ``factors`` maps a role to a gathered tensor's name."""
+
+    layer: Any
+    adapter: str
+    factors: Mapping[str, str]
+
+    @torch.no_grad()
+    def add_to(self, weight: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Add in place, by PEFT's own arithmetic: the same bits as its ``merge()``."""
+        factors = {role: found[name] for role, name in self.factors.items()}
+        if "bias" in factors:
+            weight += factors["bias"] * self.layer.scaling[self.adapter]
+            return
+        whole = _Whole(self.layer, self.adapter, weight, factors)
+        delta = type(self.layer).get_delta_weight(whole, self.adapter)
+        weight += delta.to(weight.dtype) if "lora_embedding_A" in factors else delta
+
+
+class _Whole:
+    """A LoRA layer with whole tensors in place of what may be shards; else the layer itself."""
+
+    def __init__(
+        self, layer: Any, adapter: str, weight: Tensor, factors: Mapping[str, Tensor]
+    ) -> None:
+        self._layer, self._weight = layer, weight
+        for role, tensor in factors.items():
+            bare = role.startswith("lora_embedding")
+            setattr(self, role, {adapter: tensor if bare else SimpleNamespace(weight=tensor)})
+
+    def get_param(self) -> Tensor:
+        return self._weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class MergePlan:
+    """Names and additions of one PEFT model; local, the same on every rank.
+
+    ``additions``: by file name, what is added to a weight, in order. ``owners``: by name of a
+    factor, the weight it is for. ``partial``: leave out what the adapters do not change, which is
+    what they neither adapt, nor save, nor train. Raises ``ConfigError`` naming the layer for what
+    cannot be merged by adding: DoRA and other variants, quantised bases, other tuners, and weights
+    that are adapted here and tied to others there.
+    """
+
+    def __init__(self, module: nn.Module, partial: bool = False) -> None:
+        self.additions: dict[str, list[Addition]] = defaultdict(list)
+        self.owners: dict[str, str] = {}
+        self._partial = partial
+        self._paths: dict[str, tuple[str, bool]] = {}  # by a module's path: in a file, and changed
+        self._trained: set[str] = set()
+        self._holders: dict[int, list[str]] = defaultdict(list)
+        self._left_out: dict[int, str] = {}
+        self._visit(module, "", "", False)
+        self._refuse_ties()
+
+    @classmethod
+    def of(cls, module: nn.Module, partial: bool = False) -> MergePlan | None:
+        """The plan of ``module``, None where no part of it is PEFT's."""
+        if "peft" not in sys.modules or not any(_is_peft(part) for part in module.modules()):
+            return None
+        return cls(module, partial)
+
+    def name_of(self, raw: str) -> str | None:
+        """What a tensor of the module is gathered as: its file name, a factor's own, or None."""
+        name = unwrapped(raw)
+        if name in self.owners:
+            return name
+        path, _, leaf = name.rpartition(".")
+        if path not in self._paths:
+            return None
+        to, changed = self._paths[path]
+        found = _join(to, leaf)
+        if self._partial and not changed and found not in self._trained:
+            return None
+        return found
+
+    def factors_of(self, target: str) -> list[str]:
+        return [name for one in self.additions[target] for name in one.factors.values()]
+
+    def _visit(self, module: Any, path: str, to: str, changed: bool) -> None:
+        """``path``: the module's own, without wrappers; ``to``: its path in a checkpoint file."""
+        flat = module._parameters.get("_flat_param")  # FSDP1 hides what it flattens
+        changed = changed or (flat is not None and flat.requires_grad)
+        self._paths[path] = (to, changed)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                self._holders[id(parameter)].append(_join(to, leaf))
+                if parameter.requires_grad:
+                    self._trained.add(_join(to, leaf))
+        if _is_peft(module, "BaseTunerLayer"):
+            self._plan_layer(module, path, to)
+            self._leave_out(module, to, but="base_layer")
+            self._visit(module.base_layer, _join(path, "base_layer"), to, True)
+        elif _is_peft(module, "AuxiliaryTrainingWrapper"):
+            self._visit_saved(module, path, to)
+        elif _is_peft(module, "PeftModel", "PeftMixedModel"):
+            if not _is_peft(module.base_model, "BaseTuner"):
+                raise _refusal(to, f"{type(module).__name__} without adapted layers")
+            self._visit(module.base_model, _join(path, "base_model"), to, changed)
+        elif _is_peft(module, "BaseTuner"):
+            self._visit(module.model, _join(path, "model"), to, changed)
+        else:
+            for name, child in module.named_children():
+                if name in WRAPPERS or (not path and name == "module"):
+                    self._visit(child, path, to, changed)
+                else:
+                    self._visit(child, _join(path, name), _join(to, name), changed)
+
+    def _plan_layer(self, layer: Any, path: str, to: str) -> None:
+        """What the forward of ``layer`` would add to its base, if anything."""
+        if layer.merged and layer.disable_adapters:
+            raise ConfigError(f"{to}: merged and disabled; call unmerge_adapter() first")
+        if layer.merged or layer.disable_adapters:
+            return  # the base is what is computed with
+        active = [
+            adapter
+            for adapter in layer.active_adapters
+            if any(
+                adapter in (getattr(layer, name, None) or ()) for name in layer.adapter_layer_names
+            )
+        ]
+        roles = MERGED.get(_type_name(layer)) if _is_peft(layer, "LoraLayer") else None
+        for adapter in active:
+            variant = getattr(layer, "lora_variant", {}).get(adapter)
+            if roles is None or variant is not None:
+                raise _refusal(to, type(layer if variant is None else variant).__name__)
+            target = _join(to, getattr(layer, "parameter_name", "weight"))
+            leaf = "" if roles[0].startswith("lora_embedding") else ".weight"
+            names = {role: f"{_join(path, role)}.{adapter}{leaf}" for role in roles}
+            self._add(target, Addition(layer, adapter, names))
+            if layer.lora_bias.get(adapter):
+                name = f"{_join(path, 'lora_B')}.{adapter}.bias"
+                self._add(_join(to, "bias"), Addition(layer, adapter, {"bias": name}))
+
+    def _add(self, target: str, addition: Addition) -> None:
+        self.additions[target].append(addition)
+        self.owners.update(dict.fromkeys(addition.factors.values(), target))
+
+    def _visit_saved(self, module: Any, path: str, to: str) -> None:
+        """A module that is trained as a whole, beside the original one."""
+        used = [] if module.disable_adapters else list(module.active_adapters)
+        if used and not _is_peft(module, "ModulesToSaveWrapper"):
+            raise _refusal(to, type(module).__name__)
+        if not used:
+            self._visit(module.original_module, _join(path, "original_module"), to, False)
+            return
+        self._leave_out(module, to, but="modules_to_save")
+        chosen = module.modules_to_save[used[0]]
+        self._visit(chosen, f"{_join(path, 'modules_to_save')}.{used[0]}", to, True)
+
+    def _leave_out(self, module: nn.Module, to: str, but: str) -> None:
+        for name, child in module.named_children():
+            if name != but:
+                self._left_out.update({id(p): to for p in child.parameters()})
+
+    def _refuse_ties(self) -> None:
+        """A weight that is adapted, or replaced, in one place only is not tied any more."""
+        for key, names in self._holders.items():
+            adapted = [name for name in names if name in self.additions]
+            replaced = self._left_out.get(key)
+            if replaced is not None or (adapted and len(set(names)) > 1):
+                where = replaced or adapted[0]
+                others = ", ".join(name for name in dict.fromkeys(names) if name != where)
+                raise ConfigError(
+                    f"{where} is trained by an adapter, but its weight is tied to {others}: one "
+                    "tensor cannot hold both; load the model with tie_word_embeddings=False, or "
+                    "leave it out of the adapter"
+                )
+
+
+def _type_name(layer: object) -> str:
+    """The name of PEFT's own class of ``layer`` (``fully_shard`` derives another from it)."""
+    return next(c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("peft."))
+
+
+def _is_peft(module: object, *names: str) -> bool:
+    """Whether ``module`` is of one of PEFT's classes of these names (of any, without names)."""
+    return any(
+        cls.__module__.startswith("peft.") and (not names or cls.__name__ in names)
+        for cls in type(module).__mro__
+    )
+
+
+def _refusal(to: str, what: str) -> ConfigError:
+    return ConfigError(f"{to or 'the model'}: {what} cannot be merged tensor by tensor; {REMEDY}")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+T = TypeVar("T")
+
+
+class MergedSource:
+    """Adds to each weight that ``inner`` yields what its adapters add; on the sender alone.
+
+    ``inner`` gathers in the tensors' own dtypes, so that a merge has the bits of PEFT's own; the
+    cast to the wire's follows it. The trainer's tensors are never written to. Peak extra memory
+    beside ``inner``'s: on the sender, the weights whose factors have not come yet (one; FSDP1:
+    those of a unit) and one product of factors, in their own dtype. Raises ``SourceFailed`` where
+    a weight or a factor does not come.
+    """
+
+    def __init__(self, inner: Any, plan: MergePlan, dtype: torch.dtype) -> None:
+        self.inner, self.agreement = inner, inner.agreement
+        self._plan, self._dtype = plan, dtype
+
+    def metadata(self) -> tuple[TensorMeta, ...] | None:
+        metadata: tuple[TensorMeta, ...] | None = self.inner.metadata()
+        if metadata is None:
+            return None
+        items = ((meta.name, meta) for meta in metadata)
+        return tuple(
+            TensorMeta(name, wire_dtype(meta.dtype, self._dtype), meta.shape)
+            for name, meta, _ in self._complete(items, lambda meta: meta)
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        sending = self.agreement.is_sender
+        items = iter(self.inner)
+        # An iterator that ends early must close the inner one: it may hold gathered parameters.
+        with closing(items) if hasattr(items, "close") else nullcontext():
+            # What is held outlives the next item, and is added to: a copy of the trainer's.
+            keep = Tensor.clone if sending else lambda tensor: tensor
+            for name, tensor, factors in self._complete(items, keep):
+                if factors and sending:
+                    for addition in self._plan.additions[name]:
+                        addition.add_to(tensor, factors)
+                yield name, tensor.to(wire_dtype(tensor.dtype, self._dtype))
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        """No box of a merged weight is held by any rank before it is merged."""
+        return [
+            (name, [] if name in self._plan.additions else boxes)
+            for name, boxes in self.inner.local_boxes()
+            if name not in self._plan.owners
+        ]
+
+    def _complete(
+        self, items: Iterable[tuple[str, T]], keep: Callable[[T], T]
+    ) -> Iterator[tuple[str, T, dict[str, T]]]:
+        """Each weight with the factors of what is added to it, as soon as all of them have come."""
+        held: dict[str, T] = {}
+        found: dict[str, T] = {}
+        for name, value in items:
+            target = self._plan.owners.get(name, name)
+            if target not in self._plan.additions:
+                yield name, value, {}
+                continue
+            (held if name == target else found)[name] = keep(value)
+            names = self._plan.factors_of(target)
+            if target in held and all(factor in found for factor in names):
+                yield target, held.pop(target), {factor: found.pop(factor) for factor in names}
+        if held or found:
+            raise SourceFailed(
+                f"{', '.join([*held, *found][:4])} came without the tensors to merge with; is a "
+                "weight that an adapter changes shared with another module?"
+            )

@@ -1,0 +1,145 @@
+"""Names of a trainer's parameters, bound to those that the engine knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import SourceFailed, WeightMismatch
+from rollout.weights import CASTABLE
+from rollout.weights.names import file_form, is_weight
+
+# From a trainer's name to the one a tensor is sent under; None where it is not sent.
+NameOf = Callable[[str], str | None]
+
+
+def bind(
+    items: Iterable[tuple[str, Tensor]],
+    aliases: Mapping[str, str],
+    name_of: NameOf = file_form,
+) -> dict[str, Tensor]:
+    """File name -> tensor, each weight once, in the order of ``items``.
+
+    An alias whose owner is absent goes under the owner's name; one that shares its owner's storage
+    is left out; one that does not is kept, and the engine compares the two. Raises
+    ``WeightMismatch`` when two different tensors reduce to one name.
+    """
+    named: dict[str, Tensor] = {}
+    for raw, tensor in items:
+        name = name_of(raw)
+        if name is None or not is_weight(name):
+            continue
+        if name in named and not same_storage(named[name], tensor):
+            raise WeightMismatch(
+                f"two different tensors are both named {name!r} (the second one was {raw!r}); "
+                "send one of them"
+            )
+        named.setdefault(name, tensor)
+    bound: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        owner = aliases.get(name)
+        if owner is not None and owner in named and same_storage(named[owner], tensor):
+            continue
+        if owner is not None and owner not in named:
+            if owner in bound and same_storage(bound[owner], tensor):
+                continue
+            name = name if owner in bound else owner
+        bound[name] = tensor
+    return bound
+
+
+def bind_stream(
+    items: Iterable[tuple[str, Tensor]],
+    aliases: Mapping[str, str],
+    name_of: NameOf = file_form,
+) -> Iterator[tuple[str, Tensor]]:
+    """``bind`` for a stream whose end is not known: yields as items come.
+
+    An alias that comes before its owner is held (one copy) until the owner comes, or goes under
+    the owner's name at the end.
+    """
+    seen: set[str] = set()
+    held: dict[str, Tensor] = {}
+    for raw, tensor in items:
+        name = name_of(raw)
+        if name is None or not is_weight(name):
+            continue
+        owner = aliases.get(name)
+        if owner is not None and owner not in seen:
+            held[name] = tensor.detach().clone()
+            continue
+        seen.add(name)
+        yield name, tensor
+        for alias in [a for a in held if aliases[a] == name]:
+            yield alias, held.pop(alias)
+    for alias, tensor in held.items():
+        owner = aliases[alias]
+        yield (alias if owner in seen else owner), tensor
+        seen.add(owner)
+
+
+Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
+    """What a dict or a list holds, if it is names and tensors."""
+    found = []
+    items: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
+    for item in items:
+        pair = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
+        if not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+            raise SourceFailed(
+                f"expected (name, tensor), got {item!r:.80}; leave out what is no tensor"
+            )
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers in model order, a shared tensor once; local, no copies."""
+    found: list[tuple[str, Tensor]] = []
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        transient = owner._non_persistent_buffers_set
+        own: list[tuple[str, Tensor]] = [*owner.named_parameters(prefix, recurse=False)]
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rsplit(".", 1)[-1] not in transient:
+                own.append((name, buffer))
+        for name, tensor in own:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.append((name, tensor))
+    return found
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one: the same object, or the same view of the same memory."""
+    if a is b:
+        return True
+    if _placed(a) != _placed(b):
+        return False
+    # A DTensor's own part tells; it may be empty, on some ranks alone, so that no address would.
+    a, b = (getattr(tensor, "_local_tensor", tensor) for tensor in (a, b))
+    plain = (torch.Tensor, nn.Parameter)
+    return (
+        type(a) in plain
+        and type(b) in plain
+        and (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
+        and a.storage_offset() == b.storage_offset()
+        and a.layout == b.layout == torch.strided
+        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    )
+
+
+def _placed(tensor: Tensor) -> Any:
+    """How a DTensor lies on its mesh, None for any other tensor."""
+    spec = getattr(tensor, "_spec", None)
+    return None if spec is None else (spec.mesh, spec.placements, tuple(tensor.shape))
+
+
+def wire_dtype(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """What a tensor of ``dtype`` travels as: ``target`` (if any) for plain floats, else itself."""
+    return target if target is not None and dtype in CASTABLE else dtype

@@ -1,0 +1,75 @@
+"""Whole tensors in this process: a module, DDP, ZeRO-1/2, a dict or a list; nothing to gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import SourceFailed
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.base import Room
+from rollout.weight_sync.trainer.sources.names import (
+    NameOf,
+    Pairs,
+    bind,
+    named_weights,
+    pairs,
+    wire_dtype,
+)
+from rollout.weight_sync.trainer.sources.values import check_all, readable
+from rollout.weights import Box, TensorMeta
+from rollout.weights.names import file_form
+
+
+class PlainSource:
+    """A module's parameters and persistent buffers, or a dict's or list's tensors, cast singly.
+
+    Where several ranks hold the same weights (DDP), the sender's are sent and the others yield
+    meta tensors; no rank waits for another inside ``__iter__``.
+    """
+
+    def __init__(
+        self,
+        weights: nn.Module | Pairs,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        agreement: Agreement,
+        name_of: NameOf = file_form,
+    ) -> None:
+        self.agreement = agreement
+        self._dtype = dtype
+        self._place: Room = lambda dtype, shape: None
+        items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+        check_all(items)
+        self._bound = bind(items, aliases, name_of)
+        if not self._bound:
+            raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        return tuple(
+            TensorMeta(name, wire_dtype(t.dtype, self._dtype), tuple(t.shape))
+            for name, t in self._bound.items()
+        )
+
+    def place_by(self, room: Room) -> None:
+        self._place = room
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._bound.items():
+            dtype = wire_dtype(tensor.dtype, self._dtype)
+            if not self.agreement.is_sender:
+                yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
+            elif dtype == tensor.dtype or (cast := self._place(dtype, tuple(tensor.shape))) is None:
+                yield name, readable(name, tensor).to(dtype)
+            else:
+                yield name, cast.copy_(readable(name, tensor))
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        tensor = readable(name, self._bound[name])
+        value = tensor.to(wire_dtype(tensor.dtype, self._dtype))
+        return [(Box.full(tuple(tensor.shape)), value)]

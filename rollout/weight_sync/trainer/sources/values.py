@@ -1,0 +1,168 @@
+"""The border at which a trainer's tensors enter: what holds no plain values is refused by name.
+
+Behind it everything is a dense tensor of this process whose memory is all there, in the dtype that
+was announced; native code reads by address and relies on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightMismatch
+from rollout.kernels.native import memory_fault
+from rollout.weight_sync.protocol.fit import dtype_fault
+from rollout.weight_sync.trainer.sources.names import wire_dtype
+from rollout.weights import Box, Shape, TensorMeta
+from rollout.wire.frames import DTYPES
+
+_SENDABLE = frozenset(DTYPES.values())
+_MOST = 12  # problems spelled out in one message
+
+
+def fault(tensor: Any) -> str | None:
+    """Why the values of ``tensor`` cannot be sent and what to do, or None; reads none of them."""
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__}, not a tensor; leave it out"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet; run a forward pass first"
+    if tensor.is_meta:
+        return "is on the meta device and holds no values; load or initialise it first"
+    if tensor.is_quantized or tensor.dtype not in _SENDABLE:
+        return f"has dtype {tensor.dtype}, which is not sent; convert it to a floating-point one"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"is not dense (layout {tensor.layout}); send its to_dense()"
+    if (kind := _subclass(tensor)) is not None:
+        return kind
+    return memory_fault(tensor)
+
+
+def _subclass(tensor: Tensor) -> str | None:
+    """What is wrong with a tensor that is made of others, or of none."""
+    kind = type(tensor)
+    if kind.__name__ == "FakeTensor":
+        return "is a FakeTensor and holds no values; make it outside of FakeTensorMode"
+    if kind.__name__ == "DTensor":
+        return (
+            "is a DTensor, whose values are spread over ranks; pass the module or its whole "
+            "state_dict(), or yield full_tensor()"
+        )
+    if not hasattr(kind, "__tensor_flatten__"):
+        return None  # what else is no tensor of its own has no memory
+    return (
+        f"is a {kind.__module__}.{kind.__name__}, which holds no plain values; send it dequantised "
+        "or unwrapped, as a torch.Tensor"
+    )
+
+
+def check_all(items: Iterable[tuple[str, Any]]) -> None:
+    """Raise one ``WeightMismatch`` that names every tensor whose values cannot be sent."""
+    problems = []
+    for name, tensor in items:
+        if (wrong := fault(local_part(tensor))) is not None:
+            problems.append(f"{name} {wrong}")
+    if problems:
+        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+        raise WeightMismatch(
+            f"nothing was sent: {'; '.join(problems[:_MOST])}{more}", problems=problems
+        )
+
+
+def readable(name: str, tensor: Any) -> Tensor:
+    """``tensor`` detached, as native code may read it; else a ``WeightMismatch`` that names it."""
+    if (wrong := fault(tensor)) is not None:
+        raise WeightMismatch(f"{name} {wrong}", problems=[f"{name} {wrong}"])
+    plain: Tensor = tensor.detach()
+    return plain.resolve_neg() if plain.is_neg() else plain
+
+
+def is_dtensor(obj: object) -> bool:
+    """Whether ``obj`` is a DTensor; imports nothing."""
+    return any(
+        cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.")
+        for cls in type(obj).__mro__
+    )
+
+
+def local_part(tensor: Any) -> Any:
+    """This rank's part of a DTensor, as it is held; anything else as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+class Incoming:
+    """A source as it is read: every tensor checked, plain floats cast to ``dtype``.
+
+    ``wanted``: what the engine announced, by name (none where there is no engine), and its
+    ``aliases``. What cannot be cast to that sensibly is a ``WeightMismatch`` that names the tensor
+    and both dtypes. Values of other ranks than the sender are not read, unless locally.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        dtype: torch.dtype,
+        wanted: Mapping[str, TensorMeta],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self.inner, self.agreement = inner, inner.agreement
+        self._dtype, self._wanted, self._aliases = dtype, wanted, aliases
+
+    def metadata(self) -> tuple[TensorMeta, ...] | None:
+        found: tuple[TensorMeta, ...] | None = self.inner.metadata()
+        if found is None:
+            return None
+        return tuple(TensorMeta(m.name, wire_dtype(m.dtype, self._dtype), m.shape) for m in found)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        items = iter(self.inner)
+        # An iterator that ends early must close the inner one: it may hold gathered parameters.
+        with closing(items) if hasattr(items, "close") else nullcontext():
+            for item in items:
+                name, tensor = _pair(item)
+                if self.agreement.is_sender:
+                    yield name, self._cast(name, readable(name, tensor))
+                else:
+                    dtype = wire_dtype(tensor.dtype, self._dtype)
+                    yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        found: list[tuple[str, list[Box]]] = self.inner.local_boxes()
+        return found
+
+    def place_by(self, room: Any) -> None:
+        """Where the source gathers into given memory (``PlacingSource``), it is given ``room``."""
+        place = getattr(self.inner, "place_by", None)
+        if place is not None:
+            place(room)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        want = self._wanted.get(self._aliases.get(name, name))
+        if (wrong := dtype_fault(tensor.dtype, self._dtype if want is None else want.dtype)) and (
+            want is not None or tensor.dtype.is_floating_point
+        ):
+            raise WeightMismatch(f"{name} {wrong}", problems=[f"{name} {wrong}"])
+        return tensor.to(wire_dtype(tensor.dtype, self._dtype))
+
+
+class LocalIncoming(Incoming):
+    """The same, of a source that reads its own boxes."""
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        return [
+            (box, self._cast(name, readable(name, values)))
+            for box, values in self.inner.local_values(name)
+        ]
+
+
+def _pair(item: Any) -> tuple[str, Tensor]:
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise TypeError(f"it yielded {item!r:.80}, not a pair (name, tensor)")
+    return name, tensor
+
+
+__all__ = ["Incoming", "LocalIncoming", "Shape", "check_all", "fault", "readable"]

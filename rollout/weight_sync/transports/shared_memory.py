@@ -1,0 +1,243 @@
+"""Buckets in POSIX shared memory, for a trainer on the host of the engine's ranks (CPU).
+
+The sender owns one file in /dev/shm with a page of identification and two halves, and packs its
+buckets straight into the halves: one copy there, and one on each rank into its parameters. The
+announcement on the channel carries the header alone.
+
+The file's name is gone as soon as every rank has mapped it, so nothing is left behind however
+anybody dies; what a sender killed before that left is removed by the next one. Ranks map the file
+privately from a read-only descriptor. GPU memory does not travel this way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from rollout.distributed import Rendezvous
+from rollout.errors import ConfigError, TransferFailed
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    SharedBuckets,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
+
+# Smaller halves stay in the caches between the copy in and the copy out, and both fit the 64 MB
+# that container runtimes give /dev/shm by default.
+MAX_HALF = 16 << 20
+
+_PAGE = 4096
+_MARK = struct.Struct("<16s32sQ")  # mark, secret, bytes of a half
+_MAGIC = b"rollout-ipc-1"
+_NAME = re.compile(r"rollout-ipc-([0-9]{1,10})-[0-9a-f]{32}")
+_SECRET = re.compile(r"[0-9a-f]{32}")
+
+
+class IpcSender:
+    """Creates the shared file; ``ConfigError`` where the engine's ranks cannot see it."""
+
+    name = "ipc"
+
+    def __init__(self, info: WeightInfo, timeout: float) -> None:
+        if not info.host or info.host != host_id():
+            raise ConfigError(
+                "transport 'ipc' needs the engine on this host, with this /dev/shm and this user; "
+                "use 'broadcast' or 'auto'"
+            )
+        self._needed = sum(meta.nbytes + _PAGE for meta in info.tensors)
+        self._shared: SharedBuckets | None = None
+        self._fd: int | None = None
+        self._halves: tuple[Tensor, ...] = ()
+
+    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
+        """The two halves, no longer than ``bucket_bytes`` (in whole pages) or the whole update."""
+        if not self._halves:
+            half = _pages(min(bucket_bytes, self._needed, MAX_HALF))
+            _sweep()
+            name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
+            self._shared = SharedBuckets(name=name, secret=secrets.token_hex(16), half=half)
+            self._halves = self._create(self._shared)
+        return self._halves
+
+    def rendezvous(self) -> Rendezvous | None:
+        return None
+
+    def shared(self) -> SharedBuckets | None:
+        return self._shared
+
+    def connect(self, channel: WeightChannel, timeout: float) -> None:
+        channel.wait(0, timeout)
+        self._forget()
+
+    def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
+        half = self._halves[header.index % 2][: header.nbytes]
+        if half.data_ptr() != payload.data_ptr():
+            half.copy_(payload)
+        channel.bucket(header, None)
+
+    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
+        channel.wait(index, timeout)
+
+    def close(self) -> None:
+        self._forget()
+        self._halves = ()
+
+    def _create(self, shared: SharedBuckets) -> tuple[Tensor, ...]:
+        size = _PAGE + 2 * shared.half
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(SHARED_MEMORY / shared.name, flags, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # Reserved now: on a full mount a later write would end the process instead of failing.
+            os.posix_fallocate(self._fd, 0, size)
+            memory = mmap.mmap(self._fd, size)
+        except OSError as error:
+            self._forget()
+            raise TransferFailed(
+                f"{size} bytes of shared memory cannot be had: {error}; make {SHARED_MEMORY} "
+                "larger, bucket_bytes smaller, or use transport='broadcast'"
+            ) from error
+        memory[: _MARK.size] = _MARK.pack(_MAGIC, shared.secret.encode(), shared.half)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)[_PAGE:]
+        return whole[: shared.half], whole[shared.half :]
+
+    def _forget(self) -> None:
+        """Remove the name; the memory lives while somebody has it mapped."""
+        fd, self._fd = self._fd, None
+        if fd is None or self._shared is None:
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(SHARED_MEMORY / self._shared.name)
+        os.close(fd)
+
+
+class IpcReceiver:
+    """Maps the sender's file after checking whose it is, and reads each bucket where it lies."""
+
+    def __init__(self, shared: SharedBuckets, rank: int, bucket_bytes: int) -> None:
+        self._shared, self._rank, self._limit = shared, rank, bucket_bytes
+        self._memory: Tensor | None = None
+
+    def connect(self, timeout: float) -> None:
+        shared = self._shared
+        if problem := shared_problem(shared, self._limit):
+            raise self._refused(problem)
+        size = _PAGE + 2 * shared.half
+        try:
+            with _opened(shared.name) as fd:
+                if problem := _file_problem(fd, size):
+                    raise self._refused(problem)
+                # Private, so that no write of ours could reach the file; unwritten pages are the
+                # sender's own.
+                memory = mmap.mmap(
+                    fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+        except OSError as error:
+            raise self._refused(str(error)) from error
+        magic, secret, half = _MARK.unpack_from(memory)
+        known = hmac.compare_digest(secret, shared.secret.encode())
+        if magic.rstrip(b"\0") != _MAGIC or not known or half != shared.half:
+            raise self._refused("it is not marked as this update's")
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
+        return half_of(self._memory, _PAGE, self._shared.half, header, self._rank)
+
+    def close(self) -> None:
+        self._memory = None  # unmapped when the last view of it is gone
+
+    def _refused(self, why: str) -> TransferFailed:
+        return TransferFailed(
+            f"rank {self._rank}: the shared memory {self._shared.name!r:.100} is refused: {why}"
+        )
+
+
+def shared_problem(shared: SharedBuckets, bucket_bytes: int) -> str | None:
+    """What is wrong with announced memory of the host, before anybody opens it; else None."""
+    if not _NAME.fullmatch(shared.name) or not _SECRET.fullmatch(shared.secret):
+        return "its name or secret is malformed"
+    if shared.half % _PAGE or not 0 < shared.half <= _pages(bucket_bytes):
+        return f"halves of {shared.half} bytes were not agreed on"
+    return None
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[int]:
+    """A read-only descriptor of a file right in the shared-memory mount; follows no link."""
+    fd = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _file_problem(fd: int, size: int) -> str | None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no plain file"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return f"others may open it (mode {stat.S_IMODE(found.st_mode):o})"
+    if found.st_size != size:
+        return f"it has {found.st_size} bytes, announced were {size}"
+    return None
+
+
+def _sweep() -> None:
+    """Remove files of this user whose sender was killed before every rank had mapped them."""
+    for path in SHARED_MEMORY.glob("rollout-ipc-*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or _alive(int(match[1])):
+            continue
+        with suppress(OSError), _opened(path.name) as fd:
+            # The kernel drops a dead process's lock. A process of another pid namespace looks
+            # dead from here but holds its own.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_uid == os.geteuid():
+                os.unlink(path)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def half_of(
+    memory: Tensor | None, first: int, half: int, header: BucketHeader, rank: int
+) -> Tensor:
+    """The bytes of a bucket in mapped ``memory`` of two halves from byte ``first`` on.
+
+    uint8, [header.nbytes], a view. ``TransferFailed`` when the memory is gone or too small.
+    """
+    if memory is None:
+        raise TransferFailed(f"rank {rank}: aborted before bucket {header.index}")
+    if header.nbytes > half:
+        raise TransferFailed(
+            f"rank {rank}: bucket {header.index} of {header.nbytes} bytes does not fit "
+            f"the shared {half}"
+        )
+    start = first + header.index % 2 * half
+    return memory[start : start + header.nbytes]

@@ -1,0 +1,104 @@
+"""Broadcasts of a framework's own trainer, as vLLM's weight transfer has them.
+
+The trainer leads the group: it is rank 0 and listens as a ``TCPStore``; engine rank r comes as
+``rank_offset + r``. Unlike other roads' groups this one outlives an update, and what runs at the
+other end is not ours: payloads come bare, one tensor or one pack of tensors each, without a
+preamble or a digest. Only what was announced on the channel says what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.messages import BucketHeader
+
+NAME = "foreign"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignGroup:
+    """Where the trainer listens, and the places: 0 is the trainer's, ours begin at the offset."""
+
+    host: str
+    port: int
+    rank_offset: int
+    size: int
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Member(Protocol):
+    """One place in the group. ``close`` may come from any thread, and frees the others."""
+
+    def join(self, timeout: float) -> None: ...
+
+    def receive(self, nbytes: int, timeout: float) -> Tensor:
+        """The next broadcast of the trainer, uint8 [nbytes], valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_member(wire: Mapping[str, Any], rank: int, device: str) -> Member:
+    """A place for engine rank ``rank``: gloo on a CPU, NCCL on its CUDA device."""
+    group = ForeignGroup(**wire)
+    if device.split(":")[0] == "cpu":
+        from rollout.weight_sync.transports.vllm_gloo import GlooMember
+
+        return GlooMember(group, group.rank_offset + rank)
+    from rollout.weight_sync.transports.vllm_nccl import NcclMember
+
+    return NcclMember(group, group.rank_offset + rank, device)
+
+
+class ForeignReceiver:
+    """A rank's end of the road during one update, over a place it has already."""
+
+    def __init__(self, member: Member | None, rank: int) -> None:
+        self._member, self._rank = member, rank
+        self._receiving = self._closed = False
+
+    def connect(self, timeout: float) -> None:
+        if self._member is None:
+            raise TransferFailed(
+                f"rank {self._rank} is in no transfer group: init_weight_transfer_engine first"
+            )
+
+    def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
+        self.connect(timeout)
+        assert self._member is not None
+        self._receiving = True
+        try:
+            if self._closed:
+                raise TransferFailed(f"rank {self._rank}: the update was aborted")
+            payload = self._member.receive(sum(e.nbytes for e in header.entries), timeout)
+        finally:
+            self._receiving = False
+        return _aligned(header, payload)
+
+    def close(self) -> None:
+        """The group stays, unless a broadcast is being waited for: nobody knows what comes next."""
+        self._closed = True
+        if self._receiving and self._member is not None:
+            self._member.close()
+
+
+def _aligned(header: BucketHeader, payload: Tensor) -> Tensor:
+    """``payload``, whose tensors follow each other without gaps, laid out as ``header`` says."""
+    starts, end = [], 0
+    for entry in header.entries:
+        starts.append(end)
+        end += entry.nbytes
+    if all(e.offset == start for e, start in zip(header.entries, starts, strict=True)):
+        return payload
+    spread = torch.empty(header.nbytes, dtype=torch.uint8, device=payload.device)
+    for entry, start in zip(header.entries, starts, strict=True):
+        spread[entry.offset : entry.offset + entry.nbytes] = payload[start : start + entry.nbytes]
+    return spread

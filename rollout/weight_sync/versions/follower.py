@@ -1,0 +1,298 @@
+"""Follows a directory into which a trainer writes checkpoints or versions, and updates an engine.
+
+    DIR/checkpoint-500/     any name that ends in a number: what a cold start reads, with an index
+                            if sharded
+    DIR/000000000500/       a version with its manifest (``transports.disk``)
+
+The number is the version. The newest one that is complete and newer than what is live is read and
+sent by the usual way; incomplete ones are looked at again, and what cannot be used is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import struct
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import (
+    ConfigError,
+    IncompleteUpdate,
+    RolloutError,
+    SourceFailed,
+    TransferFailed,
+    UpdateInProgress,
+    WeightError,
+)
+from rollout.weight_sync.protocol.link import WeightLink
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.trainer.publisher import publish
+from rollout.weight_sync.versions.reader import MANIFEST, VersionSource, folder
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weights.files import (
+    KINDS,
+    SAFETENSORS,
+    Shards,
+    TorchFiles,
+    find_shards,
+)
+
+POLL = 1.0  # seconds between looks at the directory
+MAX_HEADER = 256 << 20
+
+_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,12})")
+_SHARD = re.compile(r".*-[0-9]+-of-[0-9]+\.[a-z]+")
+_LENGTH = struct.Struct("<Q")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A directory that is, or will be, a version."""
+
+    version: int
+    path: Path
+
+
+class Follower:
+    """Brings an engine to the newest complete version in ``directory``.
+
+    ``roots`` are the only directories that are ever read (``--weight-dir``); a directory outside
+    them is a ``ConfigError``, and a file that leads out of them one of that version. ``on_state``
+    hears the error of every look that failed, and "" when a version has become live.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        roots: Sequence[str | Path],
+        connect: Callable[[], WeightLink],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        on_state: Callable[[str], None] = lambda error: None,
+    ) -> None:
+        self._roots = [Path(root).resolve() for root in roots]
+        self._directory = allowed(directory, roots)
+        self._connect, self._timeout = connect, timeout
+        self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
+        self._said = ""  # the last error
+        self._on_state = on_state
+
+    def run(self, stop: threading.Event, poll: float = POLL) -> None:
+        """Follow until ``stop`` is set; what goes wrong is logged once, and tried again."""
+        while not stop.is_set():
+            try:
+                receipt = self.look()
+                if receipt is not None:
+                    log.info("version %d is live, from %s", receipt.version, receipt.label)
+                    self._note("")
+            except Exception as error:
+                if not stop.is_set():
+                    text = f"{type(error).__name__}: {error}"
+                    if text != self._said:
+                        log.error("%s", text, exc_info=not isinstance(error, RolloutError))
+                    self._note(text)
+            stop.wait(poll)
+
+    def look(self) -> UpdateReceipt | None:
+        """Update to the newest complete version, if there is a newer one than what is live.
+
+        One that cannot be used is passed over for the next older one, and said once: raised here
+        where nothing else was found, logged else. Raises what its update raised; the same files
+        are then not tried again, unless the fault was the engine's or the link's.
+        """
+        info = self._connect().info()
+        candidates = sorted(self._candidates(), reverse=True)
+        self._failed = {c.path: self._failed[c.path] for c in candidates if c.path in self._failed}
+        problems: list[RolloutError] = []
+        receipt = None
+        try:
+            for candidate in candidates:
+                if candidate.version <= info.version:
+                    break
+                try:
+                    source = self._usable(candidate, info)
+                except RolloutError as error:
+                    problems.append(error)
+                    continue
+                if source is not None:
+                    receipt = self._update(candidate, source)
+                    break
+        finally:
+            for problem in problems if receipt is not None else problems[1:]:
+                log.warning("%s: %s", type(problem).__name__, problem)
+        if receipt is None and problems:
+            raise problems[0]
+        return receipt
+
+    def _usable(self, candidate: Candidate, info: WeightInfo) -> Any | None:
+        """What to update from; None where it is incomplete, or known to be of no use.
+
+        Raises why it is of no use, for as long as its files look the same only once.
+        """
+        looks = _looks(candidate.path)
+        if self._failed.get(candidate.path) == looks:
+            return None
+        try:
+            return complete_source(candidate.path, self._roots, info)
+        except IncompleteUpdate as error:
+            log.debug("not complete yet: %s", error)
+            return None
+        except RolloutError:
+            self._failed[candidate.path] = looks
+            raise
+        except Exception as error:  # whatever a file system says of what others write to it
+            self._failed[candidate.path] = looks
+            raise SourceFailed(f"{candidate.path} cannot be read, skipped: {error}") from error
+
+    def _update(self, candidate: Candidate, source: Any) -> UpdateReceipt:
+        looks = _looks(candidate.path)
+        options = UpdateOptions(
+            version=candidate.version, label=candidate.path.name, timeout=self._timeout
+        )
+        try:
+            return publish(source, connect=self._connect, options=options)
+        except (WeightError, ConfigError) as error:
+            damaged = isinstance(source, _Version) and source.damaged
+            if damaged or not isinstance(error, UpdateInProgress | TransferFailed):
+                self._failed[candidate.path] = looks
+            raise
+
+    def _candidates(self) -> Iterator[Candidate]:
+        try:
+            paths = list(self._directory.iterdir())
+        except OSError as error:
+            raise SourceFailed(f"{self._directory} cannot be read: {error}") from error
+        for path in paths:
+            match = _NUMBER.fullmatch(path.name)
+            if match and not path.name.startswith((".", "tmp")) and os.path.isdir(path):
+                yield Candidate(int(match[1]), path)
+
+    def _note(self, error: str) -> None:
+        self._said = error
+        self._on_state(error)
+
+
+class _Version(VersionSource):
+    """A written version, which remembers that its own files were at fault."""
+
+    damaged = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from super().__iter__()
+        except RolloutError:
+            self.damaged = True
+            raise
+
+
+def allowed(directory: str | Path, roots: Sequence[str | Path]) -> Path:
+    """``directory``, resolved; ``ConfigError`` unless it exists and lies in one of ``roots``."""
+    found = Path(directory).resolve()
+    if not any(found.is_relative_to(Path(root).resolve()) for root in roots):
+        raise ConfigError(
+            f"{directory} is outside every --weight-dir; allow it with --weight-dir {directory}"
+        )
+    if not found.is_dir():
+        raise ConfigError(f"{directory} is not a directory; create it first")
+    return found
+
+
+def readable(directory: str | Path, roots: Sequence[str | Path], info: WeightInfo) -> Any:
+    """What ``publish`` takes of a checkpoint or version in ``directory``, which may be read.
+
+    Raises ``ConfigError`` where it, or a file in it, lies outside ``roots``, and
+    ``IncompleteUpdate`` where it is half-written.
+    """
+    return complete_source(allowed(directory, roots), [Path(r).resolve() for r in roots], info)
+
+
+def complete_source(path: Path, roots: Sequence[Path], info: WeightInfo) -> Any:
+    """What to update from; ``IncompleteUpdate`` where it is still being written.
+
+    A version's files, and those of the versions that it patches, are read inside ``roots`` alone.
+    """
+    _check_inside(path, roots)
+    for file in path.iterdir():
+        _check_inside(file, roots)
+    if path.name.isdecimal() and path.name == folder(int(path.name)):
+        store = LocalStore(path.parent, within=roots)
+        return _Version(store, int(path.name), dtype=info.dtype)
+    check_checkpoint(path)
+    return path
+
+
+def _check_inside(file: Path, roots: Sequence[Path]) -> None:
+    found = file.resolve()
+    if not any(found.is_relative_to(root) for root in roots):
+        raise ConfigError(f"{file} leads to {found}, outside every --weight-dir; not read")
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise ``IncompleteUpdate`` unless every file that a cold start would read is there, whole."""
+    for kind in KINDS:
+        try:
+            shards = find_shards(path, kind)
+        except ConfigError as error:  # an index that is half-written, or ahead of its shards
+            raise IncompleteUpdate(str(error)) from error
+        if shards.files:
+            break
+    else:
+        raise IncompleteUpdate(f"{path} has no *.safetensors and no {MANIFEST}, .bin or .pt file")
+    if shards.index is None and any(_SHARD.fullmatch(file.name) for file in shards.files):
+        raise IncompleteUpdate(f"{path} has shards but no {kind.indexes[0]} yet")
+    for file in shards.files:
+        _check_whole(file) if kind is SAFETENSORS else _check_saved(file)
+
+
+def _check_saved(file: Path) -> None:
+    """What torch.save writes ends in its table of contents; the format before it is read."""
+    with file.open("rb") as opened:
+        is_archive = opened.read(2) == b"PK"
+    if is_archive:
+        if not zipfile.is_zipfile(file):
+            raise IncompleteUpdate(f"{file} is half-written")
+        return
+    try:
+        TorchFiles(Shards((file,))).close()
+    except ConfigError as error:
+        raise IncompleteUpdate(f"{file} is half-written, or of no use: {error}") from error
+
+
+def _check_whole(file: Path) -> None:
+    """A safetensors file says in its header where its data end."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = _LENGTH.unpack(opened.read(_LENGTH.size))[0]
+            if length > min(size, MAX_HEADER):
+                raise IncompleteUpdate(f"{file} is half-written")
+            header = json.loads(opened.read(length))
+        ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IncompleteUpdate(f"{file} is half-written: {error}") from error
+    if size != _LENGTH.size + length + max(ends, default=0):
+        raise IncompleteUpdate(f"{file} is half-written: {size} bytes")
+
+
+def _looks(path: Path) -> object:
+    """Changes whenever a file in ``path`` does, or what is in the way of looking."""
+    found = []
+    try:
+        for file in sorted(path.iterdir()):
+            stat = file.stat() if file.exists() else file.lstat()
+            found.append((file.name, stat.st_size, stat.st_mtime_ns))
+    except OSError as error:
+        return str(error)
+    return found

@@ -1,0 +1,241 @@
+"""The trainer's side of the disk road: versions written bucket by bucket, the manifest last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT
+from rollout.errors import (
+    ConfigError,
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    VersionConflict,
+)
+from rollout.weight_sync.protocol.bucket import ALIGNMENT, BucketPacker
+from rollout.weight_sync.protocol.codec import header_to_wire, meta_to_wire
+from rollout.weight_sync.protocol.delta import Committed
+from rollout.weight_sync.protocol.messages import BucketHeader
+from rollout.weight_sync.trainer.bucket_sender import Books
+from rollout.weight_sync.trainer.lockstep import Walk, watchdog
+from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.sources.detect import agreement_for, incoming, opened, source_for
+from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.versions.reader import (
+    FORMAT,
+    LENGTH,
+    MANIFEST,
+    MAX_CHAIN,
+    Manifest,
+    bucket_key,
+    folder,
+    read_manifest,
+)
+from rollout.weight_sync.versions.store import Store
+from rollout.weights import Box, Shape, TensorMeta
+from rollout.wire.frames import tensor_bytes
+
+
+class VersionWriter:
+    """Writes versions of one model, one after the other; collective over a distributed source.
+
+    ``dtype``: floats travel as this, so that of the engines. ``encoding`` "delta" keeps one copy
+    of what was written in host memory and writes a whole version every ``anchor_every``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        dtype: torch.dtype,
+        encoding: str = "full",
+        anchor_every: int = 10,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        if encoding not in ("full", "delta") or not 1 <= anchor_every <= MAX_CHAIN:
+            raise ConfigError(
+                f"encoding must be full or delta and anchor_every 1..{MAX_CHAIN}, got "
+                f"{encoding!r} and {anchor_every}"
+            )
+        self._store, self._dtype, self._bucket_bytes = store, dtype, bucket_bytes
+        self._delta, self._anchor_every = encoding == "delta", anchor_every
+        self._committed: Committed | None = None
+
+    def write(
+        self, obj: Any, version: int, *, label: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> Manifest | None:
+        """Write ``obj`` (whatever ``update_weights`` takes) as ``version``.
+
+        Returns the manifest on the rank that wrote it, None on the others; raises the same error
+        on every rank. A version that is complete already is a ``VersionConflict``.
+        """
+        obj = opened(obj)
+        with ExitStack() as stack:
+            agreement = stack.enter_context(closing(agreement_for(obj, timeout=timeout)))
+            found = source_for(obj, aliases={}, dtype=self._dtype, agreement=agreement)
+            source = incoming(found, self._dtype, aliases={})
+            committed, self._committed = self._committed, None
+            if committed is not None and not (
+                committed.version < version and committed.since_anchor + 1 < self._anchor_every
+            ):
+                committed = Committed(values=committed.values)
+            writing = _Writing(self._store, version, label, self._bucket_bytes)
+            stack.callback(writing.close)
+            if self._delta:
+                writing.follow(committed or Committed())
+            if agreement.is_sender:
+                source.place_by(writing.room)
+            _stream(source, agreement, writing, timeout, self._bucket_bytes)
+            agreement.vote(_attempt(writing.finish, agreement), timeout, "manifest")
+        if not agreement.is_sender:
+            return None
+        self._committed = writing.committed if writing.can_be_patched else None
+        return writing.manifest
+
+
+class _Writing:
+    """One version on its way into the store."""
+
+    def __init__(self, store: Store, version: int, label: str | None, bucket_bytes: int) -> None:
+        if not 0 <= version < 10**12:
+            raise ConfigError(f"version must be in 0..10^12 - 1, got {version}")
+        self._store, self._version, self._label = store, version, label
+        # The store takes a bucket while the next one is gathered.
+        self._thread = ThreadPoolExecutor(1, "version-writer")
+        self._puts: list[Future[None]] = []  # by bucket
+        self._packer = BucketPacker(
+            bucket_bytes, wait_free=lambda index: self._puts[index].result()
+        )
+        self._sizes: list[int] = []
+        self._tensors: list[TensorMeta] = []
+        self._books = Books()  # of its digests alone
+        self._failure: Exception | None = None  # of making room, until the next tensor
+        self._base: int | None = None
+        self._below: Iterator[str] = iter(())  # names of the base that a reader has yet to meet
+        self.committed: Committed | None = None
+        self.manifest: Manifest | None = None
+
+    def follow(self, committed: Committed) -> None:
+        """Write changes against ``committed``, if it has been written; keep what is written."""
+        self.committed = committed
+        if committed.version >= 0:
+            self._base, self._below = committed.version, iter(list(committed.values))
+
+    @property
+    def can_be_patched(self) -> bool:
+        """Whether what is kept is this version: one with fewer tensors is nobody's base."""
+        kept = () if self.committed is None else self.committed.values
+        return [meta.name for meta in self._tensors] == list(kept)
+
+    def begin(self) -> None:
+        with suppress(IncompleteUpdate):
+            read_manifest(self._store, self._version)
+            raise VersionConflict(f"version {self._version} has been written already")
+
+    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+        """Where the next tensor may be gathered to: its bucket, unless changes alone go there."""
+        if self.committed is not None or self._failure is not None:
+            return None
+        try:
+            self._store_later(self._packer.begin(prod(shape) * dtype.itemsize))
+            return self._packer.room(dtype, shape)
+        except Exception as error:  # noqa: BLE001 - a source's iteration is no place for it
+            self._failure = error
+            return None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._failure is not None:
+            raise self._failure
+        tensor = tensor.detach().cpu()
+        shape = tuple(tensor.shape)
+        self._tensors.append(TensorMeta(name, tensor.dtype, shape))
+        if self.committed is None:
+            self._store_later(self._packer.add(name, tensor))
+            return
+        # Of all of it, which may not be written.
+        self._books.digest(name, tensor, shape, Box.full(shape))
+        change = None
+        if name in self._below:  # a reader goes through both once
+            change = self.committed.delta(name, tensor, self._packer.bucket_bytes)
+        else:
+            self.committed.keep(name, tensor)
+        if change is None:
+            made = self._packer.add(name, tensor)
+        else:
+            made = self._packer.add_delta(name, change.coded())
+        self._store_later(made)
+
+    def finish(self) -> None:
+        """The last bucket, then the manifest."""
+        self._store_later(self._packer.flush())
+        for put in self._puts:
+            put.result()
+        document = {
+            "format": FORMAT,
+            "version": self._version,
+            "base": self._base,
+            "label": self._label,
+            "buckets": self._sizes,
+            "tensors": [meta_to_wire(meta) for meta in self._tensors],
+            "digests": self._books.digests,
+        }
+        self._store.put(f"{folder(self._version)}/{MANIFEST}", json.dumps(document).encode())
+        self.manifest = read_manifest(self._store, self._version)
+        if self.committed is not None:
+            self.committed.since_anchor += 0 if self._base is None else 1
+            self.committed.version = self._version
+
+    def close(self) -> None:
+        """Begin no further ``put``, and wait for the one that runs."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _store_later(self, made: Iterator[tuple[BucketHeader, Tensor]]) -> None:
+        for header, payload in made:
+            self._puts.append(self._thread.submit(self._put, header, payload))
+
+    def _put(self, header: BucketHeader, payload: Tensor) -> None:
+        if self.committed is None:
+            self._books.digest_bucket(header, payload)
+        head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
+        head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
+        head = LENGTH.pack(len(head)) + head
+        data = tensor_bytes(payload)
+        self._store.put(bucket_key(self._version, header.index), head, data)
+        self._sizes.append(len(head) + len(data))
+
+
+def _stream(
+    source: Incoming, agreement: Agreement, writing: _Writing, timeout: float, step: int
+) -> None:
+    """Iterate the source in lockstep; the writer's own failure waits for the next vote."""
+    failure = _attempt(writing.begin, agreement)
+    agreement.vote(failure, timeout, "write")
+
+    def take(name: str, tensor: Tensor) -> None:
+        failure = _attempt(lambda: writing.add(name, tensor), agreement)
+        if failure is not None:
+            raise failure
+
+    with watchdog(agreement, timeout) as watch:
+        Walk(source, agreement, watch, timeout=timeout, step_bytes=step, take=take).run()
+
+
+def _attempt(act: Any, agreement: Agreement) -> RolloutError | None:
+    """The error of what the sender does, the store's own included."""
+    if not agreement.is_sender:
+        return None
+    try:
+        act()
+    except RolloutError as error:
+        return error
+    except OSError as error:
+        return TransferFailed(f"the store failed: {error}")
+    return None

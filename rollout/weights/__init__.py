@@ -1,0 +1,29 @@
+"""Nouns of weights: boxes of tensors, the slots they land in, and how parameters lie in memory."""
+
+from rollout.weights.box import Box, Shape
+from rollout.weights.layouts import PLAIN, Layout, PlainLayout, TileLayout
+from rollout.weights.slots import (
+    CASTABLE,
+    LazyTensor,
+    SparsePatch,
+    TensorMeta,
+    TensorPiece,
+    WeightSlot,
+    WeightValue,
+)
+
+__all__ = [
+    "CASTABLE",
+    "PLAIN",
+    "Box",
+    "Layout",
+    "LazyTensor",
+    "PlainLayout",
+    "Shape",
+    "SparsePatch",
+    "TensorMeta",
+    "TensorPiece",
+    "TileLayout",
+    "WeightSlot",
+    "WeightValue",
+]

@@ -1,0 +1,73 @@
+"""The files of a directory that hold its weights, and boxes of the tensors in them.
+
+One resolver for whoever reads a checkpoint: a cold start, an update from a directory, a check
+against one, and ``--follow``. It knows nothing of models and engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from rollout.errors import ConfigError
+from rollout.weights import Box, TensorMeta
+from rollout.weights.files.safetensors_files import SafetensorsFiles
+from rollout.weights.files.shards import (
+    PT,
+    SAFETENSORS,
+    FileKind,
+    Shards,
+    find_shards,
+)
+from rollout.weights.files.torch_files import TorchFiles
+
+KINDS = (SAFETENSORS, PT)  # in the order in which they are looked for
+
+
+class Files(Protocol):
+    """One format: what tensors there are, and reads of boxes of them."""
+
+    def metadata(self) -> Mapping[str, TensorMeta]: ...
+
+    def read(self, name: str, box: Box) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def weight_shards(directory: Path, load_format: str = "auto") -> tuple[FileKind, Shards]:
+    """Which files hold the weights; ``load_format`` auto (safetensors, else .bin/.pt) or a kind's.
+
+    Raises ``ConfigError`` where there is none, or an index is broken or names a missing file.
+    """
+    kinds = [kind for kind in KINDS if load_format in ("auto", kind.name)]
+    for kind in kinds:
+        shards = find_shards(directory, kind)
+        if shards.files:
+            return kind, shards
+    wanted = " or ".join(pattern for kind in kinds for pattern in kind.patterns)
+    raise ConfigError(
+        f"{directory} holds no {wanted} weights; check the path, or choose another load_format"
+    )
+
+
+def open_weights(directory: Path, load_format: str = "auto") -> tuple[FileKind, Files]:
+    """The weights of a directory, opened; every header is checked. Raises ``ConfigError``."""
+    kind, shards = weight_shards(directory, load_format)
+    return kind, SafetensorsFiles(shards) if kind is SAFETENSORS else TorchFiles(shards)
+
+
+__all__ = [
+    "KINDS",
+    "PT",
+    "SAFETENSORS",
+    "FileKind",
+    "Files",
+    "Shards",
+    "TorchFiles",
+    "find_shards",
+    "open_weights",
+    "weight_shards",
+]

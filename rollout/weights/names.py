@@ -1,0 +1,45 @@
+"""Names: from how a trainer holds its parameters to how a checkpoint file spells them.
+
+Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fsdp_wrapped_module``,
+``_checkpoint_wrapped_module``, a leading ``module`` of DDP), and so does PEFT (a leading
+``base_model.model``, ``base_layer``); only whole components are removed.
+"""
+
+from __future__ import annotations
+
+from rollout.errors import WeightMismatch
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# What PEFT puts beside the weights it adapts: meaningless to an engine, but merged into them.
+ADAPTER = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"})
+# Derived from the configuration, never trained; some old checkpoints and models still carry it.
+DERIVED = frozenset({"inv_freq"})
+
+
+def file_form(name: str) -> str:
+    """``name`` without the components that wrappers and PEFT added.
+
+    Raises ``WeightMismatch`` for a tensor of an adapter: names alone do not say how to merge it.
+    """
+    parts = unwrapped(name).split(".")
+    if len(parts) > 2 and parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    if not ADAPTER.isdisjoint(parts):
+        raise WeightMismatch(
+            f"{name!r} belongs to an adapter; pass the PEFT model itself, which is sent merged, "
+            "or merge it and leave the adapter's own tensors out"
+        )
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def unwrapped(name: str) -> str:
+    """``name`` without the components that wrappers added."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts.pop(0)
+    return ".".join(parts)
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor of this name belongs to the weights (rope tables do not)."""
+    return name.rsplit(".", 1)[-1] not in DERIVED

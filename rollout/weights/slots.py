@@ -1,0 +1,84 @@
+"""Which box of which checkpoint tensor lands in which box of which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rollout.weights.box import Box, Shape
+
+#: dtypes that become one another by a cast; quantised floats (float8) mean nothing without scales
+CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Name, dtype and shape of one checkpoint tensor, without its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is read box by box: ``read(box)`` returns exactly that box's values."""
+
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[Box], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePatch:
+    """Overwrites some elements of a tensor: flat row-major int64 ``positions`` and ``values``.
+
+    Positions are unique and ascending; an element that is not named keeps its value. ``box``: the
+    part of the tensor that this patch is about, others of disjoint boxes follow; None: all of it.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    positions: Tensor  # [nnz] int64
+    values: Tensor  # [nnz] dtype
+    box: Box | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """One box of a tensor; the rest arrives in other, disjoint pieces."""
+
+    shape: Shape  # of the whole tensor
+    dtype: torch.dtype
+    box: Box
+    values: Tensor  # box.shape, dtype
+
+
+WeightValue = Tensor | LazyTensor | SparsePatch | TensorPiece
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """``param[put] <- source[take]``: one piece of one checkpoint tensor on this rank.
+
+    ``take`` is in the coordinates of ``source`` (whose full shape is ``shape``), ``put`` in those
+    of the logical parameter. Both hold the same number of elements in the same row-major order.
+    """
+
+    source: str
+    shape: Shape
+    take: Box
+    param: str
+    put: Box
