@@ -13,6 +13,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hypothesis
 import pytest
 import torch
 
@@ -20,6 +21,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ MAY_IMPORT = {
     SYNC + "versions": TRAINER,
     SYNC + "engine": PROTOCOL | {SYNC + "transports"},
     "testing": TRAINER,
+    SYNC + "source": {SYNC + "trainer"},  # public names of what lies deeper
+    SYNC + "agreement": {SYNC + "trainer"},
+    SYNC + "faults": {"testing"},
     "engine": ENGINE,
     "api": API,
     "server": API | {"server"},

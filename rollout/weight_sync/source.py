@@ -1,0 +1,5 @@
+"""What a source of one's own implements: see docs/weight_sync.md."""
+
+from rollout.weight_sync.trainer.sources.base import LocalSource, PlacingSource, WeightSource
+
+__all__ = ["LocalSource", "PlacingSource", "WeightSource"]
