@@ -48,7 +48,7 @@ from rollout.rpc.status import error_from_rpc, is_typed
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import check_header, check_size, unpack
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.wire import frames as wire
+from rollout.wire import frames
 
 LIMIT = 20.0  # seconds in which everything is answered
 HELD = 90.0  # seconds after which no update is held any more
@@ -192,7 +192,7 @@ def readers(servers: Servers) -> dict[str, Target]:
         "output": (st.sampled_from(outputs).flatmap(made.changed), named(_read_output)),
         "frame": (
             st.tuples(docs(rows), st.binary(max_size=16)),
-            named(lambda f: wire.decode(f[0], bytearray(f[1]))),
+            named(lambda f: frames.decode(f[0], bytearray(f[1]))),
         ),
         "rank pipe": (
             st.tuples(docs(rows), st.integers(0, 64), st.integers(-8, 8), st.binary(max_size=64)),
@@ -219,12 +219,12 @@ def _through_a_pipe(head: bytes, payload: int, off: int, rest: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.settimeout(LIMIT)
-        prefix = struct.pack(wire._PREFIX.format, max(0, len(head) + off), payload)
+        prefix = struct.pack(frames._PREFIX.format, max(0, len(head) + off), payload)
         ours.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             ours.send(prefix + head + rest)
         ours.close()
-        while wire.recv_frame(theirs) is not None:
+        while frames.recv_frame(theirs) is not None:
             pass
 
 

@@ -19,7 +19,7 @@ from rollout.errors import ConfigError, TransferFailed
 from rollout.rpc.chunks import UPDATE
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import unpack
-from rollout.wire import frames as wire
+from rollout.wire import frames
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -64,7 +64,7 @@ def test_frames() -> None:
     )
     def check(head, payload) -> None:
         with contextlib.suppress(TransferFailed):
-            wire.decode(head, bytearray(payload))
+            frames.decode(head, bytearray(payload))
 
     check()
 

@@ -117,8 +117,8 @@ def request(**changes):
 
 HOLDER = """
 import sys, time
-from rollout.grpc_client import RolloutClient
-from rollout.updates import UpdateRequest
+from rollout.rpc.client import RolloutClient
+from rollout.weight_sync.protocol.messages import UpdateRequest
 channel = RolloutClient(sys.argv[1]).open()
 channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0, grace=1.5))
 print("begun", flush=True)

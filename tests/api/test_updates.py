@@ -112,8 +112,8 @@ def test_an_abort_from_another_thread_ends_a_waiting_call(engine):
 
 HOLDER = """
 import sys, time
-from rollout.grpc_client import RolloutClient
-from rollout.updates import UpdateRequest
+from rollout.rpc.client import RolloutClient
+from rollout.weight_sync.protocol.messages import UpdateRequest
 client = RolloutClient(sys.argv[1])
 channel = client.open()
 channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0))

@@ -10,23 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import TransferFailed
-from rollout.wire import frames as wire
+from rollout.wire import frames
 
 
 def through_a_socket(header, tensors):
     left, right = socket.socketpair()
     with left, right:
-        wire.send_frame(left, header, tensors)
+        frames.send_frame(left, header, tensors)
         left.shutdown(socket.SHUT_WR)
-        frame = wire.recv_frame(right)
-        assert wire.recv_frame(right) is None
+        frame = frames.recv_frame(right)
+        assert frames.recv_frame(right) is None
     return frame
 
 
-@pytest.mark.parametrize("name", list(wire.DTYPES))
+@pytest.mark.parametrize("name", list(frames.DTYPES))
 def test_tensors_of_every_dtype_arrive_bit_for_bit(name: str) -> None:
     raw = torch.randint(0, 256, (3, 24), dtype=torch.uint8)
-    tensor = raw.bool() if name == "bool" else raw.view(wire.DTYPES[name])
+    tensor = raw.bool() if name == "bool" else raw.view(frames.DTYPES[name])
     header, tensors = through_a_socket({"a": 1}, {"x": tensor, "empty": tensor[:0]})
     assert header == {"a": 1}
     assert tensors["x"].dtype == tensor.dtype
@@ -41,8 +41,8 @@ def test_one_element_of_a_column_arrives() -> None:
     _, got = through_a_socket({}, {"x": table[:1, 2], "y": table[1:, 3].unsqueeze(0)})
     assert got["x"].tolist() == [2]
     assert got["y"].tolist() == [[7]]
-    assert wire.flat_bytes(table[:1, 2]).data_ptr() == table[:1, 2].data_ptr()
-    assert wire.flat_bytes(table.T).numel() == wire.flat_bytes(torch.tensor(1.0)).numel() * 8
+    assert frames.flat_bytes(table[:1, 2]).data_ptr() == table[:1, 2].data_ptr()
+    assert frames.flat_bytes(table.T).numel() == frames.flat_bytes(torch.tensor(1.0)).numel() * 8
 
 
 def test_an_unaligned_tensor_still_arrives() -> None:
@@ -66,7 +66,7 @@ def test_an_unaligned_tensor_still_arrives() -> None:
 def test_a_description_that_does_not_fit_the_payload_is_refused(row) -> None:
     head = json.dumps({"tensors": {"x": row}}).encode()
     with pytest.raises(TransferFailed):
-        wire.decode(head, bytearray(16))
+        frames.decode(head, bytearray(16))
 
 
 @given(st.binary(max_size=200))
@@ -77,7 +77,7 @@ def test_random_bytes_never_crash_the_reader(data: bytes) -> None:
         left.shutdown(socket.SHUT_WR)
         right.settimeout(5)
         try:
-            frame = wire.recv_frame(right)
+            frame = frames.recv_frame(right)
         except TransferFailed:
             return
         assert frame is None or isinstance(frame[0], dict)
@@ -86,6 +86,6 @@ def test_random_bytes_never_crash_the_reader(data: bytes) -> None:
 def test_an_announced_length_beyond_the_limit_is_refused_unread() -> None:
     left, right = socket.socketpair()
     with left, right:
-        left.sendall(struct.pack("<IQ", wire.MAX_HEADER + 1, 0))
+        left.sendall(struct.pack("<IQ", frames.MAX_HEADER + 1, 0))
         with pytest.raises(TransferFailed, match="over the limit"):
-            wire.recv_frame(right)
+            frames.recv_frame(right)

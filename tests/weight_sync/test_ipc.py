@@ -173,7 +173,7 @@ def test_auto_takes_shared_memory_exactly_where_both_sides_have_it() -> None:
 KILLED = """
 import os, sys
 from test_ipc import info
-from rollout.weight_sync.transports.ipc import IpcSender
+from rollout.weight_sync.transports.shared_memory import IpcSender
 sender = IpcSender(info(), 1.0)
 sender.buffers(1 << 20)
 print(sender.shared().name, flush=True)

@@ -17,7 +17,7 @@ from rollout import errors
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, DeadlineExceeded, SourceFailed, TransferFailed
 from rollout.weight_sync.trainer.meeting import meet
-from rollout.wire import frames as wire
+from rollout.wire import frames
 
 GRACE = 0.5  # seconds that the centre still listens once it knows that the update failed
 
@@ -44,7 +44,7 @@ class Agreement:
         self._links: dict[int, socket.socket] = dict(links or {})  # by member index
         self._talking = threading.Lock()  # the caller's own thread is in a call of this object
         self._given_up: errors.RolloutError | None = None
-        self._early: dict[int, wire.Frame] = {}  # what ``heard`` has read of a peer
+        self._early: dict[int, frames.Frame] = {}  # what ``heard`` has read of a peer
 
     @property
     def size(self) -> int:
@@ -203,7 +203,7 @@ class Agreement:
             for link in self._links.values():
                 with suppress(OSError):
                     link.settimeout(1.0)
-                    wire.send_frame(link, frame)
+                    frames.send_frame(link, frame)
         finally:
             self._talking.release()
 
@@ -336,7 +336,7 @@ class Agreement:
         link = self._link(index, phase)
         try:
             link.settimeout(max(0.01, timeout))
-            wire.send_frame(link, header, tensors)
+            frames.send_frame(link, header, tensors)
         except TimeoutError:
             raise self._late({index}, phase) from None
         except OSError as error:
@@ -347,13 +347,13 @@ class Agreement:
     def _receive_one(self, index: int, timeout: float, phase: str) -> dict[str, Any]:
         return self._frame(index, timeout, phase)[0]
 
-    def _frame(self, index: int, timeout: float, phase: str) -> wire.Frame:
+    def _frame(self, index: int, timeout: float, phase: str) -> frames.Frame:
         link = self._link(index, phase)
         if index in self._early:
             return self._early.pop(index)
         try:
             link.settimeout(max(0.01, timeout))
-            frame = wire.recv_frame(link)
+            frame = frames.recv_frame(link)
         except TimeoutError:
             raise self._late({index}, phase) from None
         except OSError as error:

@@ -12,7 +12,7 @@ SCRIPT = """
 import threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from rollout import background
+from rollout.distributed import native_thread
 
 class Slow:
     sleep = time.sleep
@@ -23,7 +23,7 @@ def stuck():
     inside.set()
     dist.HashStore().wait(["never"], timedelta(seconds=1.0))
 
-background._EXIT_WAIT = 0.1
+native_thread._EXIT_WAIT = 0.1
 inside = threading.Event()
 {start}
 inside.wait()
@@ -31,19 +31,19 @@ slow = Slow()
 """
 ENDS = """
 import atexit, ctypes
-background._END_LIMIT = 1
-background.NativeThread("stuck", stuck).start()
+native_thread._END_LIMIT = 1
+native_thread.NativeThread("stuck", stuck).start()
 atexit.register(ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev)
-atexit.register(background.hang_instead_of_terminate)
+atexit.register(native_thread.hang_instead_of_terminate)
 """
-LEFT = 'background.NativeThread("stuck", stuck).start()'
+LEFT = 'native_thread.NativeThread("stuck", stuck).start()'
 STOPPED = """
 over = threading.Event()
 def work():
     inside.set()
     over.wait()
     print("stopped")
-background.NativeThread("works", work, over.set).start()
+native_thread.NativeThread("works", work, over.set).start()
 """
 
 
