@@ -1,6 +1,7 @@
 """Who may import whom: the levels of docs/architecture.md, read from the source text."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def _modules():
 MODULES = {name: (path, package) for path, name, package in _modules()}
 
 
+@cache
 def _imports(name, *, at_import_time=False):
     """Modules of this package that ``name`` imports; all, or those it needs while it loads."""
     path, package = MODULES[name]

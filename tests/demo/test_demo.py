@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from learnt import check_learnt
 from serving import alive, descendants
 
@@ -41,6 +42,7 @@ def test_three_steps_learn_and_the_service_holds_what_was_learnt(
     assert output.outputs[0].token_ids
 
 
+@pytest.mark.more
 def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*command(tmp_path), "--warmup-steps", "5", "--steps", "100000"],

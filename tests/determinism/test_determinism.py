@@ -22,7 +22,9 @@ from rollout.models.config import ModelConfig
 ENGINES, BATCHES = 10, 3  # of each dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.more)], ids=str
+)
 def test_a_sequence_has_the_same_bits_under_every_schedule(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

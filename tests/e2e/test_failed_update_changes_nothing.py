@@ -40,7 +40,7 @@ def fragile(checkpoints, tmp_path):
         job.close()
 
 
-@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+@pytest.mark.parametrize("transport", [pytest.param("inline", marks=pytest.mark.more), "broadcast"])
 def test_a_killed_trainer_rank(engine, fresh, checkpoints, fragile, transport) -> None:
     engine.update_weights(weights(checkpoints["a"]))
     before = engine.weight_version
@@ -115,7 +115,7 @@ def test_a_killed_engine_rank_ends_everything_by_name(checkpoints, phase) -> Non
     assert not alive
 
 
-@pytest.mark.parametrize("tp", [1, 2], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.more), 2], ids=["tp1", "tp2"])
 def test_a_failing_update_under_sixteen_streams_is_not_noticed(checkpoints, tp) -> None:
     # The streams of two runs never meet in the same batches: only so have they the same bits.
     with start(checkpoints["a"], tp, deterministic=True) as engine:

@@ -139,7 +139,7 @@ def models(tmp_path_factory):
     return where / "0", [dict(model.state_dict()) for model in made], greedy
 
 
-@pytest.mark.parametrize("undo", ["shadow", "sparse", "host"])
+@pytest.mark.parametrize("undo", ["shadow", "sparse", pytest.param("host", marks=pytest.mark.more)])
 def test_any_order_of_sleeps_updates_and_rollbacks_follows_the_model(models, undo) -> None:
     path, sets, greedy = models
     with start(path, 1, block_size=PAGE, undo=undo) as rollout:

@@ -58,7 +58,7 @@ def run_ranks(case, size):
     return list(zip(codes, [json.loads(text or "null") for text in told], strict=True))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.more) for n in (3, 4))])
 def test_sums_and_gathers_equal_the_reference_and_have_the_same_bits_everywhere(size):
     results = run_ranks("conformance", size)
     assert [code for code, _ in results] == [0] * size

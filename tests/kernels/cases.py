@@ -12,6 +12,8 @@ from torch import Tensor
 from rollout.kernels import scan_logits
 from rollout.weights import PLAIN, Box, TileLayout
 
+# Attention whose loops are long or many: seconds each under Triton's interpreter.
+BROAD = ("one KV head for 64", "one KV head for 70", "long context")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -19,7 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Case:
     """``make(dtype)`` gives an op's arguments; ``writes`` are the indices it changes in place.
 
-    ``returns``: what it returns is looked at as well as what it writes.
+    ``returns``: what it returns is looked at as well as what it writes. ``broad``: takes seconds
+    under Triton's interpreter, and runs in `make more`.
     """
 
     op: str
@@ -27,6 +30,7 @@ class Case:
     make: Callable[[torch.dtype], tuple[Any, ...]]
     writes: tuple[int, ...] = field(default=())
     returns: bool = False
+    broad: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
@@ -187,7 +191,7 @@ def _attentions() -> Iterator[Case]:
         def make(t: torch.dtype, s: Any = sequences, shape: Any = shape) -> tuple[Any, ...]:
             return attention(s, dtype=t, **shape)
 
-        yield Case("paged_attention", name, make)
+        yield Case("paged_attention", name, make, broad=name in BROAD)
         if name in ("decodes", "mixed", "head dim 24"):
             yield Case("ordered_attention", name, make)
 
@@ -199,7 +203,7 @@ def _attentions() -> Iterator[Case]:
             k[tables[row, position // 32], 0, position % 32] = size
         return q.abs(), k, *rest
 
-    yield Case("paged_attention", "rising scores", rising)
+    yield Case("paged_attention", "rising scores", rising, broad=True)
 
     def strided(t: torch.dtype) -> tuple[Any, ...]:
         q, *rest = attention([(3, 40), (1, 9)], dtype=t)
@@ -354,7 +358,7 @@ def _draws() -> Iterator[Case]:
             given, top_k = table[:, 4].long(), table[:, 3].long()
             return logits, given, table[:, :3].contiguous(), top_k, draws
 
-        yield Case("draw_tokens", f"{vocab}", make)
+        yield Case("draw_tokens", f"{vocab}", make, broad=vocab > 1300)
     yield Case(
         "draw_tokens",
         "no rows",

@@ -15,6 +15,7 @@ import rollout.kernels as kernels
 from rollout.kernels.linear.cpu import level
 from rollout.kernels.op import Op
 
+CASES = [pytest.param(case, marks=pytest.mark.more if case.broad else ()) for case in all_cases()]
 TOLERANCE = {  # (relative, absolute) against float64
     torch.float32: (2e-6, 2e-6),
     torch.bfloat16: (2**-6, 1e-6),  # rounded twice: one unit before the weight may become two
@@ -35,7 +36,7 @@ def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", list(all_cases()), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_implementation_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     op = _op(case.op)
     wanted = _outputs(op.reference, case, case.make(dtype))
@@ -49,7 +50,7 @@ def test_every_implementation_agrees_with_the_reference(case: Case, dtype: torch
             )
 
 
-@pytest.mark.parametrize("case", list(all_cases()), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_float32_is_near_what_float64_gives(case: Case) -> None:
     arguments = case.make(torch.float32)
     exact = tuple(_to_double(x) for x in arguments)

@@ -44,6 +44,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler here")
+@pytest.mark.more
 def test_processes_that_build_at_once_leave_one_library(tmp_path: Path) -> None:
     """And the library shares torch's OpenMP runtime instead of bringing a second one."""
     outputs = [_finish(process).stdout for process in [_start(tmp_path), _start(tmp_path)]]

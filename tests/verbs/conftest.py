@@ -54,7 +54,9 @@ def weights(tmp_path_factory) -> dict[int, dict[str, torch.Tensor]]:
     return {seed: weights_of(seed, tmp_path_factory.mktemp("other")) for seed in (1, 2)}
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="session", params=[pytest.param(1, marks=pytest.mark.more), 2], ids=["tp1", "tp2"]
+)
 def engine(request, model) -> Iterator[Engine]:
     ranks = request.param
     flags = ("--dtype", "float32", "--tensor-parallel-size", str(ranks))
