@@ -22,7 +22,7 @@ from rollout import kernels
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.sampling.fused_sampler import make_sampler
-from rollout.engine.sampling.metadata import SamplingBatch
+from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
@@ -145,7 +145,7 @@ class Model:
         times = []
         for turn in range(13 if CUDA else 1):
             began = time.perf_counter()
-            sampler.sample(step(), settings)
+            sampler.sample(step(), settings).to_host()()
             if turn > 2 or not CUDA:
                 times.append(time.perf_counter() - began)
         if graphs is not None:
@@ -251,10 +251,10 @@ class Model:
         )
 
 
-def greedy(rows: int) -> SamplingBatch:
+def greedy(rows: int) -> SamplingMetadata:
     """Settings of rows that take the likeliest token."""
     none = np.empty(0, np.int64)
-    return SamplingBatch(
+    return SamplingMetadata(
         numbers=np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (rows, 1)),
         top_k=np.zeros(rows, np.int64),
         seeds=np.zeros(rows, np.int64),

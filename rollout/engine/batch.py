@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory import to_device
-from rollout.engine.sampling.metadata import Ints, SamplingBatch
+from rollout.engine.sampling.metadata import Ints, SamplingMetadata
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.models.forward import ForwardBatch
 
 _FORWARD = tuple(f.name for f in fields(ForwardBatch))
-_MASK = (1 << 64) - 1
 
 
 def encode_batch(
@@ -62,17 +61,17 @@ def encode_batch(
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
-    tensors.update(_sampling(drawing, coming, targets, scored_top).tensors())
+    tensors.update(SamplingMetadata.of(drawing, coming, targets, scored_top).tensors())
     return {"version": batch.version, "number": batch.number}, tensors
 
 
 def decode_batch(
     args: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[ForwardBatch, SamplingBatch]:
+) -> tuple[ForwardBatch, SamplingMetadata]:
     """What ``encode_batch`` described, on the CPU; without the tokens of ``previous_rows``."""
     return (
         ForwardBatch(**{name: tensors[name] for name in _FORWARD}),
-        SamplingBatch.from_tensors(tensors),
+        SamplingMetadata.from_tensors(tensors),
     )
 
 
@@ -127,52 +126,3 @@ def _prompt_rows(entries: list[ScheduledEntry], query_starts: Ints) -> tuple[Int
         targets += entry.sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
         top += [entry.sequence.params.prompt_logprobs] * len(wanted)
     return np.concatenate(rows), np.array(targets, np.int64), top
-
-
-def _sampling(
-    drawing: list[Sequence], coming: int, targets: Ints, scored_top: list[int]
-) -> SamplingBatch:
-    params = [s.params for s in drawing]
-    numbers = [
-        (
-            p.temperature,
-            p.top_p,
-            p.min_p,
-            p.repetition_penalty,
-            p.presence_penalty,
-            p.frequency_penalty,
-        )
-        for p in params
-    ]
-    top = [-1 if p.logprobs is None else p.logprobs for p in params]
-    edits = _edits(drawing, coming)
-    penalised = [i for i, s in enumerate(drawing) if s.penalised]
-    history = [drawing[i].token_ids for i in penalised]
-    lengths = np.array([0, *map(len, history)], np.int64)
-    return SamplingBatch(
-        numbers=np.array(numbers, np.float32).reshape(-1, 6),
-        top_k=np.array([p.top_k for p in params], np.int64),
-        seeds=np.array([s.seed & _MASK for s in drawing], np.uint64).view(np.int64),
-        counters=np.array([len(s.token_ids) + coming for s in drawing], np.int64),
-        targets=targets,
-        num_top=np.array(top + scored_top, np.int64),
-        edit_rows=np.array([e[0] for e in edits], np.int64),
-        edit_ids=np.array([e[1] for e in edits], np.int64),
-        edit_values=np.array([e[2] for e in edits], np.float32),
-        history=np.array(list(chain.from_iterable(history)), np.int64),
-        history_rows=np.array(penalised, np.int64),
-        history_starts=np.cumsum(lengths),
-        history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
-    )
-
-
-def _edits(drawing: list[Sequence], coming: int) -> list[tuple[int, int, float]]:
-    """(row, token, added to its logit): stops that come too early, and logit_bias."""
-    edits: list[tuple[int, int, float]] = []
-    for row, sequence in enumerate(drawing):
-        params = sequence.params
-        if params.min_tokens > sequence.output_len + coming:
-            edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
-        if params.logit_bias:
-            edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
-    return edits

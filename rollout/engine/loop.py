@@ -26,7 +26,7 @@ from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor, Reply
 from rollout.engine.gates import Gates
 from rollout.engine.output import OutputProcessor
-from rollout.engine.sampling.output import StepOutput, decode_step
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch
 from rollout.errors import (
@@ -305,7 +305,7 @@ class StepLoop:
                 found[entry.sequence.request_id] = error
         return found
 
-    def _end(self, begun: _Begun) -> StepOutput:
+    def _end(self, begun: _Begun) -> SamplerOutput:
         try:
             replies = self._replies(begun.futures, begun.batch.num_tokens)
         except WorkerDied:
@@ -318,7 +318,7 @@ class StepLoop:
             raise EngineBroken(
                 f"ranks ran a step with weight versions {versions}, expected {expected}"
             )
-        return decode_step(replies[0])
+        return SamplerOutput.from_tensors(replies[0][1])
 
     def _replies(self, futures: list[Future[Reply]], tokens: int) -> list[Reply]:
         """Every rank's answer to a step; an error from outside our tree becomes ``EngineError``."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import isnan
 
 from rollout.engine.request_state import Call, RequestState, Sample, Snapshot
-from rollout.engine.sampling.output import StepOutput
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.errors import EngineError
@@ -53,7 +53,7 @@ class OutputProcessor:
                 self._samples[sample.sequence.seq_id] = (state, sample)
             self._scheduler.add(state.sequences)
 
-    def step(self, batch: ScheduledBatch, output: StepOutput) -> None:
+    def step(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
         """Book one computed step: KV first, then each new token and whether it is the last.
 
         Sequences that ended while the step was under way are passed over.
@@ -64,16 +64,11 @@ class OutputProcessor:
         self._book_prompt_logprobs(batch, output)
         self._scheduler.advance(batch)
         now, no_tokens = time.monotonic(), self._counters.nan_logits
-        rows = zip(
-            drawing,
-            output.tokens,
-            output.raw,
-            output.processed,
-            output.log_kept_mass,
-            output.top,
-            strict=True,
-        )
-        for seq, token, raw, processed, mass, top in rows:
+        columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)
+        drawn = zip(*(column[: len(drawing)].tolist() for column in columns), strict=True)
+        for row, (seq, (token, raw, processed, mass)) in enumerate(
+            zip(drawing, drawn, strict=True)
+        ):
             if seq.seq_id not in self._samples:
                 continue  # of a call that ended a moment ago, with another of its samples
             state, sample = self._samples[seq.seq_id]
@@ -82,7 +77,7 @@ class OutputProcessor:
                 continue
             seq.append(token, batch.version, raw, processed, mass)
             if seq.top is not None:
-                seq.top.append(top or {token: raw})
+                seq.top.append(output.top(row, seq.params.logprobs or 0))
             self._observe(state, sample, now)
             try:
                 ended = sample.judge(self._eos_ids)
@@ -136,15 +131,16 @@ class OutputProcessor:
             if not _deliver(state.call, snapshot):
                 self._drop(state.call)
 
-    def _book_prompt_logprobs(self, batch: ScheduledBatch, output: StepOutput) -> None:
-        if not output.prompt_logprobs:
+    def _book_prompt_logprobs(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
+        first = len(output.processed)
+        if first == len(output.tokens):
             return
-        at = 0
         for entry in batch.entries:
-            count, got = len(entry.prompt_rows), entry.sequence.prompt_logprobs
-            if count and got is not None:
-                got.extend(output.prompt_logprobs[at : at + count])
-                at += count
+            stop, seq = first + len(entry.prompt_rows), entry.sequence
+            if seq.prompt_logprobs is not None:
+                count = seq.params.prompt_logprobs or 0
+                seq.prompt_logprobs += [output.top(row, count) for row in range(first, stop)]
+            first = stop
 
     def _end_for_nan(self, state: RequestState, sample: Sample, version: int) -> None:
         if self._nan_version != version:  # a line for each version, not for each sample
@@ -192,7 +188,9 @@ class OutputProcessor:
         call.open.clear()
 
 
-def _of_the_running(batch: ScheduledBatch, output: StepOutput) -> tuple[ScheduledBatch, StepOutput]:
+def _of_the_running(
+    batch: ScheduledBatch, output: SamplerOutput
+) -> tuple[ScheduledBatch, SamplerOutput]:
     """A step begun ahead, all of whose entries draw a token, without those that have ended."""
     rows = batch.rows_running
     if len(rows) == len(batch.entries):

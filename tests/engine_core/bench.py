@@ -6,7 +6,7 @@ from engine_core.toy import VOCAB, ToyExecutor, chain
 
 from rollout.engine.batch import encode_batch
 from rollout.engine.block_manager import BlockManager
-from rollout.engine.sampling.output import decode_step
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence, Status
 from rollout.generation import SamplingParams
@@ -60,15 +60,16 @@ class Bench:
             return batch
         states = [self._check_entry(entry.sequence, entry.num_new) for entry in batch.entries]
         args, tensors = encode_batch(batch, self.blocks.block_size)
-        output = decode_step(self.toy.call("step", args, tensors)[0].result(0))
-        assert output.version == batch.version == self.version
+        header, reply = self.toy.call("step", args, tensors)[0].result(0)
+        output = SamplerOutput.from_tensors(reply)
+        assert header["version"] == batch.version == self.version
         drawing = [
             (entry.sequence, state)
             for entry, state in zip(batch.entries, states, strict=True)
             if entry.samples
         ]
         self.scheduler.advance(batch)
-        for (seq, state), token in zip(drawing, output.tokens, strict=True):
+        for (seq, state), token in zip(drawing, output.tokens.tolist(), strict=False):
             assert token == state % VOCAB, f"{seq}: the pages are not what they should be"
             seq.append(token, batch.version, 0.0, 0.0, 0.0)
             if seq.output_len == seq.params.max_tokens:

@@ -16,7 +16,7 @@ from tiny_models import write_tiny
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.sampling.metadata import SamplingBatch
+from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.errors import EngineError, InvalidRequest
 from rollout.generation import Completion, Request, SamplingParams
 
@@ -190,7 +190,7 @@ class NotANumberAt(ToyExecutor):
         super().__init__()
         self.position = position
 
-    def _reply(self, states: list[int], sampling: SamplingBatch) -> Reply:
+    def _reply(self, states: list[int], sampling: SamplingMetadata) -> Reply:
         header, out = super()._reply(states, sampling)
         for row in np.flatnonzero(sampling.counters == self.position):
             out["raw"][row] = math.nan

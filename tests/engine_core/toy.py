@@ -228,9 +228,8 @@ class ToyExecutor:
             "processed": logprobs[:count].clone(),
             "log_kept_mass": torch.zeros(count),
         }
-        if (sampling.num_top >= 0).any():
-            out["num_top"] = torch.as_tensor(sampling.num_top)
-            width = max(int(out["num_top"].max()), 1)
+        width = int(sampling.num_top.max(initial=0))
+        if width:
             out["top_ids"] = out["tokens"][:, None].repeat(1, width)
             out["top_logprobs"] = logprobs[:, None].repeat(1, width)
         return {"version": self.version}, out

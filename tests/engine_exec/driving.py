@@ -12,7 +12,7 @@ from engine_exec.sampling import sequence
 from rollout.config import EngineConfig
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import make_executor
-from rollout.engine.sampling.output import decode_step
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
 from rollout.generation import SamplingParams
 
@@ -53,12 +53,12 @@ def end(batch, futures):
     replies = [f.result(60) for f in futures]
     assert {reply["version"] for reply, _ in replies} == {version}
     assert all(not tensors for _, tensors in replies[1:])
-    out = decode_step(replies[0])
+    out = SamplerOutput.from_tensors(replies[0][1])
     for entry in batch.entries:
         entry.sequence.advance(entry.num_new, version)
-    for s, token, raw, processed, mass in zip(
-        sampling, out.tokens, out.raw, out.processed, out.log_kept_mass, strict=True
-    ):
+    columns = (out.tokens[: len(sampling)], out.raw[: len(sampling)])
+    columns = [c.tolist() for c in (*columns, out.processed, out.log_kept_mass)]
+    for s, token, raw, processed, mass in zip(sampling, *columns, strict=True):
         s.append(token, version, raw, processed, mass)
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.engine.batch import decode_batch, encode_batch
-from rollout.engine.sampling.metadata import SamplingBatch
+from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.generation import SamplingParams
 
@@ -41,9 +41,9 @@ def decode_entries(sequences) -> ScheduledBatch:
     return ScheduledBatch([ScheduledEntry(s, s.num_tokens - s.num_computed) for s in sequences], 7)
 
 
-def sampling_batch(sequences, block_size=4) -> SamplingBatch:
+def sampling_batch(sequences, block_size=4) -> SamplingMetadata:
     return decode_batch(*encode_batch(decode_entries(sequences), block_size))[1]
 
 
-def repeated(params: SamplingParams, seeds, **kwargs) -> SamplingBatch:
+def repeated(params: SamplingParams, seeds, **kwargs) -> SamplingMetadata:
     return sampling_batch([sequence(params, seed=seed, **kwargs) for seed in seeds])

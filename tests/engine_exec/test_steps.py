@@ -89,13 +89,14 @@ def test_prompt_logprobs_score_every_prompt_token(executor, tiny):
     out = step(executor, [(s, len(prompt))])
     with torch.no_grad():
         want = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
-    assert len(out.prompt_logprobs) == len(prompt) - 1
-    for position, got in enumerate(out.prompt_logprobs):
+    assert len(out.tokens) == len(prompt)  # one drawn, and all but the first scored
+    for position in range(len(prompt) - 1):
+        got = out.top(1 + position, 2)
         best = want[position].topk(2).indices.tolist()
         assert set(got) == {*best, prompt[position + 1]}
         for token, logprob in got.items():
             assert logprob == pytest.approx(float(want[position, token]), abs=1e-4)
-    assert out.tokens[0] in out.top[0]
+    assert int(out.tokens[0]) in out.top(0, 1)
 
 
 def test_a_forward_makes_two_all_reduces_a_layer_and_one(executor, tiny):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.engine.sampling.fused_sampler import DeviceSampler, make_sampler
-from rollout.engine.sampling.metadata import SamplingBatch
-from rollout.engine.sampling.sampler import Sampler, Samples
+from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
+from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.sampling.output import SamplerOutput
+from rollout.engine.sampling.sampler import Sampler
 
 SETTINGS = (  # temperature, top_p, min_p, top_k
     (0.0, 1.0, 0.0, 0),
@@ -19,9 +20,9 @@ SETTINGS = (  # temperature, top_p, min_p, top_k
 )
 
 
-def _batch(*, edits: bool = False, top: int = -1) -> SamplingBatch:
+def _batch(*, edits: bool = False, top: int = -1) -> SamplingMetadata:
     rows, none = len(SETTINGS), np.empty(0, np.int64)
-    return SamplingBatch(
+    return SamplingMetadata(
         numbers=np.array([(t, p, m, 1, 0, 0) for t, p, m, _ in SETTINGS], np.float32),
         top_k=np.array([k for *_, k in SETTINGS], np.int64),
         seeds=np.arange(rows) + 11,
@@ -38,7 +39,7 @@ def _batch(*, edits: bool = False, top: int = -1) -> SamplingBatch:
     )
 
 
-def _assert_equal(a: Samples, b: Samples) -> None:
+def _assert_equal(a: SamplerOutput, b: SamplerOutput) -> None:
     assert torch.equal(a.tokens, b.tokens)
     for name in ("raw", "processed", "log_kept_mass", "top_logprobs"):
         x, y = getattr(a, name), getattr(b, name)
@@ -51,14 +52,14 @@ def test_both_samplers_agree_on_every_setting() -> None:
     logits = torch.randn(len(SETTINGS) + 2, 700, generator=torch.Generator().manual_seed(2)) * 3
     for dtype in (torch.float32, torch.bfloat16):
         values = logits.to(dtype)
-        _assert_equal(DeviceSampler().sample(values, _batch()), Sampler().sample(values, _batch()))
+        _assert_equal(FusedSampler().sample(values, _batch()), Sampler().sample(values, _batch()))
 
 
 def test_edits_and_alternatives_are_not_lost() -> None:
     logits = torch.randn(len(SETTINGS) + 2, 700, generator=torch.Generator().manual_seed(2)) * 3
     for batch in (_batch(edits=True), _batch(top=2)):
-        _assert_equal(DeviceSampler().sample(logits, batch), Sampler().sample(logits, batch))
-    assert int(DeviceSampler().sample(logits, _batch(edits=True)).tokens[0]) == 7
+        _assert_equal(FusedSampler().sample(logits, batch), Sampler().sample(logits, batch))
+    assert int(FusedSampler().sample(logits, _batch(edits=True)).tokens[0]) == 7
 
 
 def test_a_cpu_keeps_its_own_sampler() -> None:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.sequence import Sequence
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 # Columns of ``numbers``.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+_numbers = attrgetter(
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingBatch:
+class SamplingMetadata:
     """Settings of the rows of one step's logits: ``S`` rows that draw, then ``P`` that score.
 
     A scoring row asks for the raw logprob of a known token (prompt logprobs). ``edits`` are added
@@ -50,15 +59,44 @@ class SamplingBatch:
     def num_rows(self) -> int:
         return len(self.num_top)
 
+    @classmethod
+    def of(
+        cls, drawing: list[Sequence], coming: int, targets: Ints, scored_top: list[int]
+    ) -> SamplingMetadata:
+        """Of sequences that draw, each with ``coming`` tokens more than it knows by then, and of
+        rows that score ``targets`` and report ``scored_top`` alternatives.
+        """
+        params = [s.params for s in drawing]
+        top = [-1 if p.logprobs is None else p.logprobs for p in params]
+        edits = _edits(drawing, coming)
+        penalised = [i for i, s in enumerate(drawing) if s.penalised]
+        history = [drawing[i].token_ids for i in penalised]
+        lengths = np.array([0, *map(len, history)], np.int64)
+        return cls(
+            numbers=np.array([_numbers(p) for p in params], np.float32).reshape(-1, 6),
+            top_k=np.array([p.top_k for p in params], np.int64),
+            seeds=np.array([s.seed & _MASK for s in drawing], np.uint64).view(np.int64),
+            counters=np.array([len(s.token_ids) + coming for s in drawing], np.int64),
+            targets=targets,
+            num_top=np.array(top + scored_top, np.int64),
+            edit_rows=np.array([e[0] for e in edits], np.int64),
+            edit_ids=np.array([e[1] for e in edits], np.int64),
+            edit_values=np.array([e[2] for e in edits], np.float32),
+            history=np.array(list(chain.from_iterable(history)), np.int64),
+            history_rows=np.array(penalised, np.int64),
+            history_starts=np.cumsum(lengths),
+            history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         """The arrays as tensors that share their memory."""
         return {f.name: torch.from_numpy(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> SamplingBatch:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> SamplingMetadata:
         return cls(**{f.name: tensors[f.name].numpy() for f in fields(cls)})
 
-    def rows(self, start: int, stop: int) -> SamplingBatch:
+    def rows(self, start: int, stop: int) -> SamplingMetadata:
         """The settings of rows ``start <= row < stop`` alone, renumbered from 0."""
         if start == 0 and stop >= self.num_rows:
             return self
@@ -68,7 +106,7 @@ class SamplingBatch:
         edits = slice(*np.searchsorted(self.edit_rows, (start, stop)))
         first, last = np.searchsorted(self.history_rows, (start, stop))
         starts = self.history_starts[first : last + 1]
-        return SamplingBatch(
+        return SamplingMetadata(
             numbers=self.numbers[drawn],
             top_k=self.top_k[drawn],
             seeds=self.seeds[drawn],
@@ -83,3 +121,15 @@ class SamplingBatch:
             history_starts=starts - starts[0],
             history_prompts=self.history_prompts[first:last],
         )
+
+
+def _edits(drawing: list[Sequence], coming: int) -> list[tuple[int, int, float]]:
+    """(row, token, added to its logit): stops that come too early, and logit_bias."""
+    edits: list[tuple[int, int, float]] = []
+    for row, sequence in enumerate(drawing):
+        params = sequence.params
+        if params.min_tokens > sequence.output_len + coming:
+            edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
+        if params.logit_bias:
+            edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
+    return edits

@@ -1,87 +1,91 @@
-"""What one step gave: tokens, their logprobs and the version of the weights that made them."""
+"""What one step gave: from the sampler's device through the rank's reply to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from rollout.engine.sampling.metadata import SamplingBatch
-from rollout.engine.sampling.sampler import Samples
 
 TopLogprobs = dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
-    """One entry per sampling entry of the step, in order; logprobs as in ``Logprobs``.
+class SamplerOutput:
+    """One row per row of logits: the first ``S`` drew their token, the others score a known one.
 
-    ``top[i]``: None where ``logprobs`` was None, else the alternatives and the token itself.
-    ``prompt_logprobs``: one per scored prompt position (``ScheduledEntry.prompt_rows``, in the
-    order of the entries): the logprobs of the token after it and of the most likely ones.
+    Logprobs as in ``Logprobs``. ``top_ids`` and ``top_logprobs``: the k most likely tokens by raw
+    logprob, k the largest number that a row asked for.
     """
 
-    version: int
-    tokens: list[int]
-    raw: list[float]
-    processed: list[float]
-    log_kept_mass: list[float]
-    top: list[TopLogprobs | None]
-    prompt_logprobs: list[TopLogprobs]
+    tokens: Tensor  # [R] int64
+    raw: Tensor  # [R] float32
+    processed: Tensor  # [S] float32
+    log_kept_mass: Tensor  # [S] float32
+    top_ids: Tensor  # [R, k] int32
+    top_logprobs: Tensor  # [R, k] float32
 
-    def rows(self, rows: list[int]) -> StepOutput:
-        """The entries ``rows`` alone, of a step that scores no prompt."""
-        return StepOutput(
-            version=self.version,
-            tokens=[self.tokens[row] for row in rows],
-            raw=[self.raw[row] for row in rows],
-            processed=[self.processed[row] for row in rows],
-            log_kept_mass=[self.log_kept_mass[row] for row in rows],
-            top=[self.top[row] for row in rows],
-            prompt_logprobs=[],
-        )
+    @classmethod
+    def cat(cls, parts: list[SamplerOutput]) -> SamplerOutput:
+        """Rows of all parts, one after the other; their ``k`` may differ."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.top_ids.shape[1] for part in parts)
 
+        def column(name: str) -> Tensor:
+            tensors = [getattr(part, name) for part in parts]
+            if name.startswith("top_"):
+                pad = torch.nn.functional.pad
+                tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+            return torch.cat(tensors)
 
-def encode_step(
-    version: int, samples: Samples, batch: SamplingBatch
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The reply of ``step`` on the rank that samples."""
-    tensors = {
-        "tokens": samples.tokens,
-        "raw": samples.raw,
-        "processed": samples.processed,
-        "log_kept_mass": samples.log_kept_mass,
-    }
-    if (batch.num_top >= 0).any():
-        tensors["num_top"] = torch.from_numpy(batch.num_top)
-        tensors["top_ids"] = samples.top_ids
-        tensors["top_logprobs"] = samples.top_logprobs
-    return {"version": version}, tensors
+        return cls(*(column(f.name) for f in fields(cls)))
 
+    def to_host(self) -> Callable[[], SamplerOutput]:
+        """Start the copy to the host, of everything at once; the result waits for it, in any
+        thread.
+        """
+        device = self.tokens.device
+        if device.type == "cpu":
+            return lambda: self
+        columns = [getattr(self, f.name) for f in fields(self)]
+        packed = torch.cat([column.double().flatten() for column in columns])  # exact for all
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        cuda: Any = torch.cuda  # parts of it have no types
+        copied = cuda.Event()
+        copied.record(cuda.current_stream(device))
 
-def decode_step(reply: tuple[Mapping[str, Any], Mapping[str, Tensor]]) -> StepOutput:
-    """Read rank 0's reply; other ranks answer with their version alone."""
-    header, tensors = reply
-    count = len(tensors["processed"])
-    tokens, raw = tensors["tokens"].tolist(), tensors["raw"].tolist()
-    top: list[TopLogprobs | None] = [None] * len(tokens)
-    if "num_top" in tensors:
-        ids, logprobs = tensors["top_ids"].numpy(), tensors["top_logprobs"].numpy()
-        num_top = tensors["num_top"].numpy()
-        for row in np.flatnonzero(num_top >= 0):
-            k = num_top[row]
-            top[row] = dict(zip(ids[row, :k].tolist(), logprobs[row, :k].tolist(), strict=True))
-            top[row].setdefault(tokens[row], raw[row])  # type: ignore[union-attr]
-    return StepOutput(
-        version=int(header["version"]),
-        tokens=tokens[:count],
-        raw=raw[:count],
-        processed=tensors["processed"].tolist(),
-        log_kept_mass=tensors["log_kept_mass"].tolist(),
-        top=top[:count],
-        prompt_logprobs=[row for row in top[count:] if row is not None],
-    )
+        def wait() -> SamplerOutput:
+            copied.synchronize()
+            parts = torch.split(host, [column.numel() for column in columns])
+            pairs = zip(parts, columns, strict=True)
+            return SamplerOutput(*(part.view(c.shape).to(c.dtype) for part, c in pairs))
+
+        return wait
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For the reply of ``step``; what is empty stays out."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: column for name, column in columns.items() if column.numel()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> SamplerOutput:
+        none = torch.empty(0)
+        return cls(*(tensors.get(f.name, none) for f in fields(cls)))
+
+    def rows(self, rows: list[int]) -> SamplerOutput:
+        """The rows ``rows`` alone, of a step that scores no prompt."""
+        columns = (getattr(self, f.name) for f in fields(self))
+        return SamplerOutput(*(column[rows] if len(column) else column for column in columns))
+
+    def top(self, row: int, count: int) -> TopLogprobs:
+        """The ``count`` most likely tokens of a row, and its own."""
+        found: TopLogprobs = {}
+        if count and self.top_ids.numel():
+            ids, logprobs = self.top_ids[row, :count], self.top_logprobs[row, :count]
+            found = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        found.setdefault(int(self.tokens[row]), float(self.raw[row]))
+        return found

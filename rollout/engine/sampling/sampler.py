@@ -6,7 +6,6 @@ vocabulary in an order that other rows cannot change, and the draw comes from a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,40 +16,13 @@ from torch import Tensor
 
 from rollout.engine.sampling.draw import draw_logits, uniforms
 from rollout.engine.sampling.logits_processors import apply_edits, apply_penalties
-from rollout.engine.sampling.metadata import (
-    MIN_P,
-    TEMPERATURE,
-    TOP_P,
-    SamplingBatch,
-)
+from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, SamplingMetadata
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import filter_logits, scan_logits
 
 CPU_SLICE = 4 << 20  # elements of edited logits worked on at a time: they stay in the caches
 GPU_SLICE = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Results of all rows, on the CPU; the first ``S`` rows drew their token.
-
-    ``top_ids`` and ``top_logprobs`` are [R, k], k the largest number asked for, by raw logprob.
-    """
-
-    tokens: Tensor  # [R] int64
-    raw: Tensor  # [R] float32
-    processed: Tensor  # [S] float32
-    log_kept_mass: Tensor  # [S] float32
-    top_ids: Tensor  # [R, k] int32
-    top_logprobs: Tensor  # [R, k] float32
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What a step has drawn, perhaps while its device still computes it."""
-
-    tokens: Tensor  # [S] int64, on the device or not
-    samples: Callable[[], Samples]  # waits for all of it; to be called once, from any thread
 
 
 class Sampler:
@@ -65,27 +37,22 @@ class Sampler:
     def __init__(self) -> None:
         self._area: Tensor | None = None
 
-    def draw(self, logits: Tensor, batch: SamplingBatch) -> Drawn:
-        """``sample``, for who has use for the tokens before the host knows them."""
-        samples = Sampler.sample(self, logits, batch)
-        return Drawn(samples.tokens[: batch.num_sampled], lambda: samples)
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Samples:
+    def sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         """``logits``: [R, vocabulary], any float dtype; computed in float32. Not changed."""
         parts = []
-        for start, stop, edited in _runs(batch):
+        for start, stop, edited in _runs(sampling):
             if not edited:
-                parts.append(_sample(logits[start:stop], batch.rows(start, stop), None))
+                parts.append(_sample(logits[start:stop], sampling.rows(start, stop), None))
                 continue
             step = max(1, _slice_of(logits.device) // logits.shape[1])
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                part, rows = logits[first:last], batch.rows(first, last)
+                part, rows = logits[first:last], sampling.rows(first, last)
                 values = self._copy(part)
                 apply_edits(values, rows)
                 apply_penalties(values, rows)
                 parts.append(_sample(part, rows, values))
-        return _join(parts)
+        return SamplerOutput.cat(parts)
 
     def _copy(self, logits: Tensor) -> Tensor:
         """Float32 in a kept area: fresh pages would cost more than the arithmetic."""
@@ -124,49 +91,44 @@ class _Scan:
         return logits.gather(1, tokens[:, None])[:, 0].double() - self.lse
 
 
-def _runs(batch: SamplingBatch) -> list[tuple[int, int, bool]]:
+def _runs(sampling: SamplingMetadata) -> list[tuple[int, int, bool]]:
     """Neighbouring rows that all have edits or penalties, or all not: (first, end, edited).
 
     Rows that score have none.
     """
-    edited = np.zeros(batch.num_rows, dtype=bool)
-    edited[batch.edit_rows] = True
-    edited[batch.history_rows] = True
+    edited = np.zeros(sampling.num_rows, dtype=bool)
+    edited[sampling.edit_rows] = True
+    edited[sampling.history_rows] = True
     edges = [0, *(np.flatnonzero(edited[1:] != edited[:-1]) + 1).tolist(), len(edited)]
     return [(a, b, bool(edited[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, False)]
 
 
-def _sample(logits: Tensor, batch: SamplingBatch, values: Tensor | None) -> Samples:
+def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -> SamplerOutput:
     """``values``: the logits that tokens are drawn from, where those are not the model's own."""
-    count, device = batch.num_sampled, logits.device
+    count, device = sampling.num_sampled, logits.device
     raw = _Scan.of(logits)
     source = logits[:count] if values is None else values[:count]
     scan = raw.first(count) if values is None else _Scan.of(source)
-    tokens, processed, log_kept = _draw(source, scan, batch)
-    targets = torch.from_numpy(batch.targets).to(device)
+    tokens, processed, log_kept = _draw(source, scan, sampling)
+    targets = torch.from_numpy(sampling.targets).to(device)
     chosen = torch.cat([tokens, targets]) if len(targets) else tokens
     scores = raw.scores(logits, chosen)
     if processed is None:
         processed = scores[:count] if values is None else scan.scores(source, tokens)
-    top_ids, top_logprobs = _alternatives(logits, raw.lse, batch.num_top)
-    return Samples(
-        chosen.cpu(),
-        scores.float().cpu(),
-        processed.float().cpu(),
-        log_kept.float().cpu(),
-        top_ids.cpu(),
-        top_logprobs.cpu(),
+    top_ids, top_logprobs = _alternatives(logits, raw.lse, sampling.num_top)
+    return SamplerOutput(
+        chosen, scores.float(), processed.float(), log_kept.float(), top_ids, top_logprobs
     )
 
 
 def _draw(
-    values: Tensor, scan: _Scan, batch: SamplingBatch
+    values: Tensor, scan: _Scan, sampling: SamplingMetadata
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S].
 
     No logprobs where neither temperature nor filter changed them: they are those of ``scan``.
     """
-    device, temperature = values.device, batch.numbers[:, TEMPERATURE]
+    device, temperature = values.device, sampling.numbers[:, TEMPERATURE]
     greedy = temperature < GREEDY_BELOW
     scale, edges = None, None
     if (~greedy & (temperature != 1)).any():
@@ -175,10 +137,10 @@ def _draw(
     tokens, log_kept = scan.ids, torch.zeros_like(scan.mass)
     if not greedy.all():
         sums = scan.sums
-        if (_filters(batch, values.shape[1]) & ~greedy).any():
-            edges, sums, mass = _filter(values, scale, scan, greedy, batch)
+        if (_filters(sampling, values.shape[1]) & ~greedy).any():
+            edges, sums, mass = _filter(values, scale, scan, greedy, sampling)
             log_kept = (mass / scan.mass).log().clamp_max(0.0)
-        draws = torch.from_numpy(uniforms(batch.seeds, batch.counters)).to(device)
+        draws = torch.from_numpy(uniforms(sampling.seeds, sampling.counters)).to(device)
         drawn = draw_logits(values, scale, edges, scan.best, sums.double(), draws)
         tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
     if scale is None and edges is None:
@@ -194,23 +156,23 @@ def _filter(
     scale: Tensor | None,
     scan: _Scan,
     greedy: NDArray[np.bool_],
-    batch: SamplingBatch,
+    sampling: SamplingMetadata,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``filter_logits`` of rows, of which the greedy ones keep everything."""
     settings = (
         torch.from_numpy(np.where(greedy, off, column)).to(values.device)
         for off, column in (
-            (np.int64(0), batch.top_k),
-            (np.float64(1), batch.numbers[:, TOP_P].astype(np.float64)),
-            (np.float32(0), batch.numbers[:, MIN_P]),
+            (np.int64(0), sampling.top_k),
+            (np.float64(1), sampling.numbers[:, TOP_P].astype(np.float64)),
+            (np.float32(0), sampling.numbers[:, MIN_P]),
         )
     )
     return filter_logits(values, scale, scan.best, scan.sums, scan.mass, *settings)
 
 
-def _filters(batch: SamplingBatch, vocab: int) -> NDArray[np.bool_]:
-    top_k = (batch.top_k > 0) & (batch.top_k < vocab)
-    return top_k | (batch.numbers[:, TOP_P] < 1) | (batch.numbers[:, MIN_P] > 0)
+def _filters(sampling: SamplingMetadata, vocab: int) -> NDArray[np.bool_]:
+    top_k = (sampling.top_k > 0) & (sampling.top_k < vocab)
+    return top_k | (sampling.numbers[:, TOP_P] < 1) | (sampling.numbers[:, MIN_P] > 0)
 
 
 def _alternatives(logits: Tensor, lse: Tensor, num_top: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -228,27 +190,9 @@ def _alternatives(logits: Tensor, lse: Tensor, num_top: NDArray[np.int64]) -> tu
 
 
 def _top_ids(values: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` largest, the lower first of a tie: topk alone picks by the batch."""
+    """Ids of the ``count`` largest, the lower first of a tie: topk alone picks by the sampling."""
     bits = values.contiguous().view(torch.int32).long()
     rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # ascends with the value
     vocab = values.shape[1]
     keys = (rank << 32) + (vocab - torch.arange(vocab, device=values.device))
     return vocab - (torch.topk(keys, count, dim=-1).values & 0xFFFFFFFF)
-
-
-def _join(parts: list[Samples]) -> Samples:
-    if len(parts) == 1:
-        return parts[0]
-    width = max((p.top_ids.shape[1] for p in parts), default=0)
-
-    def wide(tensor: Tensor) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
-
-    return Samples(
-        torch.cat([p.tokens for p in parts]),
-        torch.cat([p.raw for p in parts]),
-        torch.cat([p.processed for p in parts]),
-        torch.cat([p.log_kept_mass for p in parts]),
-        torch.cat([wide(p.top_ids) for p in parts]),
-        torch.cat([wide(p.top_logprobs) for p in parts]),
-    )

@@ -17,7 +17,6 @@ from rollout.engine.batch import decode_batch, with_drawn
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.sampling.fused_sampler import make_sampler
-from rollout.engine.sampling.output import encode_step
 from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
@@ -95,9 +94,10 @@ class ModelRunner:
             if self.tp.rank:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
                 return lambda: ({"version": version}, {})
-            now = self.sampler.draw(logits, sampling)
-            self._drawn[number] = now.tokens
-            return lambda: encode_step(version, now.samples(), sampling)
+            output = self.sampler.sample(logits, sampling)
+            self._drawn[number] = output.tokens[: sampling.num_sampled]
+            on_host = output.to_host()
+            return lambda: ({"version": version}, on_host().tensors())
 
     def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
         """The tokens of the step before; only rank 0 has drawn them. Collective."""

@@ -71,7 +71,7 @@ class RankProfile:
         runner, timed, replace = self._runner, self._spans.timed, self._watched.replace
         replace(runner, "step", lambda run: self._step(timed("step", _to_its_end(run))))
         replace(runner, "forward", lambda run: timed("forward", run))
-        replace(runner.sampler, "draw", lambda run: timed("sample", run))
+        replace(runner.sampler, "sample", lambda run: timed("sample", run))
         if runner.tp.size > 1:
             replace(type(runner.tp), "all_reduce", lambda run: timed("all_reduce", run))
             replace(type(runner.tp), "all_gather", lambda run: timed("all_gather", run))
