@@ -26,9 +26,10 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
-from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch
+from rollout.models.model import Model as Instance
 from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
 
 CUDA = torch.cuda.is_available()
@@ -202,7 +203,7 @@ class Model:
         model.load_state_dict(found)
         return model
 
-    def _build(self, device: torch.device) -> CausalLM:
+    def _build(self, device: torch.device) -> Instance:
         return build_model(self.config, TensorParallel(), BF16, device, "plain")
 
     def _kv_shape(self, dtype: torch.dtype) -> KVShape:

@@ -173,14 +173,14 @@ def _wants(
 ) -> tuple[tuple[TensorMeta, ...], dict[str, Wanted]]:
     """The tensors in file form, and what each rank of one engine takes of each."""
     from rollout.distributed import TensorParallel
-    from rollout.models.causal_lm import build_model
+    from rollout.models.build import build_model
     from rollout.models.config import ModelConfig
     from rollout.weights.box import disjoint
 
     config = _config(model, ModelConfig)
     kinds = [config.moe is not None and config.moe.is_sparse(i) for i in range(config.num_layers)]
     shown = {kind: kinds.index(kind) for kind in set(kinds)}  # layers of one kind are equal
-    few = replace(config, num_layers=1 + max(shown.values()))
+    few = replace(config, num_layers=1 + max(shown.values()), sliding_window=None)
     kind = config.dtype if dtype is None else getattr(torch, dtype)
     metadata: tuple[TensorMeta, ...] = ()
     takes: dict[str, list[tuple[Box, ...]]] = {}

@@ -4,58 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from rollout.errors import ConfigError
+from rollout.models.arch import Arch, MoEArch, Switch
 from rollout.models.registry import Registry
+from rollout.weights.fused_experts import PROJ_NAMES, ExpertNames
+from rollout.wire.frames import dtype_from_name
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# How positions may be scaled -> what the file must say then.
+ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_ROPE_NUMBERS = (
-    *("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    *("low_freq_factor", "high_freq_factor"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary parameters, from either form of ``config.json``; lengths in tokens.
+    """Rotary parameters, from either form of ``config.json``.
 
-    ``partial`` is the rotated share of a head. None means: not given, derived where it is needed.
+    ``partial`` is the rotated share of a head. ``scaling``: the parameters of a kind other than
+    "default", under transformers' names.
     """
 
     kind: str
     theta: float
     partial: float = 1.0
-    factor: float | None = None
-    original_max: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """The mixture of experts of a decoder; sizes are of one expert.
+    """The mixture of experts of a decoder; sizes are of one expert; see ``MoEArch``.
 
     ``shared_size``: inner size of the expert that every token passes, 0 where there is none.
-    ``wide_weights``: routing weights stay float32 instead of being rounded to the model's dtype.
     """
 
     num_experts: int
@@ -66,6 +57,7 @@ class MoEConfig:
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
     wide_weights: bool = False
+    names: ExpertNames = PROJ_NAMES
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts instead of one dense feed-forward."""
@@ -74,7 +66,11 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's."""
+    """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's.
+
+    ``sliding_window``: how far attention reaches back in the checkpoint; here it always reaches
+    back to the start, which is the same in sequences that are no longer.
+    """
 
     architecture: str
     vocab_size: int
@@ -96,6 +92,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     moe: MoEConfig | None = None
+    sliding_window: int | None = None
 
     @classmethod
     def from_hf(
@@ -108,49 +105,44 @@ class ModelConfig:
         """Read the plain dict of a ``config.json``; ``file`` only names it in errors.
 
         Raises ``ConfigError`` for an unsupported architecture, a missing or malformed field, and
-        for what these models cannot do: sliding windows in use, activations other than silu.
+        for what these models cannot do: layers that slide, activations other than silu.
         """
         read = _Reader(values, file)
-        architecture = (registry or Registry()).choose(read.names("architectures"))
-        is_qwen2, is_qwen3 = (
-            architecture in (f"Qwen{n}ForCausalLM", f"Qwen{n}MoeForCausalLM") for n in (2, 3)
-        )
-        is_mixtral = architecture == "MixtralForCausalLM"
+        registry = registry or Registry()
+        architecture = registry.choose(read.names("architectures"))
+        arch = registry.arch(architecture)
         _refuse_unsupported(read, architecture)
-        hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-        head_dim = _read_head_dim(read, architecture, hidden, heads)
-        attention_bias = not is_mixtral and read.flag("attention_bias")
-        qwen2_bias = True
-        if architecture == "Qwen2MoeForCausalLM" and values.get("qkv_bias") is not None:
-            qwen2_bias = read.flag("qkv_bias")
-        config = cls(
+        heads = read.count("num_attention_heads")
+        kv_heads = read.count("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{file}: num_attention_heads {heads} must be a multiple of "
+                f"num_key_value_heads {kv_heads}"
+            )
+        slides = arch.always_slides and values.get("sliding_window", arch.sliding_window)
+        return cls(
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
-            hidden_size=hidden,
+            hidden_size=read.count("hidden_size"),
             intermediate_size=read.count("intermediate_size"),
             num_layers=read.count("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=read.count("num_key_value_heads", heads),
-            head_dim=head_dim,
+            num_kv_heads=kv_heads,
+            head_dim=_read_head_dim(read, arch, heads),
             rms_norm_eps=read.number("rms_norm_eps"),
             max_position_embeddings=read.count("max_position_embeddings"),
-            rope=_read_rope(read, 1e6 if is_mixtral else 1e4),
+            rope=_read_rope(read, arch.rope_theta),
             tied=read.flag("tie_word_embeddings"),
-            qkv_bias=qwen2_bias if is_qwen2 else attention_bias,
-            o_bias=False if is_qwen2 else attention_bias,
-            mlp_bias=not (is_qwen2 or is_qwen3 or is_mixtral) and read.flag("mlp_bias"),
-            qk_norm=is_qwen3,
+            qkv_bias=read.switch(arch.qkv_bias),
+            o_bias=read.switch(arch.o_bias),
+            mlp_bias=read.switch(arch.mlp_bias),
+            qk_norm=arch.qk_norm,
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             bos_token_id=values.get("bos_token_id"),
-            moe=_read_moe(read, architecture),
+            moe=None if arch.moe is None else _read_moe(read, arch.moe),
+            sliding_window=read.count("sliding_window", arch.sliding_window) if slides else None,
         )
-        if heads % config.num_kv_heads:
-            raise ConfigError(
-                f"{file}: num_attention_heads {heads} must be a multiple of "
-                f"num_key_value_heads {config.num_kv_heads}"
-            )
-        return config
 
     @classmethod
     def from_directory(cls, path: str | Path, registry: Registry | None = None) -> Self:
@@ -162,11 +154,19 @@ class ModelConfig:
         file = Path(path) / "config.json"
         config = cls.from_hf(_read_json(file), file=str(file), registry=registry)
         extra_file = Path(path) / "generation_config.json"
-        if extra_file.is_file():
-            extra = token_ids(_read_json(extra_file).get("eos_token_id"), str(extra_file))
-            merged = tuple(dict.fromkeys((*config.eos_token_ids, *extra)))
-            object.__setattr__(config, "eos_token_ids", merged)
-        return config
+        if not extra_file.is_file():
+            return config
+        extra = token_ids(_read_json(extra_file).get("eos_token_id"), str(extra_file))
+        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
+
+    def check_length(self, max_len: int) -> None:
+        """Raise ``ConfigError`` where a sequence of ``max_len`` tokens outgrows the window."""
+        if self.sliding_window is not None and max_len > self.sliding_window:
+            raise ConfigError(
+                f"sliding_window {self.sliding_window} is set, but {self.architecture} runs full "
+                f"attention only here, over up to {max_len} tokens; set max_model_len to at most "
+                f"{self.sliding_window}, or choose another checkpoint"
+            )
 
     def check_tensor_parallel(self, size: int, expert_parallel: bool = False) -> None:
         """Raise ``ConfigError`` unless this model divides over ``size`` ranks.
@@ -252,11 +252,14 @@ class _Reader:
             raise ConfigError(f"{self.file}: {name} must be a number, got {value!r}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise ConfigError(f"{self.file}: {name} must be true or false, got {value!r}")
-        return bool(value)
+        return default if value is None else value
+
+    def switch(self, switch: Switch) -> bool:
+        return switch if isinstance(switch, bool) else self.flag(*switch)
 
     def names(self, name: str) -> list[str]:
         value = self.required(name)
@@ -269,18 +272,13 @@ class _Reader:
         name = str(value).removeprefix("torch.")
         if name not in DTYPES:
             raise ConfigError(f"{self.file}: dtype {value!r} is not one of {', '.join(DTYPES)}")
-        return DTYPES[name]
+        return dtype_from_name(name)
 
 
 def _refuse_unsupported(read: _Reader, architecture: str) -> None:
     values = read.values
     if (act := values.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"{read.file}: hidden_act {act!r} is not supported, only 'silu'")
-    if architecture == "MixtralForCausalLM" and values.get("sliding_window"):
-        raise ConfigError(
-            f"{read.file}: sliding_window {values['sliding_window']!r} is set, but {architecture} "
-            "runs full attention only here; set it to null or choose another checkpoint"
-        )
     if values.get("use_sliding_window") and values.get("sliding_window"):
         layers, first = values.get("num_hidden_layers", 0), values.get("max_window_layers", 0)
         types = values.get("layer_types")
@@ -302,30 +300,29 @@ def _refuse_unsupported(read: _Reader, architecture: str) -> None:
         )
 
 
-def _read_moe(read: _Reader, architecture: str) -> MoEConfig | None:
-    """The experts of the architectures that have some; a field that shapes them has no default."""
-    kind = {"Qwen2MoeForCausalLM": 2, "Qwen3MoeForCausalLM": 3, "MixtralForCausalLM": 0}
-    if architecture not in kind:
-        return None
-    is_mixtral, has_shared = kind[architecture] == 0, kind[architecture] == 2
+def _read_moe(read: _Reader, arch: MoEArch) -> MoEConfig:
+    """The experts; a field that shapes them has no default."""
     values, file = read.values, read.file
     # Both names are about: transformers maps one to the other.
-    names = ("num_local_experts", "num_experts") if is_mixtral else ("num_experts",)
-    count = next((n for n in (*names, "num_local_experts") if values.get(n) is not None), names[0])
-    dense = values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+    names = (arch.count, "num_experts", "num_local_experts")
+    count = next((n for n in names if values.get(n) is not None), arch.count)
+    dense = () if arch.every_layer else values.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
         raise ConfigError(f"{file}: mlp_only_layers must be a list of layers, got {dense!r}")
-    if not is_mixtral:
+    norm_topk_prob = arch.norm_topk_prob
+    if norm_topk_prob is None:
         read.required("norm_topk_prob")
+        norm_topk_prob = read.flag("norm_topk_prob")
     moe = MoEConfig(
         num_experts=read.count(count),
         experts_per_token=read.count("num_experts_per_tok"),
-        norm_topk_prob=is_mixtral or read.flag("norm_topk_prob"),
-        expert_size=read.count("intermediate_size" if is_mixtral else "moe_intermediate_size"),
-        shared_size=read.count("shared_expert_intermediate_size") if has_shared else 0,
-        sparse_step=1 if is_mixtral else read.count("decoder_sparse_step"),
-        dense_layers=() if is_mixtral else tuple(dense),
-        wide_weights=is_mixtral,
+        norm_topk_prob=norm_topk_prob,
+        expert_size=read.count(arch.size),
+        shared_size=read.count(arch.shared_size) if arch.shared_size else 0,
+        sparse_step=1 if arch.every_layer else read.count("decoder_sparse_step"),
+        dense_layers=tuple(dense),
+        wide_weights=arch.wide_weights,
+        names=arch.names,
     )
     if moe.experts_per_token > moe.num_experts:
         raise ConfigError(
@@ -335,58 +332,45 @@ def _read_moe(read: _Reader, architecture: str) -> MoEConfig | None:
     return moe
 
 
-def _read_head_dim(read: _Reader, architecture: str, hidden: int, heads: int) -> int:
-    if architecture == "Qwen3ForCausalLM":
-        head_dim = read.count("head_dim")
-    else:
-        if not read.values.get("head_dim") and hidden % heads:
-            raise ConfigError(
-                f"{read.file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
-                "set head_dim"
-            )
-        head_dim = read.count("head_dim", hidden // heads)
+def _read_head_dim(read: _Reader, arch: Arch, heads: int) -> int:
+    hidden = read.count("hidden_size")
+    if not arch.head_dim_given and not read.values.get("head_dim") and hidden % heads:
+        raise ConfigError(
+            f"{read.file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
+            "set head_dim"
+        )
+    head_dim = read.count("head_dim", None if arch.head_dim_given else hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{read.file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
     return head_dim
 
 
 def _read_rope(read: _Reader, theta: float) -> RopeConfig:
-    """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``.
-
-    ``theta`` is the architecture's own base frequency, where the file gives none.
-    """
+    """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``."""
     values, file = read.values, read.file
     given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if any(isinstance(v, Mapping) for v in given.values()):
         raise ConfigError(f"{file}: rope parameters per layer type are not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
-    longest = read.count("max_position_embeddings")
-    needed = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "longrope": ("short_factor", "long_factor"),
-    }.get(kind, ())
-    for name in needed:
+    if kind not in ROPE_NEEDS:
+        raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_NEEDS)}")
+    for name in ROPE_NEEDS[kind]:
         if given.get(name) is None:
             raise ConfigError(f"{file}: field {name!r} is missing; rope_type {kind!r} needs it")
-    # A top-level value wins over the one inside, as in transformers.
-    original = values.get("original_max_position_embeddings")
-    original = original or given.get("original_max_position_embeddings") or longest
-    partial = given.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    optional = {name: float(given[name]) for name in _ROPE_NUMBERS if given.get(name) is not None}
-    return RopeConfig(
-        kind=kind,
-        theta=float(given.get("rope_theta") or values.get("rope_theta") or theta),
+    theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or theta)
+    partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if kind == "default":
         # transformers ignores the factor for these architectures' unscaled rotary; so do we.
-        partial=1.0 if partial is None or kind == "default" else float(partial),
-        original_max=int(original),
-        truncate=bool(given.get("truncate", True)),
-        short_factor=tuple(map(float, given.get("short_factor") or ())),
-        long_factor=tuple(map(float, given.get("long_factor") or ())),
-        **optional,
+        return RopeConfig(kind=kind, theta=theta)
+    # A top-level value wins over the one inside, as in transformers.
+    own = values.get("original_max_position_embeddings")
+    own = own or given.get("original_max_position_embeddings")
+    given["original_max_position_embeddings"] = own or read.count("max_position_embeddings")
+    scaling = {name: given[name] for name in sorted(given) if name not in ("type", "rope_type")}
+    if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
+        raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
+    return RopeConfig(
+        kind=kind, theta=theta, partial=1.0 if partial is None else float(partial), scaling=scaling
     )
 
 

@@ -4,33 +4,34 @@ Such a class is built as ``Class(build, max_len)``, computes ``forward(batch, kv
 ``CausalLM.forward``, and brings its own way to load: ``load_weights(items)``, or parameters with
 ``weight_loader(param, tensor[, shard_id])`` and a ``packed_modules_mapping``. It is given whole
 tensors. Where they land is learnt beforehand, by watching it load tensors without memory
-(``loading_trace.py``), so coverage, digests, patches and pieces work as for any other model.
+(``trace_loading``), so coverage, digests, patches and pieces work as for any other model.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.errors import ConfigError
-from rollout.models.causal_lm import EMBEDDING, HEAD, CausalLM
+from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
-from rollout.models.loading_trace import trace_loading
-from rollout.models.slot_io import SlotIO
+from rollout.models.model import EMBEDDING, HEAD, Model
 from rollout.models.weight_load import WeightLoad
-from rollout.models.weight_table import IGNORED, WeightTable, check_table
-from rollout.weights import Box, LazyTensor, TensorMeta, WeightSlot, WeightValue
+from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
+from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
+from rollout.weights.fused_experts import Spellings
 
 Items = Iterable[tuple[str, Tensor]]
 QKV = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
 
 
-class ForeignCausalLM(CausalLM):
+class ForeignCausalLM(Model):
     """One rank's instance of an out-of-tree class.
 
     ``tensors``: what the checkpoint holds, whose names and shapes are the complete set. Raises
@@ -41,17 +42,18 @@ class ForeignCausalLM(CausalLM):
     def __init__(
         self, build: Build, max_len: int, kind: type[nn.Module], tensors: Sequence[TensorMeta]
     ) -> None:
-        nn.Module.__init__(self)
-        config = build.config
-        config.check_tensor_parallel(build.tp.size, build.expert_parallel)
-        self.build, self.config, self.tp, self.max_len = build, config, build.tp, max_len
+        super().__init__(build, max_len)
         self._kind, self._tensors = kind, tuple(tensors)
         self.inner = _construct(kind, build, max_len)
-        self.table: WeightTable = self._learn()
+        self.table = self._learn()
         check_table(self.table)
         for parameter in self.inner.parameters():
             parameter.requires_grad_(False)
         self.eval()
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.inner
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
@@ -63,25 +65,12 @@ class ForeignCausalLM(CausalLM):
             self.table, self.storages(), self.build.dtype, self.after_load, loader_of(self.inner)
         )
 
-    def storages(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self.inner.named_parameters()}
-
     def after_load(self) -> None:
-        """Let the model re-derive what it derives, where it says how."""
         derive = getattr(self.inner, "after_load", None)
         if derive is not None:
             derive()
 
-    def read_slot(self, slot: WeightSlot) -> Tensor:
-        return self._slot_io(slot).read_box(slot, slot.take)
-
-    def digest_slot(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
-        return self._slot_io(slot).digest(slot, nonfinite)
-
-    def _slot_io(self, slot: WeightSlot) -> SlotIO:
-        return SlotIO(self.table, {slot.param: self.inner.get_parameter(slot.param).data})
-
-    def empty_like(self) -> ForeignCausalLM:
+    def empty_like(self) -> Self:
         return type(self)(self.build, self.max_len, self._kind, self._tensors)
 
     def _learn(self) -> WeightTable:
@@ -117,15 +106,6 @@ class _ForeignLoad(WeightLoad):
             self.journal.note_everything()  # its loader may write what it likes
             self._load([(name, value.detach().to(self._dtype))])
         return sum(slot.take.numel for slot in slots)
-
-
-def is_foreign(kind: Any) -> bool:
-    """Whether a registered class is not of our making, but knows how to load weights."""
-    if isinstance(kind, type) and issubclass(kind, CausalLM):
-        return False
-    if isinstance(kind, type) and issubclass(kind, nn.Module):
-        return True
-    raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
 
 
 def loader_of(model: nn.Module) -> Callable[[Items], Any]:
@@ -189,3 +169,123 @@ def _construct(kind: type[nn.Module], build: Build, max_len: int) -> nn.Module:
         if parameter.is_floating_point() and parameter.dtype != build.dtype:
             parameter.data = parameter.data.to(build.dtype)
     return model
+
+
+def trace_loading(
+    model: nn.Module,
+    load: Callable[[Items], Any],
+    tensors: Sequence[TensorMeta],
+    aliases: Mapping[str, str],
+) -> WeightTable:
+    """The weight table of ``model`` (on meta), whose ``load`` is shown each of ``tensors`` once.
+
+    Boxes of a tensor that are copied into boxes of a parameter become slots, boxes filled with a
+    constant its padding; a tensor of which nothing is taken gets an empty slot. Raises
+    ``WeightMismatch`` naming what is written by other means: such values could not be verified.
+    """
+    parameters = dict(model.named_parameters())
+    watch = _Watch({name: parameter.data for name, parameter in parameters.items()})
+    slots: dict[str, tuple[WeightSlot, ...]] = {}
+    first = next(iter(parameters), "")
+    with torch.no_grad():
+        for meta in tensors:
+            source = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            with watch.source(meta.name, source):
+                load([(meta.name, source)])
+            slots[meta.name] = tuple(
+                WeightSlot(meta.name, meta.shape, take, param, put)
+                for param, put, take in watch.taken()
+            ) or (_nothing(meta, first, parameters),)
+    if watch.problems:
+        raise WeightMismatch(
+            f"{type(model).__name__} loads by more than copying boxes, so what it holds cannot be "
+            f"verified: {'; '.join(dict.fromkeys(watch.problems))}"
+        )
+    specs = {
+        name: ParamSpec(tuple(p.shape), PLAIN, tuple(dict.fromkeys(watch.filled[name])))
+        for name, p in parameters.items()
+    }
+    spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
+    return WeightTable(slots, specs, dict(aliases), spellings=spellings)
+
+
+def _nothing(meta: TensorMeta, param: str, parameters: Mapping[str, Tensor]) -> WeightSlot:
+    take = Box.full((0,) * len(meta.shape))
+    return WeightSlot(meta.name, meta.shape, take, param, Box.full((0,) * parameters[param].dim()))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records copies from one source into parameters; views are told by storage and strides."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = {_storage(p): (name, tuple(p.shape)) for name, p in parameters.items()}
+        self._kept = parameters  # storages are told apart while they live
+        self._name, self._tensor = "", torch.empty(0)
+        self._copies: list[tuple[str, Box, Box]] = []
+        self.filled: dict[str, list[Box]] = defaultdict(list)
+        self.problems: list[str] = []
+
+    def source(self, name: str, tensor: Tensor) -> _Watch:
+        self._name, self._tensor, self._copies = name, tensor, []
+        return self
+
+    def taken(self) -> list[tuple[str, Box, Box]]:
+        return self._copies
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        written = func._schema.is_mutable and target is not None
+        if written and target is not None and _storage(target) in self._parameters:
+            self._note(func._schema.name, target, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, op: str, target: Tensor, args: tuple[Any, ...]) -> None:
+        param, shape = self._parameters[_storage(target)]
+        put = box_of(target, shape)
+        if put is None:
+            self.problems.append(f"{self._name}: writes no box of {param}")
+        elif op in ("aten::fill_", "aten::zero_"):
+            if op == "aten::fill_" and args[1] != 0:
+                self.problems.append(f"{self._name}: fills {param} with {args[1]}")
+            self.filled[param].append(put)
+        elif op == "aten::copy_" and _storage(args[1]) == _storage(self._tensor):
+            take = box_of(args[1], tuple(self._tensor.shape))
+            if take is None or args[1].numel() != target.numel():
+                self.problems.append(f"{self._name}: no box of it goes to {param}")
+            else:
+                self._copies.append((param, put, take))
+        else:
+            name = op.removeprefix("aten::")
+            self.problems.append(f"{self._name}: {param} is written by {name} of computed values")
+
+
+def box_of(view: Tensor, shape: Shape) -> Box | None:
+    """Which box of a row-major tensor of ``shape`` a view of it is, in order; else None."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    starts, left = [], view.storage_offset()
+    for stride in strides[: len(shape)]:
+        starts.append(left // stride)
+        left %= stride
+    sizes = [1] * len(shape)
+    axis = 0
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
+        while axis < len(shape) and (strides[axis] != stride or shape[axis] == 1):
+            axis += 1
+        if axis == len(shape) or size > shape[axis] - starts[axis]:
+            return None
+        sizes[axis] = size
+        axis += 1
+    if 0 in sizes or not view.numel():
+        return Box.full((0,) * len(shape))
+    return Box(tuple(starts), tuple(a + n for a, n in zip(starts, sizes, strict=True)))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

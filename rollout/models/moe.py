@@ -5,29 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rollout.models.blocks import DecoderBlock, GatedMLP
+from rollout.models.blocks import GatedMLP
 from rollout.models.config import MoEConfig
 from rollout.models.layers.base import Build
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import ReplicatedLinear
 
-QWEN_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
 
 class SparseMoE(nn.Module):
     """Each token through its likeliest experts, and through the shared one where there is one.
 
-    [T, hidden] -> [T, hidden]; one all-reduce, of both together. ``linears``: the file's names for
-    an expert's gate, up and down.
+    [T, hidden] -> [T, hidden]; one all-reduce, of both together.
     """
 
-    def __init__(self, build: Build, linears: tuple[str, str, str] = QWEN_LINEARS) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
         config, moe = build.config, build.config.moe
         assert moe is not None, f"{config.architecture} needs the configuration of its experts"
         self.tp, self.moe = build.tp, moe
         self.gate = ReplicatedLinear(build, config.hidden_size, moe.num_experts)
-        self.experts = Experts(build, linears)
+        self.experts = Experts(build)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: ReplicatedLinear | None = None
         if moe.shared_size:
@@ -40,15 +37,6 @@ class SparseMoE(nn.Module):
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return self.tp.all_reduce(out)
-
-
-class SparseBlock(DecoderBlock):
-    """A decoder block that is sparse where the config says so, else dense."""
-
-    def __init__(self, build: Build, index: int) -> None:
-        moe = build.config.moe
-        assert moe is not None, f"{build.config.architecture} needs experts"
-        super().__init__(build, SparseMoE(build) if moe.is_sparse(index) else None)
 
 
 def route(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,10 @@
-"""Which class builds which architecture; classes are imported only when one is asked for."""
+"""Which architectures there are: those declared in ``architectures/``, and those from elsewhere."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -11,35 +13,39 @@ from types import MappingProxyType
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.models import architectures as declared
+from rollout.models.arch import Arch
 
-BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "LlamaForCausalLM": "rollout.models.llama:LlamaForCausalLM",
-        "MixtralForCausalLM": "rollout.models.mixtral:MixtralForCausalLM",
-        "Qwen2ForCausalLM": "rollout.models.qwen2:Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM": "rollout.models.qwen2_moe:Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM": "rollout.models.qwen3:Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM": "rollout.models.qwen3_moe:Qwen3MoeForCausalLM",
-    }
-)
 TYPO = 0.9  # how alike a name must be to be one misspelt, rather than another model's
 ENTRY_POINT_GROUP = "rollout.models"
 
 
+@functools.cache
+def built_in() -> Mapping[str, str]:
+    """Every ``Arch`` that a file of ``architectures/`` declares, under its name."""
+    found = {}
+    for file in pkgutil.iter_modules(declared.__path__, f"{declared.__name__}."):
+        for name, value in vars(import_module(file.name)).items():
+            if isinstance(value, Arch):
+                found[name] = f"{file.name}:{name}"
+    return MappingProxyType(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """An immutable table architecture -> ``module:Class``.
+    """An immutable table architecture -> ``module:name`` of an ``Arch`` or of a model's class.
 
     There is no process-wide registry to mutate: ``register_model`` returns a wider table, which is
     passed along. A package that must also be seen by rank processes declares an entry point in
     the group ``rollout.models`` (name: the architecture; value: ``module:Class``). The class is a
-    ``CausalLM``, or any module that loads by vLLM's contract (``foreign.py``).
+    ``CausalLM``, or any module that loads by vLLM's contract (``foreign.py``); a decoder that the
+    blocks here can build needs no class, only an ``Arch``.
     """
 
-    entries: Mapping[str, str] = field(default_factory=lambda: BUILT_IN)
+    entries: Mapping[str, str] = field(default_factory=built_in)
 
     def register_model(self, architecture: str, path: str) -> Registry:
-        """A registry that also knows ``architecture``, built by the class at ``module:Class``."""
+        """A registry that also knows ``architecture``: the class or ``Arch`` at ``module:name``."""
         module, _, name = path.partition(":")
         if not module or not name:
             raise ConfigError(f"model path must read 'package.module:Class', got {path!r}")
@@ -62,7 +68,7 @@ class Registry:
         )
 
     def load(self, architecture: str) -> Any:
-        """Import and return the class of an architecture that ``choose`` named."""
+        """Import the ``Arch`` or class of an architecture that ``choose`` named."""
         path = self.entries.get(architecture) or installed_models().get(architecture)
         if path is None:
             self.choose([architecture])
@@ -71,6 +77,14 @@ class Registry:
             return getattr(import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"{architecture}: cannot import {path}: {error}") from error
+
+    def arch(self, architecture: str) -> Arch:
+        """The declaration of an architecture; a class has none, and is read like Llama's."""
+        try:
+            found = self.load(architecture)
+        except ConfigError:  # raised again where the model is built
+            return Arch()
+        return found if isinstance(found, Arch) else Arch()
 
 
 def installed_models() -> dict[str, str]:

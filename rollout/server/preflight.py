@@ -16,7 +16,7 @@ from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import native_status
 from rollout.loader import open_checkpoint, resolve_model
-from rollout.models.causal_lm import build_tables
+from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
@@ -73,6 +73,7 @@ def check(config: EngineConfig) -> Preflight:
         config.tensor_parallel_size,
         dtype,
         config.weight_layout,
+        max_model_len=config.max_model_len,
         expert_parallel=config.expert_parallel,
         deterministic=config.deterministic,
         tensors=lambda: _headers(directory),

@@ -20,10 +20,30 @@ from torch import Tensor
 from rollout.errors import WeightMismatch
 from rollout.weights import Box, LazyTensor, Shape, SparsePatch, TensorPiece, WeightValue
 
-# How files name one expert's linears: gate, up, down.
-EXPERT_LINEARS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-# A component of file names -> what transformers 5 calls it in memory.
-MEMORY_COMPONENTS = {"block_sparse_moe": "mlp"}
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How files name the experts of a layer: the linears of one, and the module that has them all.
+
+    ``memory``: what transformers 5 calls that module.
+    """
+
+    gate: str
+    up: str
+    down: str
+    module: str = "mlp"
+    memory: str = "mlp"
+
+    @property
+    def linears(self) -> tuple[str, str, str]:
+        return self.gate, self.up, self.down
+
+
+PROJ_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
+W123_NAMES = ExpertNames("w1", "w3", "w2", module="block_sparse_moe")
+# All that an architecture declares; a stream is told by them, without a word about the model.
+EXPERT_NAMES = (PROJ_NAMES, W123_NAMES)
+_MEMORY = {names.module: names.memory for names in EXPERT_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +246,17 @@ def is_expert(parts: list[str]) -> bool:
         and parts[-1] == "weight"
         and parts[-4] == "experts"
         and parts[-3].isdecimal()
-        and any(parts[-2] in linears for linears in EXPERT_LINEARS)
+        and any(parts[-2] in names.linears for names in EXPERT_NAMES)
     )
 
 
 def _memory_name(name: str) -> str:
-    return ".".join(MEMORY_COMPONENTS.get(part, part) for part in name.split("."))
+    return ".".join(_MEMORY.get(part, part) for part in name.split("."))
 
 
 def _fuse(prefix: str, linears: Mapping[str, Mapping[int, Shape]]) -> Iterable[FusedExperts]:
     """Both fused tensors of the layer ``prefix``, if its experts are numbered and shaped alike."""
-    for gate, up, down in EXPERT_LINEARS:
+    for gate, up, down in (names.linears for names in EXPERT_NAMES):
         if set(linears) != {gate, up, down}:
             continue
         count = len(linears[gate])

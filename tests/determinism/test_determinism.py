@@ -16,7 +16,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.core import EngineCore
 from rollout.errors import ConfigError
-from rollout.models.causal_lm import build_tables
+from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
 
 ENGINES, BATCHES = 10, 3  # of each dtype

@@ -124,12 +124,13 @@ def vars_of(batch: ForwardBatch) -> list[torch.Tensor]:
 def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -> None:
     from rollout.distributed import TensorParallel
     from rollout.engine.worker.weight_instances import ModelInstances
-    from rollout.models.causal_lm import CausalLM, build_model
+    from rollout.models.build import build_model
     from rollout.models.config import ModelConfig
+    from rollout.models.model import Model
 
     config = ModelConfig.from_directory(tiny_qwen3)
 
-    def build(device: torch.device) -> CausalLM:
+    def build(device: torch.device) -> Model:
         return build_model(config, TensorParallel(), torch.float32, device)
 
     live = build(CPU)

@@ -11,7 +11,7 @@ from tiny_models import write_tiny
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.loader import open_checkpoint
-from rollout.models.causal_lm import build_model
+from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.weights import Box, TensorMeta
 

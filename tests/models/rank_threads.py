@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
-from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.model import Model
 
 T = TypeVar("T")
 BLOCK = 8
@@ -42,7 +43,7 @@ def loaded(
     layout: str = "plain",
     expert_parallel: bool = False,
     deterministic: bool = False,
-) -> CausalLM:
+) -> Model:
     """A model of this rank with ``weights`` loaded."""
     model = build_model(
         config,
@@ -60,7 +61,7 @@ def loaded(
 class Session:
     """A KV cache with one block table per sequence, interleaved so that no table is contiguous."""
 
-    def __init__(self, model: CausalLM, sequences: Sequence[Sequence[int]]) -> None:
+    def __init__(self, model: Model, sequences: Sequence[Sequence[int]]) -> None:
         config, tp = model.config, model.tp
         self.model = model
         self.sequences = [list(s) for s in sequences]

@@ -14,7 +14,7 @@ from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels import digest
-from rollout.models.causal_lm import build_model, build_tables
+from rollout.models.build import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.registry import Registry
 from rollout.models.weight_table import check_tables

@@ -11,7 +11,7 @@ from rollout import Rollout, SamplingParams
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.models.causal_lm import build_model
+from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.models.registry import Registry
 

@@ -17,7 +17,7 @@ from rollout.distributed import TensorParallel
 from rollout.errors import WeightMismatch
 from rollout.kernels import digest
 from rollout.loader import open_checkpoint
-from rollout.models.causal_lm import build_model, build_tables
+from rollout.models.build import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import check_tables
 from rollout.weight_sync.protocol.digests import combine, slot_rows

@@ -7,6 +7,7 @@ import torch
 from rank_threads import Session, loaded, run_ranks
 from tiny_models import write_tiny
 
+from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
 
@@ -122,13 +123,21 @@ def test_a_missing_field_is_named(tmp_path, arch, field):
         ("qwen3_moe", {"num_experts_per_tok": 7}, "more than the 6 experts"),
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list"),
         ("qwen2_moe", {"num_experts": 0}, "num_experts must be a positive integer"),
-        ("mixtral", {"sliding_window": 128}, "sliding_window 128 is set"),
     ],
 )
 def test_a_field_that_cannot_be_is_refused(tmp_path, arch, change, said):
     values = write_tiny(tmp_path, arch).config.to_dict() | change
     with pytest.raises(ConfigError, match=said):
         ModelConfig.from_hf(values)
+
+
+def test_a_window_that_sequences_outgrow_is_refused(tmp_path):
+    values = write_tiny(tmp_path, "mixtral", sliding_window=128).config.to_dict()
+    config = ModelConfig.from_hf(values)
+    config.check_length(128)
+    with pytest.raises(ConfigError, match=r"sliding_window 128 is set.*max_model_len"):
+        loaded(config, TensorParallel(), {})
+    ModelConfig.from_hf(values | {"sliding_window": None}).check_length(129)
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path):

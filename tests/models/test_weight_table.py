@@ -8,7 +8,7 @@ import torch
 from tiny_models import write_tiny
 
 from rollout.errors import WeightMismatch
-from rollout.models.causal_lm import build_tables
+from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_table, check_tables, tiling_fault
 from rollout.weights import Box

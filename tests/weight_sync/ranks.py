@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.distributed import TensorParallel
 from rollout.engine.worker.weight_instances import ModelInstances
-from rollout.models.causal_lm import build_model
+from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.rank import RankUpdates

@@ -10,7 +10,7 @@ import torch
 from rollout.distributed import TensorParallel
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import VersionConflict
-from rollout.models.causal_lm import build_model
+from rollout.models.build import build_model
 from rollout.models.patch_journal import SHARE, PatchJournal
 from rollout.weights import SparsePatch
 

@@ -21,7 +21,7 @@ from rollout.errors import (
     SourceFailed,
     VersionConflict,
 )
-from rollout.models.causal_lm import build_model
+from rollout.models.build import build_model
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.preflight import check_weights

@@ -21,10 +21,11 @@ from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import open_checkpoint
-from rollout.models.causal_lm import CausalLM, build_model
+from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.models.foreign import ForeignCausalLM
 from rollout.models.forward import ForwardBatch
+from rollout.models.model import Model
 from rollout.weights import TensorMeta
 from rollout.wire.frames import dtype_from_name
 
@@ -157,7 +158,7 @@ class ModelRunner:
         }
         return ForwardBatch(**moved)
 
-    def _build(self, device: torch.device) -> CausalLM:
+    def _build(self, device: torch.device) -> Model:
         return build_model(
             self.model_config,
             self.tp,
@@ -182,7 +183,7 @@ class ModelRunner:
         with open_checkpoint(str(self._directory)) as checkpoint:
             return checkpoint.metadata()
 
-    def _load(self, model: CausalLM, directory: Path) -> None:
+    def _load(self, model: Model, directory: Path) -> None:
         """Read this rank's part of the checkpoint; the first rank shows the progress."""
         with open_checkpoint(
             str(directory),

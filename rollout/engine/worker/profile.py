@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollout.engine.profile_spans import Spans, SpanTotal, Watched
 from rollout.kernels.op import watch_ops
+from rollout.models.causal_lm import CausalLM
 
 if TYPE_CHECKING:
     from rollout.engine.worker.model_runner import ModelRunner
@@ -114,7 +115,7 @@ def _read_weights(runner: ModelRunner) -> int:
     """Bytes of parameters that every forward reads: all but an untied embedding's rows."""
     live = runner.instances.live
     looked_up = 0
-    if getattr(live, "lm_head", None) is not None:
+    if isinstance(live, CausalLM) and live.lm_head is not None:
         weight = live.model.embed_tokens.weight
         looked_up = weight.numel() * weight.element_size()
     return runner.weight_bytes - looked_up

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rollout.models.causal_lm import CausalLM
+from rollout.models.model import Model
 from rollout.models.patch_journal import CHUNK
 
 UNDO = ("shadow", "sparse", "host")
@@ -42,12 +42,12 @@ class KeptWeights:
         self._pieces = pieces
 
     @classmethod
-    def whole(cls, model: CausalLM) -> KeptWeights:
+    def whole(cls, model: Model) -> KeptWeights:
         """A copy of everything ``model`` holds."""
         return cls([_Piece(None, _to_host(x)) for x in chunks(model)])
 
     @classmethod
-    def difference(cls, old: CausalLM, new: CausalLM) -> KeptWeights:
+    def difference(cls, old: Model, new: Model) -> KeptWeights:
         """What makes ``new`` into ``old``: ``old``'s values where their bits differ."""
         return cls([_compared(x, y) for x, y in pairs(old, new)])
 
@@ -55,12 +55,12 @@ class KeptWeights:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self._pieces)
 
-    def shrink(self, model: CausalLM) -> None:
+    def shrink(self, model: Model) -> None:
         """Forget the elements that ``model`` holds, too; only for what ``whole`` has made."""
         for index, x in enumerate(chunks(model)):
             self._pieces[index] = _compared(self._pieces[index].values, x)
 
-    def exchange(self, model: CausalLM) -> None:
+    def exchange(self, model: Model) -> None:
         """Swap what is kept with what ``model`` holds there, and derive again.
 
         A failure puts back what was exchanged before it, and raises.
@@ -88,13 +88,13 @@ def all_or_none(exchanges: list[Callable[[], None]], derive: Callable[[], None])
         raise
 
 
-def chunks(model: CausalLM) -> Iterator[Tensor]:
+def chunks(model: Model) -> Iterator[Tensor]:
     """The parameters as flat views of bounded size."""
     for parameter in model.parameters():
         yield from torch.split(parameter.data.view(-1), CHUNK)
 
 
-def pairs(a: CausalLM, b: CausalLM) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(a: Model, b: Model) -> Iterator[tuple[Tensor, Tensor]]:
     """Matching pieces of the two instances' parameters."""
     yield from zip(chunks(a), chunks(b), strict=True)
 

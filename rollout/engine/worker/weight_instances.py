@@ -21,7 +21,7 @@ from torch import Tensor
 from rollout.engine.worker.rollback import KeptWeights, all_or_none, pairs
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
 from rollout.kernels import exchange
-from rollout.models.causal_lm import CausalLM
+from rollout.models.model import Model
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
@@ -42,15 +42,15 @@ class ModelInstances:
 
     def __init__(
         self,
-        live: CausalLM,
-        build: Callable[[torch.device], CausalLM],
+        live: Model,
+        build: Callable[[torch.device], Model],
         shadow_device: torch.device,
         undo: str = "shadow",
         *,
         pinned: bool = False,
     ) -> None:
-        self._live: CausalLM | None = live
-        self._shadow: CausalLM | None = None
+        self._live: Model | None = live
+        self._shadow: Model | None = None
         self._build, self._shadow_device, self._undo = build, shadow_device, undo
         self._device, self._pinned = live.build.device, pinned
         self._in_place = False  # the live instance is being loaded, or has been but for the commit
@@ -71,7 +71,7 @@ class ModelInstances:
         self._apart: tuple[frozenset[int | None], PatchJournal] | None = None
 
     @property
-    def live(self) -> CausalLM:
+    def live(self) -> Model:
         if self._live is None:
             raise EngineBroken(
                 "the weights were dropped by sleep(level=2); wake up and send a full update"
@@ -185,7 +185,7 @@ class ModelInstances:
             pass
         return tuple(dict.fromkeys(slot.source for slot, _ in bad))
 
-    def _digested(self, live: bool) -> CausalLM:
+    def _digested(self, live: bool) -> Model:
         model = self.live if live else self._shadow
         if model is None:
             raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
@@ -288,7 +288,7 @@ class ModelInstances:
         self._live_is, self._shadow_is = self._shadow_is, self._live_is
         return moves
 
-    def _bring_up(self, live: CausalLM, shadow: CausalLM, held: int | None) -> None:
+    def _bring_up(self, live: Model, shadow: Model, held: int | None) -> None:
         """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
         apart, self._apart = self._apart, None  # the shadow's content ends here
         written = PatchJournal(everything=True)
@@ -325,13 +325,13 @@ class ModelInstances:
     def _forget(self) -> None:
         self._kept = self._kept_is = self._kept_on = None
 
-    def _make_shadow(self, device: torch.device) -> CausalLM:
+    def _make_shadow(self, device: torch.device) -> Model:
         if self._live is not None and device == self._device:
             return self._live.empty_like()
         return self._build(device)
 
 
-def _exchange(a: CausalLM, b: CausalLM) -> None:
+def _exchange(a: Model, b: Model) -> None:
     def derive() -> None:
         a.after_load()
         b.after_load()
@@ -339,7 +339,7 @@ def _exchange(a: CausalLM, b: CausalLM) -> None:
     all_or_none([partial(exchange, x, y) for x, y in _storages(a, b)], derive)
 
 
-def _storages(a: CausalLM, b: CausalLM) -> Iterator[tuple[Tensor, Tensor]]:
+def _storages(a: Model, b: Model) -> Iterator[tuple[Tensor, Tensor]]:
     """Whole parameters where a kernel exchanges them without a copy, else pieces of them."""
     if not a.build.device.type == b.build.device.type == "cuda":
         yield from pairs(a, b)

@@ -10,20 +10,18 @@ from torch import Tensor, nn
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.kernels import linear, ordered_linear
-from rollout.kernels.linear import reads_tiles
 from rollout.kernels.native import use_huge_pages
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import ParamSpec
 from rollout.weights import PLAIN, Box, Layout, Shape, TileLayout, WeightSlot
 
-LAYOUTS = ("auto", "plain", "tiles")
+LAYOUTS = ("plain", "tiles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """How a model is built on one rank; ``layout`` is how linear weights lie in memory.
 
-    ``auto`` becomes tiles where a native kernel reads them, else plain.
     ``expert_parallel``: ranks hold whole experts, instead of a part of each.
     ``deterministic``: linears run ``ordered_linear``, whose rows do not depend on the batch.
     ``head_dtype``: of the logits, None for ``dtype``.
@@ -40,10 +38,7 @@ class Build:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"weight layout must be one of {LAYOUTS}, got {self.layout!r}")
-        if self.layout == "auto":
-            tiles = reads_tiles(self.device, self.dtype)
-            object.__setattr__(self, "layout", "tiles" if tiles else "plain")
+            raise ConfigError(f"weight layout must be auto, plain or tiles, got {self.layout!r}")
 
     def linear_layout(self, shape: Shape) -> Layout:
         """The layout of a linear weight ``[outputs, inputs]``: tiles where they divide it."""

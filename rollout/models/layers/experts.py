@@ -14,8 +14,7 @@ class Experts(Layer):
 
     Which boxes lie here is the only difference between the two ways to split: every rank holds its
     part of each expert's inner rows, or (``expert_parallel``) some experts whole, a run of nearly
-    equal length. Experts of other ranks are known (their slots are empty) but not kept. ``linears``
-    are the file's components for gate, up and down.
+    equal length. Experts of other ranks are known (their slots are empty) but not kept.
 
     [T, hidden] -> this rank's part of the sum, [T, hidden]: the caller reduces.
     """
@@ -23,11 +22,11 @@ class Experts(Layer):
     w13: Tensor
     w2: Tensor
 
-    def __init__(self, build: Build, linears: tuple[str, str, str]) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__(build)
         moe, tp = build.config.moe, build.tp
         assert moe is not None, "a layer of experts needs their configuration"
-        self.linears, self.total = linears, moe.num_experts
+        self.linears, self.total = moe.names.linears, moe.num_experts
         self.hidden, self.inner = build.config.hidden_size, moe.expert_size
         self.first, self.count = 0, self.total
         self.first_inner, self.local = 0, self.inner

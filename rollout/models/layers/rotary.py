@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -63,75 +63,22 @@ def frequencies(
     """Inverse frequencies [ceil(dim / 2)] float32 and the factor on cos and sin.
 
     ``max_positions`` is the config's ``max_position_embeddings``, ``max_len`` the longest sequence
-    served. Formulas: transformers ``modeling_rope_utils``; the order of float operations is kept.
+    served. Scaled kinds are transformers' own functions.
     """
-    if rope.kind == "yarn":
-        return _yarn(rope, dim, max_positions)
-    if rope.kind == "longrope":
-        return _longrope(rope, dim, max_positions, max_len)
-    base, factor = rope.theta, rope.factor or 1.0
-    if rope.kind == "dynamic":
-        longest = max(max_len, max_positions)
-        base *= ((factor * longest / max_positions) - (factor - 1)) ** (dim / (dim - 2))
-    inverse = 1.0 / base ** _exponents(dim)
-    if rope.kind == "linear":
-        inverse /= factor
-    if rope.kind == "llama3":
-        inverse = _llama3(rope, inverse, max_positions)
-    return inverse, 1.0
+    if rope.kind == "default":
+        steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return 1.0 / rope.theta**steps, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow to import
 
-
-def _exponents(dim: int) -> Tensor:
-    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-
-
-def _llama3(rope: RopeConfig, inverse: Tensor, max_positions: int) -> Tensor:
-    """Long waves are divided by the factor, short ones kept, those between interpolated."""
-    factor, low, high = rope.factor or 1.0, rope.low_freq_factor, rope.high_freq_factor
-    old = rope.original_max or max_positions
-    wave = 2 * math.pi / inverse
-    scaled = torch.where(wave > old / low, inverse / factor, inverse)
-    smooth = (old / wave - low) / (high - low)
-    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
-    between = ~(wave < old / high) & ~(wave > old / low)
-    return torch.where(between, smoothed, scaled)
-
-
-def _yarn(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): a ramp between interpolated and original frequencies."""
-    original = rope.original_max or max_positions
-    factor = rope.factor if rope.factor is not None else max_positions / original
-
-    def scale(mscale: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    def dim_of(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    attention = rope.attention_factor
-    if attention is None:
-        both = rope.mscale and rope.mscale_all_dim
-        attention = scale(rope.mscale or 1) / scale(rope.mscale_all_dim or 1) if both else scale()
-    low, high = dim_of(rope.beta_fast or 32), dim_of(rope.beta_slow or 1)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001  # no division by zero
-    powers = rope.theta ** _exponents(dim)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    keep = 1 - ramp
-    inverse = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
-    return inverse, attention
-
-
-def _longrope(rope: RopeConfig, dim: int, max_positions: int, max_len: int) -> tuple[Tensor, float]:
-    """LongRoPE: per-dimension factors, one set for short and one for long sequences."""
-    original = rope.original_max or max_positions
-    factor = rope.factor if rope.factor is not None else max_positions / original
-    attention = rope.attention_factor
-    if attention is None:
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    chosen = rope.long_factor if max_len > original else rope.short_factor
-    factors = torch.tensor(chosen, dtype=torch.float32)
-    return 1.0 / (factors * rope.theta ** _exponents(dim)), attention
+    config = SimpleNamespace(
+        rope_parameters={
+            "rope_type": rope.kind, "rope_theta": rope.theta, "factor": None, **rope.scaling
+        },
+        head_dim=dim,
+        hidden_size=dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_positions,
+        standardize_rope_params=lambda: None,
+    )  # fmt: skip
+    inverse, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"), seq_len=max_len)
+    return inverse, scale

@@ -1,0 +1,5 @@
+"""Qwen3-MoE: Qwen3's attention over experts; no shared one."""
+
+from rollout.models.arch import Arch, MoEArch
+
+Qwen3MoeForCausalLM = Arch(qk_norm=True, mlp_bias=False, moe=MoEArch())

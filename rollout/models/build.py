@@ -1,0 +1,107 @@
+"""A model from its configuration: the class or declaration that its architecture names, built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from rollout.distributed import TensorParallel
+from rollout.errors import ConfigError
+from rollout.kernels.linear import reads_tiles
+from rollout.models.arch import Arch
+from rollout.models.causal_lm import CausalLM
+from rollout.models.config import ModelConfig
+from rollout.models.determinism import check_deterministic
+from rollout.models.foreign import ForeignCausalLM
+from rollout.models.layers.base import Build
+from rollout.models.model import Model
+from rollout.models.registry import Registry
+from rollout.models.weight_table import WeightTable
+from rollout.weights import TensorMeta
+
+
+def build_model(
+    config: ModelConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    layout: str = "plain",
+    *,
+    max_model_len: int | None = None,
+    expert_parallel: bool = False,
+    deterministic: bool = False,
+    head_dtype: torch.dtype | None = None,
+    registry: Registry | None = None,
+    tensors: Callable[[], Sequence[TensorMeta]] = tuple,
+) -> Model:
+    """One rank's model with uninitialised parameters on ``device`` (``meta`` takes no memory).
+
+    ``layout`` plain | tiles | auto (tiles where a native kernel reads them). ``max_model_len``
+    (default: the config's) sizes the rope table and settles length-dependent rope kinds; see
+    ``Rotary``. ``expert_parallel`` deals out whole experts to the ranks. ``deterministic`` makes a
+    row of logits independent of the rows beside it, bit by bit. ``head_dtype``: of the logits, None
+    for ``dtype``. ``tensors`` says what the checkpoint holds; it is asked for a class from
+    elsewhere alone (``foreign.py``). Raises ``ConfigError``.
+    """
+    if layout == "auto":
+        layout = "tiles" if reads_tiles(torch.device(device), dtype) else "plain"
+    build = Build(
+        config=config,
+        tp=tp,
+        dtype=dtype,
+        device=torch.device(device),
+        layout=layout,
+        expert_parallel=expert_parallel,
+        deterministic=deterministic,
+        head_dtype=head_dtype,
+    )
+    kind = (registry or Registry()).load(config.architecture)
+    if isinstance(kind, Arch):
+        kind = CausalLM
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
+    max_len = max_model_len or config.max_position_embeddings
+    config.check_length(max_len)
+    foreign = not issubclass(kind, CausalLM)
+    if deterministic:
+        check_deterministic(build, kind if foreign else None)
+    if foreign and head_dtype not in (None, dtype):
+        raise ConfigError(
+            f"head_dtype={head_dtype} does not reach {kind.__name__}, a model class from "
+            "elsewhere: leave it at auto"
+        )
+    model = ForeignCausalLM(build, max_len, kind, tensors()) if foreign else kind(build, max_len)
+    assert isinstance(model, Model)
+    return model
+
+
+def build_tables(
+    config: ModelConfig,
+    tp_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "plain",
+    *,
+    max_model_len: int | None = None,
+    expert_parallel: bool = False,
+    deterministic: bool = False,
+    registry: Registry | None = None,
+    tensors: Callable[[], Sequence[TensorMeta]] = tuple,
+) -> list[WeightTable]:
+    """Every rank's weight table, from models on ``meta``: no memory, no process group."""
+    return [
+        build_model(
+            config,
+            TensorParallel(rank, tp_size),
+            dtype,
+            "meta",
+            layout,
+            max_model_len=max_model_len,
+            expert_parallel=expert_parallel,
+            deterministic=deterministic,
+            registry=registry,
+            tensors=tensors,
+        ).table
+        for rank in range(tp_size)
+    ]

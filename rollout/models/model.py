@@ -1,0 +1,76 @@
+"""One rank's instance of a model, as the engine and weight updates see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Self
+
+from torch import Tensor, nn
+
+from rollout.models.layers.base import Build
+from rollout.models.slot_io import SlotIO
+from rollout.models.weight_load import LoadReport, WeightLoad
+from rollout.models.weight_table import WeightTable
+from rollout.weights import TensorMeta, WeightSlot, WeightValue
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Model(nn.Module):
+    """A table of slots, the parameters that they fill, and a forward pass; of our making
+    (``CausalLM``) or not (``ForeignCausalLM``).
+
+    Parameters are allocated uninitialised (their padding zeroed) and keep their addresses for
+    life. Nothing here takes gradients. ``table`` says what this rank takes from a checkpoint.
+    ``forward(batch, kv)`` gives logits [rows, vocab_size], in lockstep on all ranks.
+    """
+
+    table: WeightTable
+
+    def __init__(self, build: Build, max_len: int) -> None:
+        super().__init__()
+        build.config.check_tensor_parallel(build.tp.size, build.expert_parallel)
+        self.build, self.config, self.tp, self.max_len = build, build.config, build.tp, max_len
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose parameters the table names."""
+        return self
+
+    def empty_like(self) -> Self:
+        """Another instance with its own uninitialised parameters."""
+        raise NotImplementedError
+
+    def after_load(self) -> None:
+        """Re-derive everything derived from parameters, in place; called after every load."""
+        raise NotImplementedError
+
+    def begin_load(self) -> WeightLoad:
+        """A streaming load into this instance, in place; ``after_load`` runs when it finishes."""
+        return WeightLoad(self.table, self.storages(), self.build.dtype, self.after_load)
+
+    def load_weights(self, items: Iterable[tuple[str, WeightValue]]) -> LoadReport:
+        """Load a complete set; ``WeightMismatch`` names everything unknown, wrong or missing."""
+        return self.begin_load().load_all(items)
+
+    def storages(self) -> dict[str, Tensor]:
+        """The memory of every parameter of ``table``, by name."""
+        return {name: parameter.data for name, parameter in self.owner.named_parameters()}
+
+    def weight_metadata(self) -> tuple[TensorMeta, ...]:
+        """The complete set in file form, without aliases, in the engine's dtype."""
+        return tuple(
+            TensorMeta(name, self.build.dtype, slots[0].shape)
+            for name, slots in self.table.slots.items()
+        )
+
+    def read_slot(self, slot: WeightSlot) -> Tensor:
+        """The live values of a slot, shaped like its take."""
+        return self._slot_io(slot).read_box(slot, slot.take)
+
+    def digest_slot(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
+        """The digest of the live values of a slot, as elements of its source; see ``SlotIO``."""
+        return self._slot_io(slot).digest(slot, nonfinite)
+
+    def _slot_io(self, slot: WeightSlot) -> SlotIO:
+        return SlotIO(self.table, {slot.param: self.owner.get_parameter(slot.param).data})
