@@ -97,6 +97,19 @@ def test_a_sliding_window_that_no_layer_uses_is_allowed(changes):
     assert read(**changes).num_layers == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "longest"), [({}, 4096), ({"sliding_window": 64}, 64), ({"sliding_window": None}, 0)]
+)
+def test_mistral_serves_no_more_tokens_than_its_window(given, longest):
+    config = read({**LLAMA, "architectures": ["MistralForCausalLM"]}, **given)
+    config.check_length(longest)
+    if not longest:
+        config.check_length(1 << 20)
+        return
+    with pytest.raises(ConfigError, match=f"sliding_window {longest} is set, but Mistral"):
+        config.check_length(longest + 1)
+
+
 def test_both_forms_of_rope_parameters_read_alike():
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3["original_max_position_embeddings"] = 128

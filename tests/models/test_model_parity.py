@@ -54,6 +54,8 @@ SHAPES = {
     },
     "two key heads replicated over four ranks": {"num_attention_heads": 8, "num_layers": 3},
 }
+CASES = [(arch, shape) for arch in ("llama", "qwen2", "qwen3") for shape in SHAPES]
+CASES.append(("mistral", "two key heads replicated over four ranks"))
 BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {}}
 
 
@@ -67,10 +69,9 @@ def reference(model, sequences):
         return [model(torch.tensor([s])).logits[0].float() for s in sequences]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("arch", "shape"), CASES)
 def test_logits_equal_those_of_transformers_at_every_parallel_size(tmp_path, arch, shape):
-    source = write_tiny(tmp_path, arch, **SHAPES[shape], **BIASES[arch])
+    source = write_tiny(tmp_path, arch, **SHAPES[shape], **BIASES.get(arch, {}))
     config = ModelConfig.from_directory(tmp_path)
     weights = source.state_dict()
     sequences = prompts(config.vocab_size)
