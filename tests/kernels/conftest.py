@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,3 +25,12 @@ def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle(sums, total.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def quick_cc(tmp_path: Path) -> str:
+    """The C compiler without optimization, for tests that build and care for no speed."""
+    script = tmp_path / "quick-cc"
+    script.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "gcc")} "$@" -O0\n')
+    script.chmod(0o755)
+    return str(script)

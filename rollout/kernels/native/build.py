@@ -1,4 +1,8 @@
-"""Compiling the C sources beside this file, once per source, compiler and CPU type."""
+"""Compiling the C sources beside this file: for a wheel, else at first use for this very machine.
+
+A wheel holds one library for each of ``LEVELS`` of x86-64; the best that this CPU runs is loaded.
+Without one (a checkout, another architecture) the sources are compiled once per compiler and CPU.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,23 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _OPENMP = "-fopenmp"
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+
+#: what a wheel is compiled for, best first: name, the compiler's flags, what the CPU must have
+LEVELS = (
+    ("amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
+    ("avx512-bf16", _BF16, _V4 | {"avx512_bf16"}),
+    ("avx512", ("-march=x86-64-v4",), _V4),
+    ("avx2", ("-march=x86-64-v3",), _V3),
+)
 
 
 class BuildError(Exception):
@@ -26,9 +40,11 @@ class BuildError(Exception):
 def load() -> tuple[ctypes.CDLL, str]:
     """The compiled library and how it was made; raises ``BuildError``.
 
-    A library that is in the cache is only loaded. Several processes may come at once: each builds
-    in a folder of its own and moves the result into place atomically.
+    A library that is installed or in the cache is only loaded. Several processes may come at once:
+    each builds in a folder of its own and moves the result into place atomically.
     """
+    if (installed := _installed()) is not None:
+        return installed
     compiler, cache, target = _environment()
     failure = "no OpenMP runtime"
     for openmp in (_share_openmp(), False):
@@ -42,6 +58,38 @@ def load() -> tuple[ctypes.CDLL, str]:
         if not openmp:
             break
     raise BuildError(failure)
+
+
+def build_levels(folder: Path) -> list[Path]:
+    """Libraries for all ``LEVELS`` that the compiler here knows, in ``folder``; none elsewhere."""
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return []
+    compiler, _, _ = _environment()
+
+    def build(level: tuple[str, tuple[str, ...], frozenset[str]]) -> Path | None:
+        name, flags, _ = level
+        with tempfile.TemporaryDirectory(prefix="rollout-kernels-") as scratch:
+            try:
+                built = _compile(compiler, True, flags, Path(scratch))
+            except BuildError:
+                return None  # a compiler older than these instructions
+            return Path(shutil.copy(built, folder / f"{name}.so"))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [path for path in pool.map(build, LEVELS) if path is not None]
+
+
+def _installed() -> tuple[ctypes.CDLL, str] | None:
+    """The best library that came with the package for this CPU, unless a target is asked for."""
+    if os.environ.get("ROLLOUT_KERNELS_TARGET") or not (_HERE / "built").is_dir():
+        return None
+    has = {word for line in _cpu().splitlines() for word in line.split()}
+    for name, _, needs in LEVELS:
+        path = _HERE / "built" / f"{name}.so"
+        if needs <= has and path.exists() and _share_openmp():
+            return ctypes.CDLL(str(path)), f"{path} (OpenMP)"
+    return None
 
 
 def _threading(openmp: bool) -> str:
@@ -72,6 +120,8 @@ def _share_openmp() -> bool:
     """
     if platform.system() != "Linux":
         return False
+    import torch  # not there while a wheel is built
+
     root = Path(torch.__file__).parent
     bundled = [*root.glob("lib/libgomp*"), *root.parent.glob("torch.libs/libgomp*")]
     for candidate in [*map(str, bundled), "libgomp.so.1"]:
@@ -114,7 +164,7 @@ def _build_and_load(
     compiler: str, openmp: bool, target: str, path: Path
 ) -> tuple[ctypes.CDLL, str]:
     with tempfile.TemporaryDirectory(prefix="rollout-kernels-") as folder:
-        built = _compile(compiler, openmp, target, Path(folder))
+        built = _compile(compiler, openmp, (target,), Path(folder))
         try:
             _install(built, path)
         except OSError:  # a read-only home: use it from here, where it stays mapped
@@ -122,10 +172,10 @@ def _build_and_load(
     return ctypes.CDLL(str(path)), f"{path} ({_threading(openmp)})"
 
 
-def _compile(compiler: str, openmp: bool, target: str, folder: Path) -> Path:
+def _compile(compiler: str, openmp: bool, target: tuple[str, ...], folder: Path) -> Path:
     """Objects first: linking with ``-fopenmp`` would bind a runtime of the compiler's own."""
     sources = [str(p) for p in sorted(_HERE.glob("*.c"))]
-    flags = [*_FLAGS, target, *([_OPENMP] if openmp else [])]
+    flags = [*_FLAGS, *target, *([_OPENMP] if openmp else [])]
     _run([compiler, "-c", *flags, *sources], folder)
     objects = sorted(p.name for p in folder.glob("*.o"))
     _run([compiler, "-shared", "-o", "kernels.so", *objects, "-lm"], folder)
