@@ -241,7 +241,7 @@ def _as_bytes(message: Any) -> st.SearchStrategy[bytes]:
 def update_streams() -> st.SearchStrategy[list[bytes]]:
     """The commands of one ``Update``, with and without an orderly beginning."""
     begin = pb.UpdateCommand(begin=document(json.dumps(REQUEST).encode())).SerializeToString()
-    held = json.dumps({**REQUEST, "grace": 0.2, "senders": 2}).encode()
+    held = json.dumps({**REQUEST, "offer": {"grace": 0.2, "senders": 2}}).encode()
     one = commands().flatmap(_as_bytes)
     return st.builds(
         lambda first, rest: [*first, *rest],

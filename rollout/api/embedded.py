@@ -13,15 +13,28 @@ from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import ConfigError, EngineClosed, EngineError, InvalidRequest, RolloutError
+from rollout.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+    RolloutError,
+    TransferFailed,
+)
 from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.vllm_session import VerbSession
 from rollout.weight_sync.protocol.codec import meta_from_wire
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    UpdateReceipt,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink, publish
+from rollout.weight_sync.transports import nearest_first
 from rollout.weight_sync.versions.follower import readable
 from rollout.wire.version import ServerInfo
 
@@ -284,13 +297,16 @@ class _NearLink:
 
     def info(self) -> WeightInfo:
         info = self._coordinator.info()
-        near = sorted(info.transports, key=lambda name: name != "inline")
-        return replace(info, transports=tuple(near))
+        return replace(info, transports=nearest_first(info.transports))
 
     local_address = LOOPBACK  # the ranks are children of this process
+    joins = False
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self._coordinator.receipts
 
     def open(self) -> WeightChannel:
         return self._coordinator.open()
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        raise TransferFailed("an engine in this process has one channel alone")

@@ -196,6 +196,8 @@ class RolloutClient:
             committed=self.committed,
         )
 
+    joins = True
+
     def join(self, request: UpdateRequest, secret: str, lane: int) -> GrpcWeightChannel:
         """One more stream of an update that another trainer rank has begun."""
         channel = self.open()

@@ -19,6 +19,7 @@ from rollout.rpc.chunks import UPDATE, command_to_wire
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed
 from rollout.weight_sync.protocol import codec as update_wire
+from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -72,6 +73,7 @@ class GrpcWeightChannel:
         self._call: Any = None
         self._reader: threading.Thread | None = None
         self._request: UpdateRequest | None = None
+        self._grace = 0.0
         self._begun = self._joined = self._ended = False
         self._secret = ""
         self._events = 0  # how many have arrived
@@ -178,8 +180,8 @@ class GrpcWeightChannel:
 
     def _open(self, request: UpdateRequest) -> None:
         assert self._call is None, "a channel carries one update"
-        self._request = request
-        self._outbox = Outbox(keep=request.grace > 0, window=request.bucket_bytes)
+        self._request, self._grace = request, StreamOffer.of(request).grace
+        self._outbox = Outbox(keep=self._grace > 0, window=request.bucket_bytes)
         self._call = self._update(self._outbox.messages(), metadata=self._metadata)
         self._reader = threading.Thread(target=self._read, name="rollout-update", daemon=True)
         self._reader.start()
@@ -217,8 +219,7 @@ class GrpcWeightChannel:
 
     def _connect_again(self) -> bool:
         """Replace the broken call by one that goes on behind it, within the grace."""
-        assert self._request is not None
-        deadline = time.monotonic() + self._request.grace
+        deadline = time.monotonic() + self._grace
         while (left := deadline - time.monotonic()) > 0 and not self._ended and not self._aborted:
             call = self._update(self._going_on(self._outbox.suspend()), metadata=self._metadata)
             watch = threading.Timer(left, call.cancel)
@@ -280,8 +281,7 @@ class GrpcWeightChannel:
 
     @property
     def _within(self) -> str:
-        grace = self._request.grace if self._request is not None else 0.0
-        return f" and could not be made again within {grace:g} s" if self._secret else ""
+        return f" and could not be made again within {self._grace:g} s" if self._secret else ""
 
     def _raise_early(self) -> None:
         """Between replies nothing arrives but the error of an earlier bucket."""

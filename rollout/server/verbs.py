@@ -20,7 +20,7 @@ from rollout.weight_sync.engine.vllm_session import (
 )
 from rollout.weight_sync.protocol.codec import receipt_to_wire
 from rollout.weight_sync.protocol.messages import WeightInfo
-from rollout.weight_sync.transports.vllm import ForeignGroup
+from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
 from rollout.wire.frames import DTYPES
 

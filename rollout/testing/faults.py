@@ -24,12 +24,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rollout.distributed import LOOPBACK, Rendezvous
 from rollout.errors import ConfigError, TransferFailed
 from rollout.testing.pressure import exhaust_memory, fill_disk
 from rollout.weight_sync.protocol.link import WeightLink
@@ -38,19 +37,13 @@ from rollout.weight_sync.protocol.messages import (
     BucketEntry,
     BucketHeader,
     Seal,
-    SharedBuckets,
     UpdateReceipt,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
-from rollout.weight_sync.transports import (
-    Sender,
-    SenderFactory,
-    SpreadSender,
-    is_spread,
-    make_sender,
-)
+from rollout.weight_sync.transports import asked, ways
+from rollout.weight_sync.transports.base import Holding, Opening, Sender, Transport
 from rollout.weight_sync.transports.p2p import outgoing
 from rollout.weights import Box
 
@@ -124,10 +117,12 @@ class Fault:
             raise ConfigError("a fill needs its path, an exhaust its pid, and both their seconds")
 
 
-class Faulty:
+class Faulty(Transport):
     """A transport that behaves like ``transport`` but for the given faults."""
 
-    def __init__(self, transport: str | SenderFactory, *faults: Fault) -> None:
+    name: ClassVar[str] = "faulty"
+
+    def __init__(self, transport: str | Transport, *faults: Fault) -> None:
         for fault in faults:
             of_channel = fault.phase in _ON_CHANNEL and fault.kind not in _ANYWHERE
             if of_channel or fault.phase == "commit":
@@ -136,21 +131,17 @@ class Faulty:
                 )
         self._transport, self._faults = transport, faults
 
-    @property
-    def is_spread(self) -> bool:
-        return is_spread(self._transport)
+    def on(self, info: WeightInfo) -> Transport:
+        inner = asked(self._transport, info) or ways("auto", info)[0].transport
+        return _FaultyTransport(inner, self._faults)
 
-    def __call__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> Sender:
-        inner = make_sender(self._transport, info, timeout, host)
-        return _FaultySender(inner, self._faults, timeout)
-
-    def check_fired(self, sender: Sender) -> None:
+    def check_sent(self, sender: Sender) -> None:
         """All bytes are sent by ``sender``: ``ConfigError`` for faults that did not happen."""
         if not isinstance(sender, _FaultySender):
             names = ", ".join(fault.name for fault in self._faults)
             raise ConfigError(
-                f"{names} never happened: the update took the road {sender.name!r} instead. It "
-                "was given up"
+                f"{names} never happened: the update took another transport instead. It was given "
+                "up"
             )
         sender.check_fired()
 
@@ -167,6 +158,8 @@ class FaultyLink:
                 raise ConfigError(f"a link does not see the {fault.phase}: use Faulty")
         self._link, self._faults = link, faults
 
+    joins = False
+
     @property
     def local_address(self) -> str:
         return self._link.local_address
@@ -180,8 +173,29 @@ class FaultyLink:
     def open(self) -> WeightChannel:
         return _FaultyChannel(self._link.open(), self._faults)
 
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        raise TransferFailed("faults are of the first stream")
 
-class _FaultySender:
+
+class _FaultyTransport(Transport):
+    """The facts of ``inner``, whose sender is wrapped."""
+
+    def __init__(self, inner: Transport, faults: tuple[Fault, ...]) -> None:
+        self._inner, self._faults = inner, faults
+        self.name, self.senders = inner.name, inner.senders  # type: ignore[misc]
+
+    @property
+    def streams(self) -> bool:
+        return self._inner.streams
+
+    def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        return self._inner.why_not(info, holding)
+
+    def open(self, opening: Opening) -> Sender:
+        return _FaultySender(self._inner.open(opening), self._faults, opening.timeout)
+
+
+class _FaultySender(Sender):
     """The wrapped sender; faults fire once each, as their bucket passes."""
 
     def __init__(self, inner: Sender, faults: tuple[Fault, ...], timeout: float) -> None:
@@ -191,23 +205,8 @@ class _FaultySender:
         self._closed = False
         self._fired: set[Fault] = set()
         self._buckets = self._tensors = 0  # that have passed
-        self.name = inner.name
-
-    def spread(self, ranks: int) -> None:
-        cast(SpreadSender, self._inner).spread(ranks)
-
-    @property
-    def sent_bytes(self) -> int:
-        return cast(SpreadSender, self._inner).sent_bytes
-
-    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
-        return self._inner.buffers(bucket_bytes)
-
-    def rendezvous(self) -> Rendezvous | None:
-        return self._inner.rendezvous()
-
-    def shared(self) -> SharedBuckets | None:
-        return self._inner.shared()
+        self.offer, self.buffers = inner.offer, inner.buffers
+        self.device, self.bytes_go = inner.device, inner.bytes_go
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         self._channel = channel
@@ -228,6 +227,7 @@ class _FaultySender:
             self._fired -= {f for f in self._faults if f.kind == "reorder" and f.bucket == index}
             self._inner.send(channel, *late)
         self._inner.wait(channel, index, timeout)
+        self.sent_bytes = self._inner.sent_bytes
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """A tensor of the source, before it is packed."""
@@ -247,6 +247,7 @@ class _FaultySender:
         if not self._closed:  # the first time all bytes are sent; later it is the end
             self._closed = True
             self._fire("seal")
+        self.buffers = ()
         self._inner.close()
 
     def check_fired(self) -> None:
@@ -276,7 +277,7 @@ class _FaultySender:
             elif fault.kind == "reorder":
                 self._late = (header, payload)
                 return
-            elif fault.kind == "stall" and fault.pid is None and self.rendezvous() is not None:
+            elif fault.kind == "stall" and fault.pid is None and self.bytes_go == "group":
                 channel.bucket(header, None)  # announced, and then nothing comes
                 _strike(fault, channel, self._timeout)
                 return
@@ -288,13 +289,13 @@ class _FaultySender:
             self._inner.send(channel, header, payload)
             if twice:
                 self._inner.send(channel, header, payload)
-        elif self.rendezvous() is not None:
-            # A road that moves bytes apart from their announcement loses just the bytes.
+        elif self.bytes_go == "group":
+            # Where bytes move apart from their announcement, just the bytes are lost.
             channel.bucket(header, None)
 
     def _truncated(self, payload: Tensor) -> Tensor:
         keep = payload.numel() // 2
-        if self.shared() is None:
+        if self.bytes_go != "memory":
             return payload[:keep]
         payload[keep:] = 0  # shared memory has a fixed length: the rest was never written
         return payload

@@ -1,4 +1,4 @@
-"""The road through one port: a cut connection costs a bucket, a lost client a grace."""
+"""The transport through one port: a cut connection costs a bucket, a lost client a grace."""
 
 import os
 import signal
@@ -120,7 +120,8 @@ import sys, time
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 channel = RolloutClient(sys.argv[1]).open()
-channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0, grace=1.5))
+offer = {"grace": 1.5}
+channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0, offer=offer))
 print("begun", flush=True)
 time.sleep(60)
 """
@@ -142,9 +143,9 @@ def test_a_client_that_dies_holds_the_lease_for_its_grace_alone(engine, process,
 def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):
     client, other = RolloutClient(engine.address), RolloutClient(engine.address)
     channel = client.open()
-    channel.begin(request(update_id="mine", grace=30.0))
+    channel.begin(request(update_id="mine", offer={"grace": 30.0}))
     thief = other.open()
-    thief._request, thief._secret = request(update_id="mine", grace=30.0), "guessed"
+    thief._request, thief._secret = request(update_id="mine", offer={"grace": 30.0}), "guessed"
     calls = thief._update(thief._going_on(0))
     with pytest.raises(Exception, match="is not held here"):
         next(calls)
@@ -161,7 +162,7 @@ def test_an_endless_grace_is_refused(engine, other_weights):
             client.update_weights(other_weights, transport=GrpcStream(61))
         channel = RolloutClient(engine.address).open()
         with pytest.raises(ConfigError, match="grace"):
-            channel.begin(request(grace=1e6))
+            channel.begin(request(offer={"grace": 1e6}))
     assert engine.weight_info().state == "idle"
 
 
@@ -208,7 +209,7 @@ def test_a_stuck_bucket_ends_at_the_deadline_of_its_wait(engine, eventually):
     with Proxy(engine.address) as proxy:
         client = RolloutClient(proxy.address)
         channel = client.open()
-        channel.begin(request(grace=1.0))
+        channel.begin(request(offer={"grace": 1.0}))
         proxy.silent = True
         channel.bucket(BucketHeader(0, (), 4), torch.zeros(4, dtype=torch.uint8))
         with pytest.raises(TimeoutError):
@@ -245,7 +246,7 @@ def test_a_delta_for_another_base_is_refused_on_both_sides(engine, client, other
     channel = weights.open()
     base = (engine.weight_info().epoch, live + 3)
     with pytest.raises(VersionConflict, match=r"built on \(epoch, version\)"):
-        channel.begin(request(encoding="delta", base=base, grace=5.0))
+        channel.begin(request(encoding="delta", base=base, offer={"grace": 5.0}))
     assert (engine.weight_version, engine.weight_info().state) == (live, "idle")
     # A sender that meets this goes full by itself: another one committed meanwhile.
     kinds = [

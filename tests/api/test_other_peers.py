@@ -25,6 +25,7 @@ from rollout.rpc.rollout_pb2_grpc import (
 from rollout.rpc.status import error_from_rpc
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.transports.group import group_offer
 from rollout.wire.version import PROTOCOL, PROTOCOL_KEY
 
 OTHER = PROTOCOL + 1
@@ -122,6 +123,6 @@ def test_a_group_of_another_size_is_refused_before_anyone_waits_in_it(engine, cl
     where = Rendezvous("127.0.0.1", 1, "secret", size, "tcp")
     channel = client._async.backend.open()
     with soon(), pytest.raises(ConfigError, match=f"has {size} places"):
-        channel.begin(request(transport="broadcast", rendezvous=where))
+        channel.begin(request(transport="broadcast", offer=group_offer(where)))
     channel.close()
     assert engine.weight_info().state == "idle"

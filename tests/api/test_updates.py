@@ -178,7 +178,7 @@ def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, commands, nam
 
 
 GROUP = {"host": "127.0.0.1", "port": 9, "secret": "s", "size": 2, "backend": "tcp"}
-MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096, "handle": ""}
+MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096}
 NORM = ["model.norm.weight", "float32", [64]]
 BAD = [
     {"update_id": ""},
@@ -204,13 +204,13 @@ BAD = [
     {"transport": "broadcast"},
     {"transport": "p2p"},
     {"transport": "ipc"},
-    {"transport": "broadcast", "rendezvous": {**GROUP, "size": 9}},
-    {"transport": "broadcast", "rendezvous": {**GROUP, "backend": "nccl"}},
-    {"transport": "broadcast", "rendezvous": {**GROUP, "backend": "mpi"}},
-    {"transport": "broadcast", "rendezvous": {**GROUP, "port": 0}},
-    {"transport": "ipc", "shared": {**MEMORY, "name": "../../etc/passwd"}},
-    {"transport": "ipc", "shared": {**MEMORY, "half": 8192}},
-    {"transport": "ipc", "shared": {**MEMORY, "handle": "AAAA"}},
+    {"transport": "broadcast", "offer": {"rendezvous": {**GROUP, "size": 9}}},
+    {"transport": "broadcast", "offer": {"rendezvous": {**GROUP, "backend": "nccl"}}},
+    {"transport": "broadcast", "offer": {"rendezvous": {**GROUP, "backend": "mpi"}}},
+    {"transport": "broadcast", "offer": {"rendezvous": {**GROUP, "port": 0}}},
+    {"transport": "ipc", "offer": {**MEMORY, "name": "../../etc/passwd"}},
+    {"transport": "ipc", "offer": {**MEMORY, "half": 8192}},
+    {"transport": "ipc", "offer": {**MEMORY, "handle": "AAAA"}},
     {"bucket_bytes": 0},
     {"bucket_bytes": 63},
     {"bucket_bytes": 1 << 40},
@@ -223,11 +223,14 @@ BAD = [
     {"timeout": float("inf")},
     {"timeout": float("nan")},
     {"timeout": 1e11},
-    {"senders": 0},
-    {"senders": 1 << 20},
-    {"layout": None},
-    {"grace": 61},
-    {"grace": float("nan")},
+    {"offer": 7},
+    {"offer": {"pigeons": 1}},
+    {"offer": {"senders": 0}},
+    {"offer": {"senders": 1 << 20}},
+    {"offer": {"grace": 61}},
+    {"offer": {"grace": float("nan")}},
+    {"offer": {"grace": "x" * (1 << 17)}},
+    {"transport": "p2p", "offer": {"rendezvous": GROUP, "senders": 1}},
 ]
 
 

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from rollout.errors import TransferFailed
-from rollout.weight_sync.transports.vllm import ForeignGroup
 from rollout.weight_sync.transports.vllm_gloo import GlooMember
+from rollout.weight_sync.transports.vllm_group import ForeignGroup
 
 
 def test_a_place_that_was_left_touches_no_file_that_came_after_it(tmp_path) -> None:

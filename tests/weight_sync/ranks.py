@@ -148,6 +148,7 @@ class Engine:
         return self.coordinator.receipts
 
     local_address = "127.0.0.1"
+    joins = False
 
     def digests(self, timeout: float):
         return self.coordinator.digests(timeout)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from ranks import Engine, same
-from trainer import Trainer, fresh
+from trainer import By, Trainer, fresh
 
 from rollout.errors import TransferFailed
 from rollout.weight_sync.trainer.bucket_sender import Beside
@@ -89,7 +89,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(engine, checkpoints) -> N
                 asked.set()
             yield name, tensor
 
-    trainer = Trainer(engine, lambda info, timeout, host: Held(asked))
+    trainer = Trainer(engine, By(Held(asked)))
     receipt = trainer.send(items(), bucket_bytes=LARGE)
     assert receipt.version == engine.version
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
@@ -104,7 +104,7 @@ class Failing(InlineSender):
 
 def test_what_fails_beside_the_gather_ends_it(engine, checkpoints) -> None:
     before = engine.live()
-    trainer = Trainer(engine, lambda info, timeout, host: Failing())
+    trainer = Trainer(engine, By(Failing()))
     with pytest.raises(TransferFailed, match="cable"):
         trainer.send(checkpoints[2])
     assert same(engine.live(), before)

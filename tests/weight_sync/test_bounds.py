@@ -16,15 +16,17 @@ from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     Message,
-    SharedBuckets,
     UpdateRequest,
 )
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.transports import make_receiver
+from rollout.weight_sync.transports import find
+from rollout.weight_sync.transports.base import EngineRank
+from rollout.weight_sync.transports.group import group_offer
 
 HUGE = 1 << 45  # bytes: no machine has them
 PLACE = Rendezvous(host="127.0.0.1", port=9, secret="s", size=3, backend="gloo")
-MEMORY = SharedBuckets(name=f"rollout-ipc-1-{'0' * 32}", secret="0" * 32, half=4096)
+GROUP = group_offer(PLACE)
+MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096}
 
 
 @pytest.fixture
@@ -53,21 +55,21 @@ def test_the_engine_announces_no_larger_bucket_than_was_agreed_on(
 
 
 @pytest.mark.parametrize(
-    ("road", "header"),
+    ("name", "offer", "messages"),
     [
-        ("broadcast", BucketHeader(0, (), HUGE)),
-        ("p2p", BucketHeader(0, (), HUGE, (Message(0, 0, 0, HUGE, ()),))),
-        ("ipc", BucketHeader(0, (), HUGE)),
-        ("inline", BucketHeader(0, (), HUGE)),
+        ("broadcast", GROUP, ()),
+        ("p2p", {**GROUP, "senders": 1, "known": ""}, (Message(0, 0, 0, HUGE, ()),)),
+        ("ipc", MEMORY, ()),
+        ("inline", {}, ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_rank_makes_no_memory_for_a_larger_one(road, header) -> None:
+def test_a_rank_makes_no_memory_for_a_larger_one(name, offer, messages) -> None:
+    header = BucketHeader(0, (), HUGE, messages)
     request = UpdateRequest(
-        update_id="u", transport=road, rendezvous=PLACE, shared=MEMORY, bucket_bytes=4096,
-        timeout=1.0,
-    )  # fmt: skip
-    receiver = make_receiver(request, 0, "cpu")
+        update_id="u", transport=name, offer=offer, bucket_bytes=4096, timeout=1.0
+    )
+    receiver = find(name).receiver(request, EngineRank(0, "cpu"))
     with pytest.raises(TransferFailed):
         receiver.receive(header, None, 1.0)
     receiver.close()

@@ -1,27 +1,25 @@
-"""CUDA IPC as far as it goes without a card: what travels, what is refused, where roads lead."""
+"""CUDA IPC as far as it goes without a card: what travels, is refused, and taken instead."""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import asdict
 from uuid import uuid4
 
 import pytest
 import torch
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.codec import (
-    info_from_wire,
-    info_to_wire,
-    shared_from_wire,
-    shared_to_wire,
-)
-from rollout.weight_sync.protocol.messages import SharedBuckets, WeightInfo
-from rollout.weight_sync.transports import cuda_ipc, make_receiver, make_sender, roads
+from rollout.weight_sync.protocol.codec import info_from_wire, info_to_wire
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
+from rollout.weight_sync.transports import cuda_ipc, find, ways
+from rollout.weight_sync.transports.base import EngineRank
 from rollout.weight_sync.transports.broadcast import choose_backend
 from rollout.weight_sync.transports.cuda_ipc import (
     FLAGS,
     CudaIpcReceiver,
+    SharedAllocation,
     gpu_uuid,
     pack_handle,
     released,
@@ -56,8 +54,8 @@ def _info(host: str | None = None, devices: tuple[str, ...] = (UUID,)) -> Weight
 
 def test_a_handle_survives_its_wire_form() -> None:
     packed = pack_handle(UUID, SIZE, SECRET, HANDLE)
-    shared = SharedBuckets(name="", secret=SECRET, half=FLAGS, handle=packed)
-    assert shared_from_wire(shared_to_wire(shared)) == shared
+    shared = SharedAllocation(secret=SECRET, half=FLAGS, handle=packed)
+    assert SharedAllocation.of(asdict(shared)) == shared
     assert unpack_handle(packed, SIZE, SECRET) == (UUID, HANDLE)
 
 
@@ -96,7 +94,7 @@ def test_a_handle_that_is_not_this_updates_is_refused(
 def test_a_rank_refuses_memory_that_it_cannot_trust_or_reach(
     half: int, handle: str, why: str
 ) -> None:
-    shared = SharedBuckets(name="", secret=SECRET, half=half, handle=handle)
+    shared = SharedAllocation(secret=SECRET, half=half, handle=handle)
     receiver = CudaIpcReceiver(shared, 0, FLAGS, torch.device("cuda", 0))
     with pytest.raises(TransferFailed, match=why):
         receiver.connect(1.0)
@@ -138,19 +136,19 @@ def test_a_cpu_has_no_uuid() -> None:
     assert gpu_uuid(torch.device("cpu")) == ""
 
 
-def test_a_gpu_on_another_host_is_reached_by_another_road() -> None:
+def test_a_gpu_on_another_host_is_reached_in_another_way() -> None:
     assert why_not(_info(host="elsewhere")) == "the engine is on another host"
-    found = roads("auto", _info(host="elsewhere"))
-    assert [road.transport for road in found] == ["broadcast", "inline"]
+    found = ways("auto", _info(host="elsewhere"))
+    assert [way.transport.name for way in found] == ["broadcast", "inline"]
     assert found[0].reason == "no ipc: the engine is on another host"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
-def test_without_a_gpu_here_the_road_is_refused_and_auto_takes_another() -> None:
+def test_without_a_gpu_here_it_is_refused_and_auto_takes_another() -> None:
     assert why_not(_info()) == "this process has no GPU"
-    assert roads("auto", _info())[0].transport == "broadcast"
+    assert ways("auto", _info())[0].transport.name == "broadcast"
     with pytest.raises(ConfigError, match="this process has no GPU"):
-        make_sender("ipc", _info(), 1.0)
+        ways("ipc", _info())
 
 
 def test_a_mig_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +163,11 @@ def test_one_gpu_for_both_sides_is_no_place_for_nccl() -> None:
     assert choose_backend("cuda:0", True, False) == "nccl"
 
 
-def test_the_receiver_follows_what_is_shared() -> None:
-    from rollout.weight_sync.protocol.messages import UpdateRequest
-
-    shared = SharedBuckets(name="", secret=SECRET, half=FLAGS, handle="00")
+def test_the_receiver_follows_the_engines_device() -> None:
+    shared = SharedAllocation(secret=SECRET, half=FLAGS, handle="00")
     request = UpdateRequest(
-        update_id="u", transport="ipc", shared=shared, bucket_bytes=FLAGS, timeout=1.0
+        update_id="u", transport="ipc", offer=asdict(shared), bucket_bytes=FLAGS, timeout=1.0
     )
-    assert isinstance(make_receiver(request, 0, "cuda:0"), CudaIpcReceiver)
+    assert isinstance(
+        find("ipc", "cuda:0").receiver(request, EngineRank(0, "cuda:0")), CudaIpcReceiver
+    )

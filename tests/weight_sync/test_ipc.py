@@ -19,10 +19,15 @@ from ranks import Engine
 from trainer import Trainer, nudged
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.messages import BucketHeader, SharedBuckets, WeightInfo
-from rollout.weight_sync.transports import roads
+from rollout.weight_sync.protocol.messages import BucketHeader, WeightInfo
+from rollout.weight_sync.transports import ways
 from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
-from rollout.weight_sync.transports.shared_memory import MAX_HALF, IpcReceiver, IpcSender
+from rollout.weight_sync.transports.shared_memory import (
+    MAX_HALF,
+    IpcReceiver,
+    IpcSender,
+    SharedFile,
+)
 from rollout.weights import TensorMeta
 
 PAGE = 4096
@@ -39,7 +44,7 @@ def info(**changes) -> WeightInfo:
 
 
 class Channel:
-    """The other side of a road that is not under test here."""
+    """The other side of a transport that is not under test here."""
 
     def wait(self, index: int, timeout: float) -> None: ...
 
@@ -49,7 +54,7 @@ class Channel:
 
 @pytest.fixture
 def sender():
-    sender = IpcSender(info(), 1.0)
+    sender = IpcSender(info(), 1 << 20)
     yield sender
     sender.close()
 
@@ -60,8 +65,8 @@ def left() -> set[str]:
 
 
 def test_what_the_sender_writes_is_what_every_rank_reads(sender) -> None:
-    halves = sender.buffers(1 << 20)
-    ranks = [IpcReceiver(sender.shared(), rank, 1 << 20) for rank in range(2)]
+    halves = sender.buffers
+    ranks = [IpcReceiver(sender.shared, rank, 1 << 20) for rank in range(2)]
     for rank in ranks:
         rank.connect(1.0)
     sender.connect(Channel(), 1.0)
@@ -75,8 +80,8 @@ def test_what_the_sender_writes_is_what_every_rank_reads(sender) -> None:
 
 
 def test_a_rank_cannot_change_what_others_read(sender) -> None:
-    halves = sender.buffers(1 << 20)
-    ranks = [IpcReceiver(sender.shared(), rank, 1 << 20) for rank in range(2)]
+    halves = sender.buffers
+    ranks = [IpcReceiver(sender.shared, rank, 1 << 20) for rank in range(2)]
     for rank in ranks:
         rank.connect(1.0)
     halves[0].fill_(3)
@@ -87,25 +92,26 @@ def test_a_rank_cannot_change_what_others_read(sender) -> None:
 
 
 def test_the_name_is_gone_once_every_rank_has_mapped_it(sender) -> None:
-    before = left()
-    sender.buffers(1 << 20)
-    assert left() - before == {sender.shared().name}
-    path = SHARED_MEMORY / sender.shared().name
+    before = left() - {sender.shared.name}
+    assert left() - before == {sender.shared.name}
+    path = SHARED_MEMORY / sender.shared.name
     assert path.stat().st_mode & 0o777 == 0o600
     sender.connect(Channel(), 1.0)
     assert left() == before
 
 
 def test_halves_are_no_larger_than_they_need_to_be(sender) -> None:
-    assert len(sender.buffers(1 << 30)[0]) <= 64 * 64 * 4 + 2 * PAGE
-    big = IpcSender(info(tensors=(TensorMeta("a", torch.float32, (1 << 16, 1 << 10)),)), 1.0)
+    small = IpcSender(info(), 1 << 30)
+    assert len(small.buffers[0]) <= 64 * 64 * 4 + 2 * PAGE
+    big = IpcSender(info(tensors=(TensorMeta("a", torch.float32, (1 << 16, 1 << 10)),)), 1 << 30)
     try:
-        assert len(big.buffers(1 << 30)[0]) == MAX_HALF
+        assert len(big.buffers[0]) == MAX_HALF
     finally:
         big.close()
+        small.close()
 
 
-def refusals(shared: SharedBuckets) -> dict[str, SharedBuckets]:
+def refusals(shared: SharedFile) -> dict[str, SharedFile]:
     return {
         "malformed": replace(shared, name="../tmp/rollout-ipc-1-" + "0" * 32),
         "is malformed": replace(shared, name="/etc/passwd"),
@@ -118,17 +124,15 @@ def refusals(shared: SharedBuckets) -> dict[str, SharedBuckets]:
     }
 
 
-@pytest.mark.parametrize("text", refusals(SharedBuckets(name="", secret="", half=0)))
+@pytest.mark.parametrize("text", refusals(SharedFile(name="", secret="", half=0)))
 def test_what_a_peer_says_of_the_file_is_not_believed(sender, text) -> None:
-    sender.buffers(1 << 20)
-    rank = IpcReceiver(refusals(sender.shared())[text], 3, 1 << 20)
+    rank = IpcReceiver(refusals(sender.shared)[text], 3, 1 << 20)
     with pytest.raises(TransferFailed, match=rf"rank 3.*{text}"):
         rank.connect(1.0)
 
 
 def test_a_link_and_a_file_that_others_may_open_are_refused(sender, tmp_path) -> None:
-    sender.buffers(1 << 20)
-    shared = sender.shared()
+    shared = sender.shared
     name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
     link = SHARED_MEMORY / name
     link.symlink_to(SHARED_MEMORY / shared.name)
@@ -143,22 +147,21 @@ def test_a_link_and_a_file_that_others_may_open_are_refused(sender, tmp_path) ->
 
 
 def test_a_bucket_beyond_its_half_is_refused(sender) -> None:
-    sender.buffers(1 << 20)
-    rank = IpcReceiver(sender.shared(), 0, 1 << 20)
+    rank = IpcReceiver(sender.shared, 0, 1 << 20)
     rank.connect(1.0)
     with pytest.raises(TransferFailed, match="does not fit"):
-        rank.receive(BucketHeader(0, (), sender.shared().half + 1), None, 1.0)
+        rank.receive(BucketHeader(0, (), sender.shared.half + 1), None, 1.0)
 
 
 def test_an_engine_on_another_host_is_refused_by_name() -> None:
     for host in ("", "0" * 32):
-        with pytest.raises(ConfigError, match="needs the engine on this host"):
-            IpcSender(info(host=host), 1.0)
+        with pytest.raises(ConfigError, match="the engine is on another host"):
+            ways("ipc", info(host=host))
 
 
 def test_auto_takes_shared_memory_exactly_where_both_sides_have_it() -> None:
     def names(**changes) -> list[str]:
-        return [road.transport for road in roads("auto", info(**changes))]
+        return [way.transport.name for way in ways("auto", info(**changes))]
 
     assert names() == ["ipc", "broadcast", "inline"]
     assert names(host="0" * 32) == ["broadcast", "inline"]
@@ -167,21 +170,20 @@ def test_auto_takes_shared_memory_exactly_where_both_sides_have_it() -> None:
     near = ("inline", "broadcast", "ipc")
     assert names(transports=near, tensor_parallel_size=1) == ["inline"]
     assert names(transports=near) == ["ipc", "inline", "broadcast"]
-    assert "another host" in roads("auto", info(host="x"))[0].reason
+    assert "another host" in ways("auto", info(host="x"))[0].reason
 
 
 KILLED = """
 import os, sys
 from test_ipc import info
 from rollout.weight_sync.transports.shared_memory import IpcSender
-sender = IpcSender(info(), 1.0)
-sender.buffers(1 << 20)
-print(sender.shared().name, flush=True)
+sender = IpcSender(info(), 1 << 20)
+print(sender.shared.name, flush=True)
 sys.stdin.read()
 """
 
 
-def test_what_a_killed_sender_left_is_removed_by_the_next_one(sender) -> None:
+def test_what_a_killed_sender_left_is_removed_by_the_next_one() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED)],
@@ -190,13 +192,12 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_one(sender) -> None:
     with process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
-        other = IpcSender(info(), 1.0)
-        other.buffers(1 << 20)
+        other = IpcSender(info(), 1 << 20)
         assert (SHARED_MEMORY / name).exists()  # its sender lives
         other.close()
         process.send_signal(signal.SIGKILL)
         process.wait()
-    sender.buffers(1 << 20)
+    IpcSender(info(), 1 << 20).close()
     assert not (SHARED_MEMORY / name).exists()
 
 

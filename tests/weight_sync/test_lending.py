@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import Engine, same
-from trainer import Trainer, fresh
+from trainer import By, Trainer, fresh
 
 from rollout.weight_sync.trainer import bucket_sender as shipment
 from rollout.weight_sync.transports.inline import InlineSender
@@ -52,7 +52,7 @@ def test_a_source_may_reuse_the_memory_that_it_lends(
             part = buffer[: tensor.numel()].view(tensor.shape)
             yield name, part.copy_(tensor)
 
-    trainer = Trainer(engine, lambda info, timeout, host: sender)
+    trainer = Trainer(engine, By(sender))
     receipt = trainer.send(items(), bucket_bytes=SMALL)
     assert receipt.version == engine.version
     assert same(engine.live(), fresh(engine, checkpoints, "tiles", weights))
@@ -67,7 +67,7 @@ def test_what_is_not_dense_is_copied_between_what_is_lent(engine, checkpoints, m
         name: tensor.t().contiguous().t() if tensor.dim() == 2 and i % 2 else tensor
         for i, (name, tensor) in enumerate(weights.items())
     }
-    Trainer(engine, lambda info, timeout, host: sender).send(mixed, bucket_bytes=SMALL)
+    Trainer(engine, By(sender)).send(mixed, bucket_bytes=SMALL)
     assert same(engine.live(), fresh(engine, checkpoints, "tiles", weights))
     own = [range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in mixed.values()]
     lent = [any(place in at for at in own) for place in sender.places]

@@ -119,8 +119,8 @@ def test_a_stream_joins_by_the_secret_and_once(engine, weights) -> None:
     client = RolloutClient(engine.address)
     channel = client.open()
     begun = UpdateRequest(
-        update_id="mine", bucket_bytes=BUCKET, timeout=5.0, transport="grpc_stream", grace=5.0,
-        senders=3,
+        update_id="mine", bucket_bytes=BUCKET, timeout=5.0, transport="grpc_stream",
+        offer={"grace": 5.0, "senders": 3},
     )  # fmt: skip
     channel.begin(begun)
     with pytest.raises(TransferFailed, match="is not held here"):

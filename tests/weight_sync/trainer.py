@@ -7,9 +7,20 @@ from ranks import Engine
 
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.transports.inline import Inline
 
 BUCKET = 32 << 10
 DEADLINE = 10.0
+
+
+class By(Inline):
+    """``inline`` with a sender of the test's own."""
+
+    def __init__(self, sender) -> None:
+        self._sender = sender
+
+    def open(self, opening):
+        return self._sender
 
 
 class Trainer:

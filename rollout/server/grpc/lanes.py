@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -24,12 +25,12 @@ class Lanes:
     """Gives the buckets of all streams one order, that of their arrival. Thread-safe."""
 
     def __init__(self, channel: WeightChannel, request: UpdateRequest) -> None:
-        self.channel, self._request = channel, request
+        self.channel, self._request, self._stream = channel, request, StreamOffer.of(request)
         self.bucket_bytes = request.bucket_bytes
         self._lock = threading.Lock()
         self._next = 0
-        self._free = set(range(1, request.senders))
-        self.first = _First(self, request.update_id, request.grace, 0)
+        self._free = set(range(1, self._stream.senders))
+        self.first = _First(self, request.update_id, self._stream.grace, 0)
 
     def open(self, number: int) -> Lane:
         """The channel of one more stream; each number once, else ``TransferFailed``."""
@@ -37,11 +38,11 @@ class Lanes:
             if number not in self._free:
                 raise TransferFailed(
                     f"lane {number} of update {self._request.update_id} is taken, or is none of "
-                    f"its {self._request.senders}"
+                    f"its {self._stream.senders}"
                 )
             self._free.discard(number)
         name = f"{self._request.update_id}/{number}"
-        return Lane(self, name, self._request.grace, number)
+        return Lane(self, name, self._stream.grace, number)
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> int:
         """Announce a bucket as the next one of all; returns its index."""

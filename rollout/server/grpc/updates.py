@@ -33,6 +33,7 @@ from rollout.server.grpc.lanes import Lane, Lanes
 from rollout.server.grpc.services import checked
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import check_size
+from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightChannel
 from rollout.wire.frames import tensor_bytes
 
@@ -276,13 +277,14 @@ class UpdateStream:
     def _begin(self, request: UpdateRequest) -> Any:
         self._limit = request.bucket_bytes
         begun = document(update_wire.begun_to_wire(self._channel.begin(request)))
-        if not request.grace:
+        stream = StreamOffer.of(request)
+        if not stream.grace:
             return pb.UpdateEvent(begun=begun)
-        if request.transport == "grpc_stream" and request.senders > 1:
+        if stream.senders > 1:
             self.lanes = Lanes(self._channel, request)
             self._channel = self.lanes.first
         secret = secrets.token_hex(16)
-        self._tell(self._hold, request.update_id, request.grace, secret)
+        self._tell(self._hold, request.update_id, stream.grace, secret)
         return pb.UpdateEvent(begun=begun, secret=secret)
 
     def _joined(self) -> Any:

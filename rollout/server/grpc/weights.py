@@ -33,6 +33,7 @@ from rollout.server.verbs import (
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import WeightChannel
 from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.transports import served
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -46,8 +47,8 @@ class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
     async def Info(self, request: Any) -> Any:  # noqa: N802
         info = await asyncio.to_thread(self._rollout.backend.info)
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
-        offered = tuple("grpc_stream" if name == "inline" else name for name in info.transports)
-        return _document(update_wire.info_to_wire(replace(info, transports=offered)))
+        offers = served(info.transports)
+        return _document(update_wire.info_to_wire(replace(info, transports=offers)))
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802

@@ -32,6 +32,8 @@ from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weight_sync.transports import offered, served
+from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
 
@@ -113,7 +115,7 @@ class Coordinator:
         aliases: Mapping[str, str],
         device: str,
         num_ranks: int,
-        transports: tuple[str, ...] = ("broadcast", "inline", "ipc", "p2p"),
+        transports: tuple[str, ...] | None = None,
         undo: str = "shadow",
         staging: str = "auto",
         memory: Mapping[str, int] | None = None,
@@ -125,7 +127,8 @@ class Coordinator:
         self.num_ranks = num_ranks
         self.state = "idle"
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
-        self._device, self._transports, self._devices = device, transports, devices
+        self._device, self._devices = device, devices
+        self._transports = offered() if transports is None else transports
         self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
         self._label: str | None = None
@@ -137,12 +140,13 @@ class Coordinator:
         self._held: dict[str, int] | None = None
         self._held_before: dict[str, int] | None = None
 
-    def open(self, roads: tuple[str, ...] | None = None) -> Lease:
+    def open(self, transports: tuple[str, ...] | None = None) -> Lease:
         """A channel for one update; it takes the lease at its ``begin``.
 
-        ``roads``: the transports that it may ask for, where they are not those of every sender.
+        ``transports``: what it may ask for, where they are not those of every sender.
         """
-        return Lease(self, (*self._transports, "grpc_stream") if roads is None else roads)
+        ours = self._transports
+        return Lease(self, (*ours, *served(ours)) if transports is None else transports)
 
     def info(self) -> WeightInfo:
         last = self._receipts[-1].update_id if self._receipts else ""
@@ -281,11 +285,11 @@ class Coordinator:
             return str(error)
         return None
 
-    def check_fields(self, request: UpdateRequest, roads: tuple[str, ...]) -> None:
+    def check_fields(self, request: UpdateRequest, transports: tuple[str, ...]) -> Accepted:
         """Raise what is wrong with the request itself, whatever is live; needs no lease."""
-        check_request(
+        return check_request(
             request,
-            transports=roads,
+            transports=transports,
             num_ranks=self.num_ranks,
             device=self._device,
             wanted=self.metadata,

@@ -38,7 +38,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
     Wants,
 )
-from rollout.weight_sync.transports.vllm import NAME as FOREIGN
+from rollout.weight_sync.transports.base import Accepted
 
 if TYPE_CHECKING:
     from rollout.weight_sync.engine.coordinator import Coordinator, Reply
@@ -54,8 +54,9 @@ class Lease:
 
     reads_in_place = True
 
-    def __init__(self, coordinator: Coordinator, roads: tuple[str, ...]) -> None:
-        self._of, self._roads = coordinator, roads
+    def __init__(self, coordinator: Coordinator, transports: tuple[str, ...]) -> None:
+        self._of, self._transports = coordinator, transports
+        self._accepted = Accepted()
         self._request: UpdateRequest | None = None
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
@@ -77,7 +78,7 @@ class Lease:
         of = self._of
         self._enter("beginning")
         try:
-            of.check_fields(request, self._roads)
+            self._accepted = of.check_fields(request, self._transports)
             of.acquire(self, request.timeout)
             self._started = time.perf_counter()
             request = replace(of.staged_in(request), version=of.check(request))
@@ -94,7 +95,7 @@ class Lease:
             self._base_is_whole = kept and of.engine.broken is None
             wire = request_to_wire(replace(request, metadata=None))
             replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
-            layout, wants = _wants(replies, request.layout)
+            layout, wants = _wants(replies, self._accepted.known)
             # The ranks go on to meet the sender; their replies are due before the first bucket's.
             self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
             self._leave()
@@ -124,9 +125,9 @@ class Lease:
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         request = self._live("bucket")
-        if request.transport != FOREIGN:  # there the engine itself cuts what was announced
+        if self._accepted.bounded:
             check_size(header, request.bucket_bytes)
-        while len(self._waiting) >= _AHEAD * request.senders + _AHEAD:
+        while len(self._waiting) >= _AHEAD * self._accepted.senders + _AHEAD:
             self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
         args = {"update_id": request.update_id, "header": header_to_wire(header)}
         carried = None if payload is None else {"payload": payload}

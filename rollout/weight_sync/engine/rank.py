@@ -19,9 +19,10 @@ from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.codec import boxes_to_wire, header_from_wire, request_from_wire
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.weight_sync.transports import Receiver, make_receiver
-from rollout.weight_sync.transports.vllm import NAME as FOREIGN
-from rollout.weight_sync.transports.vllm import ForeignReceiver, Member, make_member
+from rollout.weight_sync.transports import find
+from rollout.weight_sync.transports.base import EngineRank, Receiver
+from rollout.weight_sync.transports.vllm import make_member
+from rollout.weight_sync.transports.vllm_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
 from rollout.weights.box import disjoint
 
@@ -119,17 +120,15 @@ class RankUpdates:
         live = request.staging == "none"
         builds_on_live = request.partial or request.encoding == "delta"
         with self._dropping_on_error():  # there may be no memory for it
-            receiver: Receiver = (
-                ForeignReceiver(self._member, self._rank)
-                if request.transport == FOREIGN
-                else make_receiver(request, self._rank, self._device)
-            )
+            transport = find(request.transport, self._device)
+            here = EngineRank(self._rank, self._device, self._member)
+            receiver = transport.receiver(request, here)
             if live:
                 session = self._host.open_live()
             else:
                 session = self._host.open_shadow(builds_on_live, request.staging)
         self._update = _Staging(request, session, receiver, live)
-        if request.transport == "p2p":
+        if transport.senders == "all":
             return {"wants": boxes_to_wire(self._wants(session))}
         return {}
 

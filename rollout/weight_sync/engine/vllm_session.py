@@ -3,12 +3,12 @@
     init --> start --> update ... --> finish          (vLLM's order; TRL, SkyRL and others speak it)
                  \\--> abort, or its deadline
 
-The bytes come over a group that the framework's trainer leads (``transports/foreign``), and fill
-the same transaction as every other road: staged, judged complete on every rank, committed at once.
-There is no stream that could hold the lease, so a deadline does: an update that no verb touches for
-that long is aborted. Whenever a broadcast may still be under way as an update fails, the ranks
-leave the group: a sender that waits is freed, and what it had left to send cannot be taken for the
-next update's.
+The bytes come over a group that the framework's trainer leads (``transports/vllm``), and fill the
+same transaction as every other transport's: staged, judged complete on every rank, committed at
+once. There is no stream that could hold the lease, so a deadline does: an update that no verb
+touches for that long is aborted. Whenever a broadcast may still be under way as an update fails,
+the ranks leave the group: a sender that waits is freed, and what it had left to send cannot be
+taken for the next update's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
     UpdateRequest,
 )
-from rollout.weight_sync.transports.vllm import NAME, ForeignGroup
-from rollout.weight_sync.transports.vllm_gloo import START_LIMIT
+from rollout.weight_sync.transports.vllm import VllmTransfer
+from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import file_form, is_weight
 
@@ -223,11 +223,11 @@ class VerbSession:
             )
 
     def _begin(self, timeout: float, deadline: float, in_flight: str, *, implicit: bool) -> _Update:
-        lease = self._of.open((NAME,))
+        lease = self._of.open((VllmTransfer.name,))
         begun = lease.begin(
             UpdateRequest(
                 update_id=uuid.uuid4().hex,
-                transport=NAME,
+                transport=VllmTransfer.name,
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 in_flight=in_flight,
                 timeout=timeout,

@@ -19,7 +19,6 @@ from rollout.weight_sync.protocol.messages import (
     Message,
     RankReceipt,
     Seal,
-    SharedBuckets,
     UpdateReceipt,
     UpdateRequest,
     Wants,
@@ -43,6 +42,7 @@ Wire = dict[str, Any]
 T = TypeVar("T")
 
 MAX_DIGEST = (1 << 64) - 1
+MAX_OFFER = 1 << 16
 
 
 def parsed(data: bytes) -> Any:
@@ -184,26 +184,6 @@ def wants_from_wire(wire: Any) -> Wants:
     return list_of(wire, boxes_from_wire, "wants")
 
 
-def shared_to_wire(shared: SharedBuckets) -> Wire:
-    return {
-        "name": shared.name,
-        "secret": shared.secret,
-        "half": shared.half,
-        "handle": shared.handle,
-    }
-
-
-def shared_from_wire(wire: Any) -> SharedBuckets:
-    """Types alone are checked here; the rank that opens the file trusts none of it."""
-    get = Fields(wire, "shared buckets")
-    return SharedBuckets(
-        name=get.string("name"),
-        secret=get.string("secret"),
-        half=get.int("half", 1),
-        handle=get.string("handle"),
-    )
-
-
 def request_to_wire(request: UpdateRequest) -> Wire:
     return {
         "update_id": request.update_id,
@@ -214,16 +194,12 @@ def request_to_wire(request: UpdateRequest) -> Wire:
         "metadata": _optional(request.metadata, lambda m: [meta_to_wire(x) for x in m]),
         "partial": request.partial,
         "transport": request.transport,
-        "rendezvous": _optional(request.rendezvous, rendezvous_to_wire),
+        "offer": dict(request.offer),
         "bucket_bytes": request.bucket_bytes,
         "staging": request.staging,
         "in_flight": request.in_flight,
         "label": request.label,
         "timeout": request.timeout,
-        "shared": _optional(request.shared, shared_to_wire),
-        "senders": request.senders,
-        "layout": request.layout,
-        "grace": request.grace,
     }
 
 
@@ -240,17 +216,19 @@ def request_from_wire(wire: Any) -> UpdateRequest:
         metadata=get.optional("metadata", lambda v: list_of(v, meta_from_wire, "metadata")),
         partial=get.flag("partial"),
         transport=get.string("transport"),
-        rendezvous=get.optional("rendezvous", rendezvous_from_wire),
+        offer=_offer(get.mapping("offer")),
         bucket_bytes=get.int("bucket_bytes", 1),
         staging=get.string("staging"),
         in_flight=get.string("in_flight"),
         label=get.optional("label", lambda v: string_of(v, "label")),
         timeout=get.seconds("timeout"),
-        shared=get.optional("shared", shared_from_wire),
-        senders=get.int("senders", 1, 1 << 20),
-        layout=get.string("layout"),
-        grace=get.seconds("grace"),
     )
+
+
+def _offer(offer: Wire) -> Wire:
+    if len(json.dumps(offer)) > MAX_OFFER:
+        raise TransferFailed(f"update request: its offer has more than {MAX_OFFER} bytes")
+    return offer
 
 
 def _base(value: Any) -> tuple[int, int]:

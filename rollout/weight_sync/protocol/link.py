@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollout.errors import RolloutError
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    UpdateReceipt,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.wire.checked import int_of, seconds_of
 
 _POLL = 0.05  # seconds between questions
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOffer:
+    """What the request of an update says of the stream that carries it.
+
+    ``grace``: seconds for which the lease outlives a broken connection; 0 ends it at once.
+    ``senders``: trainer ranks that each have a stream.
+    """
+
+    grace: float = 0.0
+    senders: int = 1
+
+    @classmethod
+    def of(cls, request: UpdateRequest) -> StreamOffer:
+        """Types are checked, bounds are the transport's."""
+        offer = request.offer
+        return cls(
+            grace=seconds_of(offer.get("grace", 0.0), "offer: grace"),
+            senders=int_of(offer.get("senders", 1), "offer: senders", 1),
+        )
+
+
 class WeightLink(Protocol):
-    """How a trainer reaches an engine: in process, or ``RolloutClient``."""
+    """How a trainer reaches an engine: in process, or ``RolloutClient``.
+
+    ``joins``: whether several streams can carry one update.
+    """
+
+    joins: bool
 
     def info(self) -> WeightInfo: ...
 
     def open(self) -> WeightChannel: ...
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        """One more stream of an update that another rank has begun, where the link ``joins``."""
+        ...
 
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
 

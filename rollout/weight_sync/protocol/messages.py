@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollout.distributed import Rendezvous
 from rollout.weights import Box, Shape, TensorMeta
 
 IN_FLIGHT = ("keep", "recompute", "abort", "wait")
@@ -56,33 +55,14 @@ class WeightInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBuckets:
-    """A file of shared memory in which a sender on the ranks' own host lays out its buckets.
-
-    ``name`` is a plain file name, never a path. The file is one page that begins with a mark and
-    ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2. With a
-    ``handle`` (see ``transports/cuda_ipc.py``) it is GPU memory instead, without a name.
-    """
-
-    name: str
-    secret: str
-    half: int
-    handle: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
     """Opens an update. ``base`` is the (epoch, version) the sender believes is live, or None.
 
     ``metadata`` lists what will be sent where the source knows it, and is checked before any byte
     moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
-    live value. ``rendezvous`` is where the engine's ranks (group ranks 1..TP) meet the sender
-    (group rank 0), for transports that need a group; ``shared`` is the memory that "ipc" uses.
+    live value. ``offer`` says how the engine's ranks find the sender; ``transport`` alone reads it.
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
-    with a copy of it. ``timeout`` bounds each wait, in seconds. With "p2p" the first ``senders``
-    ranks of the group are the trainer's, and ``layout`` names the wants that the sender remembers.
-    ``grace``: seconds for which the lease outlives a broken connection, where one carries it; 0
-    ends it at once.
+    with a copy of it. ``timeout`` bounds each wait, in seconds.
     """
 
     update_id: str
@@ -92,16 +72,12 @@ class UpdateRequest:
     metadata: tuple[TensorMeta, ...] | None = None
     partial: bool = False
     transport: str = "inline"
-    rendezvous: Rendezvous | None = None
+    offer: Mapping[str, Any] = field(default_factory=dict)
     bucket_bytes: int
     staging: str = "auto"
     in_flight: str = "keep"
     label: str | None = None
     timeout: float
-    shared: SharedBuckets | None = None
-    senders: int = 1
-    layout: str = ""
-    grace: float = 0.0
 
 
 Wants = tuple[Mapping[str, tuple[Box, ...]], ...]  # of each rank: file name -> disjoint boxes
@@ -145,7 +121,7 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What trainer rank ``src`` sends to engine rank ``dst`` in one round of a "p2p" update.
+    """What trainer rank ``src`` sends to engine rank ``dst`` in one round, where all ranks send.
 
     It fills bytes ``start`` to ``stop`` of the receiver's part of the round, from whose beginning
     the offsets of the entries count.
@@ -166,8 +142,8 @@ class Message:
 class BucketHeader:
     """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
 
-    A round of a "p2p" update has ``messages`` instead of entries of its own, whose bytes
-    ``nbytes`` adds up; what one rank sees of it is its ``share``.
+    A round in which all trainer ranks send has ``messages`` instead of entries of its own, whose
+    bytes ``nbytes`` adds up; what one rank sees of it is its ``share``.
     """
 
     index: int

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from rollout.weight_sync.protocol.delta import CodedDelta
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import BucketHeader, WeightChannel
 from rollout.weight_sync.trainer.encoder import Encoder
-from rollout.weight_sync.transports import Sender, SpreadSender
+from rollout.weight_sync.transports.base import Sender
 from rollout.weights import Box, Shape, TensorMeta, TensorPiece
 
 MIN_LENT = 4 << 20  # bytes; shorter tensors are copied together into one bucket
@@ -76,7 +76,7 @@ class Books:
 
 
 class Shipment:
-    """The sender's buckets on their road; an error is kept in ``failure`` for the next vote.
+    """The sender's buckets on their way; an error is kept in ``failure`` for the next vote.
 
     Digests are taken and buckets announced, sent and waited for on a thread beside the caller's,
     while the next bucket is gathered. Before ``pack`` it takes rounds alone, as they come.
@@ -101,13 +101,12 @@ class Shipment:
         """Meet the engine's ranks, and the other members of a group that trainer ranks form."""
         self._sender.connect(self._channel, self._timeout)
 
-    def pack(self, bucket_bytes: int, buffers: Sequence[Tensor]) -> None:
-        """Take tensors from now on, into the road's ``buffers`` where it has some."""
-        rendezvous = self._sender.rendezvous()
-        nccl = rendezvous is not None and rendezvous.backend == "nccl"
+    def pack(self, bucket_bytes: int) -> None:
+        """Take tensors from now on, into the sender's own buffers where it has some."""
+        buffers = self._sender.buffers
         self._packer = BucketPacker(
             min([bucket_bytes, *(buffer.numel() for buffer in buffers)]),
-            device="cuda" if nccl else "cpu",
+            device=self._sender.device,
             wait_free=self._wait_free,
             buffers=buffers,
         )
@@ -169,7 +168,7 @@ class Shipment:
     @property
     def sent_bytes(self) -> int:
         """What this rank alone has sent in rounds."""
-        return cast(SpreadSender, self._sender).sent_bytes
+        return self._sender.sent_bytes
 
     # ---- its end ----
 
@@ -221,7 +220,7 @@ class Shipment:
 
     def _lends(self, tensor: Tensor) -> bool:
         """Whether the engine, in this process, is to read the tensor where it lies."""
-        here = self._sender.name == "inline" and self._channel.reads_in_place
+        here = self._sender.bytes_go == "channel" and self._channel.reads_in_place
         dense = tensor.device.type == "cpu" and tensor.is_contiguous()
         if not (here and dense and self._by_bucket and tensor.nbytes >= MIN_LENT):
             return False

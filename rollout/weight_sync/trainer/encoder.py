@@ -10,7 +10,7 @@ from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.delta import CodedDelta, Committed, DeltaBase
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.transports import same_host
+from rollout.weight_sync.transports import is_near, same_host
 
 DENSE = 0.5  # of full's bytes: above it "auto" finds that deltas are not worth their memory
 REST = 8  # updates before "auto" tries again
@@ -82,7 +82,7 @@ class Encoder:
         self._held = Committed()
 
     def send_whole(self, reason: str) -> None:
-        """Send everything and keep nothing: the road does not pass whole tensors by here."""
+        """Send everything and keep nothing: whole tensors do not pass by here."""
         self.fall_back(reason)
         self._keeps = self.spread = False
 
@@ -128,7 +128,7 @@ def _keeps(options: UpdateOptions, info: WeightInfo, base: DeltaBase | None) -> 
         return False, "nothing is kept between updates here"
     if options.encoding in ("delta", "delta-zstd"):
         return True, ""
-    if same_host(info) or info.transports[:1] == ("inline",):
+    if same_host(info) or is_near(info):
         return False, "on one host the bytes are cheaper than finding out which of them changed"
     if not info.device.startswith("cpu"):
         return False, "the engine's device takes full tensors faster than its host finds changes"

@@ -10,7 +10,8 @@ from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.weight_sync.protocol.bucket import BucketPacker
 from rollout.weight_sync.protocol.codec import request_from_wire
 from rollout.weight_sync.protocol.delta import CodedDelta
-from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightChannel
+from rollout.weight_sync.protocol.link import WeightLink
+from rollout.weight_sync.protocol.messages import Seal, WeightChannel
 from rollout.weights import TensorPiece
 
 
@@ -30,16 +31,10 @@ class Outlet(Protocol):
         ...
 
 
-class JoiningLink(Protocol):
-    """A way to an engine on which several streams can carry one update."""
-
-    def join(self, request: UpdateRequest, secret: str, lane: int) -> Any: ...
-
-
 class RankStream:
     """The stream of a rank that did not begin the update."""
 
-    def __init__(self, link: JoiningLink, told: Any, rank: int) -> None:
+    def __init__(self, link: WeightLink, told: Any, rank: int) -> None:
         request = request_from_wire(told["request"])
         self._timeout = request.timeout
         self._channel: WeightChannel = link.join(request, told["secret"], rank)

@@ -1,7 +1,7 @@
 """Each trainer rank's own part of an update, and what changed of it, found where it lies.
 
 A rank compares its boxes with copies of them; what changed (or a box whole, where that is
-shorter) goes to the first rank, which packs it as it comes and sends it by whatever road, or
+shorter) goes to the first rank, which packs it as it comes and sends it by any transport, or
 straight to the engine where each rank has a stream. A box that several ranks hold is cut into as
 many parts, one each. Nothing is gathered whole.
 """
@@ -168,7 +168,7 @@ class ShardUpdate:
     def _through_first(
         self, names: Sequence[str], metadata: Sequence[TensorMeta], phase: str
     ) -> None:
-        """All ranks' parts of one run, on the first one's road."""
+        """All ranks' parts of one run, through the first one."""
         timeout = 2 * self._options.timeout
         numbers = {meta.name: i for i, meta in enumerate(metadata)}
         error: RolloutError | None = None

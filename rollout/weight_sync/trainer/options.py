@@ -13,7 +13,7 @@ from rollout.weight_sync.protocol.messages import (
     MIN_BUCKET_BYTES,
     STAGING,
 )
-from rollout.weight_sync.transports import SenderFactory
+from rollout.weight_sync.transports.base import Transport
 
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
 _READ_THERE = ("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial")
@@ -40,7 +40,7 @@ class UpdateOptions:
     """
 
     version: int | None = None
-    transport: str | SenderFactory = "auto"
+    transport: str | Transport = "auto"
     encoding: str = "auto"
     staging: str = "auto"
     in_flight: str = "keep"
@@ -54,8 +54,8 @@ class UpdateOptions:
         """The keywords of an update that the server reads itself, JSON-able."""
         if self.transport != "auto" or self.encoding not in ("auto", "full"):
             raise ConfigError(
-                "a server_path is read by the server itself, in full and without a road: leave "
-                "transport and encoding at 'auto'"
+                "a server_path is read by the server itself, in full: leave transport and "
+                "encoding at 'auto'"
             )
         return {name: getattr(self, name) for name in _READ_THERE}
 

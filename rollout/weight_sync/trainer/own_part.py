@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from typing import Any, cast
+from typing import Any
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.delta import DeltaBase, ShardCopies
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.encoder import too_dense
-from rollout.weight_sync.trainer.lanes import JoiningLink, Outlet, RankStream
+from rollout.weight_sync.trainer.lanes import Outlet, RankStream
 from rollout.weight_sync.trainer.local_parts import Shards, ShardUpdate
 from rollout.weight_sync.trainer.lockstep import Watchdog
 from rollout.weight_sync.trainer.options import UpdateOptions
@@ -74,7 +74,7 @@ class OwnPart:
         if agreement.is_sender:
             return sending.shipment, None
         try:
-            return RankStream(cast(JoiningLink, connect()), told["lanes"], agreement.rank), None
+            return RankStream(connect(), told["lanes"], agreement.rank), None
         except RolloutError as error:
             return None, error
 

@@ -32,7 +32,7 @@ from rollout.weight_sync.trainer.sources.base import LocalSource
 from rollout.weight_sync.trainer.sources.detect import agreement_for, incoming, opened, source_for
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.survey import PlanCache, survey
-from rollout.weight_sync.transports import Road, roads, same_host
+from rollout.weight_sync.transports import Way, same_host, ways
 from rollout.weights import Box, TensorMeta
 
 _RECENT = 8  # receipts that an estimate may rest on
@@ -269,8 +269,8 @@ def expected_cost(
     largest = max((meta.nbytes for meta in metadata), default=0)
     buckets = 2 * min(bucket_bytes, total)
     memory = info.memory
-    road = roads("auto", info)[0]
-    seconds, basis = _by_receipt(total, receipts) or _by_rates(total, info, road)
+    way = ways("auto", info)[0]
+    seconds, basis = _by_receipt(total, receipts) or _by_rates(total, info, way)
     return UpdateCost(
         seconds=seconds,
         basis=basis,
@@ -290,16 +290,16 @@ def _by_receipt(total: int, receipts: Sequence[UpdateReceipt]) -> tuple[float, s
     return None
 
 
-def _by_rates(total: int, info: WeightInfo, road: Road) -> tuple[float, str]:
-    """Each byte is digested twice and copied: out of the trainer, along the road, into place."""
+def _by_rates(total: int, info: WeightInfo, by: Way) -> tuple[float, str]:
+    """Each byte is digested twice and copied: out of the trainer, along the way, into place."""
     copy, digested = _rates()
     ranks = min(info.tensor_parallel_size, os.cpu_count() or 1)
     near = same_host(info)
     way = 2 / copy if near else 1 / NETWORK
     seconds = total * (1 / copy + 1 / digested + way + (1 / copy + 1 / digested) / ranks)
-    by = f"{copy / 1e9:.1f} GB/s copied and {digested / 1e9:.1f} GB/s digested here"
+    rates = f"{copy / 1e9:.1f} GB/s copied and {digested / 1e9:.1f} GB/s digested here"
     where = "the same host" if near else f"a network of {NETWORK / 1e9:g} GB/s, assumed"
-    return seconds, f"no update to go by; {by}, {where}, by {road.transport}"
+    return seconds, f"no update to go by; {rates}, {where}, by {by.transport.name}"
 
 
 def _rates() -> tuple[float, float]:

@@ -77,11 +77,11 @@ def publish(
         found = survey(source, agreement, timeout, plans, part.mark) if look else None
         told = _on_sender(agreement, 2 * timeout, "begin", lambda: sending.begin(source, found))
         with watchdog(agreement, timeout, sending.give_up) as watch:
-            if "p2p" in told:
+            if "rounds" in told:
                 assert found is not None
-                plans.learn(told["p2p"], info)
+                plans.learn(told["rounds"], info)
                 rounds = Rounds(source, found, agreement, options, sending, watch)
-                rounds.run(told["p2p"]["where"], plans)
+                rounds.run(told["rounds"]["offer"], plans)
             elif told["changes"] == "send" or "lanes" in told:
                 assert found is not None
                 part.send(source, found, info, agreement, sending, told, connect, watch)

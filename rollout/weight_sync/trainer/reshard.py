@@ -1,4 +1,4 @@
-"""A "p2p" update on one trainer rank: its own boxes, read, digested and sent round by round."""
+"""All trainer ranks send: each its own boxes, read, digested and sent round by round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rollout.errors import SourceFailed
 from rollout.kernels import stream_copy
-from rollout.weight_sync.protocol.codec import rendezvous_from_wire
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weight_sync.trainer.bucket_sender import Books, Shipment
@@ -49,30 +48,32 @@ class Rounds:
         local = cast(LocalSource, source)
         self._held = HeldBoxes(local, survey, agreement.rank, sending.books, watch)
 
-    def run(self, where: Any, plans: PlanCache) -> None:
+    def run(self, offer: Mapping[str, Any], plans: PlanCache) -> None:
         """Send everything; returns when it has arrived and all digests are known."""
         rounds = plans.rounds(self._survey, self._bucket_bytes)
         me, sending = self._agreement.rank, self._sending
         buffers = _buffers(rounds, me)
-        with closing(P2PMember(rendezvous_from_wire(where), me, self._agreement.size)) as member:
-            road = sending.shipment or _Follower(member, self._timeout)
-            self._together("connect", road.connect)
+        with closing(P2PMember(offer, me)) as member:
+            sender = sending.shipment or _Follower(member, self._timeout)
+            self._together("connect", sender.connect)
             for header in rounds:
-                self._together(f"round {header.index}", partial(self._send, road, header, buffers))
-            self._together("last round", road.flush)
+                self._together(
+                    f"round {header.index}", partial(self._send, sender, header, buffers)
+                )
+            self._together("last round", sender.flush)
             self._together("digests", self._held.finish)
-            status = {"digests": self._held.rows(), "sent": road.sent_bytes}
+            status = {"digests": self._held.rows(), "sent": sender.sent_bytes}
             said = self._agreement.exchange(status, 2 * self._timeout, "digests")
         digests = combine([reply["digests"] for reply in said])
         sending.books.end(self._survey.metadata, digests, [reply["sent"] for reply in said])
 
     def _send(
-        self, road: Shipment | _Follower, header: BucketHeader, buffers: tuple[Tensor, Tensor]
+        self, sender: Shipment | _Follower, header: BucketHeader, buffers: tuple[Tensor, Tensor]
     ) -> None:
         started = time.perf_counter()
         payload = self._held.pack(header, buffers[header.index % 2])
         self._sending.books.gather_seconds += time.perf_counter() - started
-        road.send_round(header, payload)
+        sender.send_round(header, payload)
 
     def _together(self, phase: str, act: Callable[[], None]) -> None:
         """Run ``act`` here and vote; the first error of any rank is raised on all."""
@@ -88,7 +89,7 @@ class Rounds:
 
 
 class _Follower:
-    """What ranks other than the first do on the road."""
+    """What ranks other than the first do."""
 
     def __init__(self, member: P2PMember, timeout: float) -> None:
         self._member, self._timeout = member, timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from rollout.errors import (
 from rollout.weight_sync.protocol.codec import (
     info_to_wire,
     receipt_to_wire,
-    rendezvous_to_wire,
     request_to_wire,
 )
 from rollout.weight_sync.protocol.delta import DeltaBase
@@ -39,14 +38,8 @@ from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.sources.base import WeightSource
 from rollout.weight_sync.trainer.survey import PlanCache, Survey, shard_layout
-from rollout.weight_sync.transports import (
-    Road,
-    Sender,
-    SpreadSender,
-    is_spread,
-    make_sender,
-    roads,
-)
+from rollout.weight_sync.transports import Way, asked, ways
+from rollout.weight_sync.transports.base import Opening, Sender, Transport
 from rollout.weights import TensorMeta
 
 # What the digests of a receipt are of.
@@ -66,7 +59,7 @@ class Publication:
         self._options, self._base = options, base
         self._plans = plans if plans is not None else PlanCache()
         self._encoder: Encoder | None = None
-        self._road: Road | None = None
+        self._way: Way | None = None
         self._link: WeightLink | None = None
         self._connect: Callable[[], WeightLink] | None = None
         self._channel: WeightChannel | None = None
@@ -87,11 +80,12 @@ class Publication:
         self._link = connect()
         self._info = self._link.info()
         self._encoder = Encoder(self._options, self._info, self._base)
-        look = is_spread(self._options.transport)
+        chosen = asked(self._options.transport, self._info)
+        look = chosen is not None and chosen.senders == "all"
         return {"info": info_to_wire(self._info), "look": look}
 
     def begin(self, source: WeightSource, survey: Survey | None = None) -> dict[str, Any]:
-        """Open the update on the best road and in the best encoding that the engine takes.
+        """Open the update on the best transport and in the best encoding that the engine takes.
 
         Nothing of the source is read before that: what fails here is tried in the next best way.
         ``survey``: what trainer ranks hold, where that was looked into.
@@ -106,14 +100,14 @@ class Publication:
             raise source_failed(error, "") from error
         self._survey = survey
         self._spread_changes(survey)
-        asked = is_spread(self._options.transport)
-        if survey is None or (self._encoder.encoding == "delta" and not asked):
-            ways = list(roads(self._options.transport, self._info))  # changes need no p2p
-        else:
-            ways = list(roads(self._options.transport, self._info, survey.problem, survey.split))
+        chosen = asked(self._options.transport, self._info)
+        boxes = chosen is not None and chosen.senders == "all"
+        # Changes are spread over the trainer's ranks by themselves.
+        holding = survey if boxes or self._encoder.encoding == "full" else None
+        left = list(ways(self._options.transport, self._info, holding))
         while True:
             try:
-                return self._open(ways[0], metadata)
+                return self._open(left[0], metadata)
             except (VersionConflict, EngineBroken) as error:
                 self._give_back()
                 if self._encoder.encoding == "full":
@@ -121,33 +115,37 @@ class Publication:
                 self._encoder.fall_back(f"the engine refused a delta: {error}")
             except (TransferFailed, ConfigError, DeadlineExceeded) as error:
                 self._give_back()
-                if len(ways) == 1:
+                if len(left) == 1:
                     raise
-                del ways[0]
-                ways[0] = Road(ways[0].transport, f"{ways[0].reason}: {error}")
+                del left[0]
+                left[0] = Way(left[0].transport, f"{left[0].reason}: {error}")
 
-    def _open(self, road: Road, metadata: tuple[TensorMeta, ...] | None) -> dict[str, Any]:
+    def _open(self, way: Way, metadata: tuple[TensorMeta, ...] | None) -> dict[str, Any]:
         assert self._link is not None
         assert self._info is not None
         assert self._encoder is not None
         options, timeout = self._options, self._options.timeout
         self._update_id = uuid.uuid4().hex
-        self._road = road
-        sender = self._sender = make_sender(
-            road.transport, self._info, timeout, self._link.local_address
-        )
-        survey = self._survey if is_spread(road.transport) else None
+        self._way, transport = way, way.transport
+        survey = self._survey if transport.senders == "all" else None
         if survey is not None:
-            cast(SpreadSender, sender).spread(len(survey.have))
-            if is_spread(options.transport):
-                self._encoder.send_whole(
-                    "p2p carries whole boxes, straight from rank to rank: changes need another "
-                    "transport"
-                )
-            else:
+            if options.transport == "auto":
                 self._encoder.fall_back("boxes go straight from rank to rank")
-        buffers = sender.buffers(options.bucket_bytes)
-        lanes = 1 if survey is not None else self._lanes(sender)
+            else:
+                self._encoder.send_whole(
+                    f"{transport.name} carries whole boxes, straight from rank to rank: changes "
+                    "need another transport"
+                )
+        streams = 1 if survey is not None else self._streams(transport)
+        opening = Opening(
+            info=self._info,
+            timeout=timeout,
+            bucket_bytes=options.bucket_bytes,
+            host=self._link.local_address,
+            senders=streams if survey is None else len(survey.have),
+            known="" if survey is None else self._plans.layout,
+        )
+        sender = self._sender = transport.open(opening)
         channel = self._channel = self._link.open()
         request = UpdateRequest(
             update_id=self._update_id,
@@ -156,17 +154,13 @@ class Publication:
             encoding=self._encoder.encoding,
             metadata=metadata,
             partial=options.partial,
-            transport=sender.name,
-            rendezvous=sender.rendezvous(),
+            transport=transport.name,
+            offer=sender.offer,
             bucket_bytes=options.bucket_bytes,
             staging=options.staging,
             in_flight=options.in_flight,
             label=options.label,
             timeout=timeout,
-            shared=sender.shared(),
-            senders=lanes if survey is None else len(survey.have),
-            layout="" if survey is None else self._plans.layout,
-            grace=getattr(sender, "grace", 0.0),
         )
         begun = channel.begin(request)
         attested = self._survey is not None and self._survey.divided
@@ -181,29 +175,28 @@ class Publication:
         )
         if survey is not None:
             # Every trainer rank connects, after it has been told where.
-            where = sender.rendezvous()
-            assert where is not None
             wants = self._plans.wants_for(begun, survey)
-            return {"p2p": {"where": rendezvous_to_wire(where), **wants}, **self._changes()}
+            return {"rounds": {"offer": dict(sender.offer), **wants}, **self._changes()}
         self.shipment.connect()
-        self.shipment.pack(options.bucket_bytes, buffers)
+        self.shipment.pack(options.bucket_bytes)
         told = {"version": begun.version, "attested": attested, **self._changes()}
-        if lanes > 1:
+        if streams > 1:
             wire = request_to_wire(replace(request, metadata=None))
             told["lanes"] = {"request": wire, "secret": getattr(channel, "secret", "")}
         return told
 
-    def _lanes(self, sender: Sender) -> int:
+    def _streams(self, transport: Transport) -> int:
         """How many streams will carry the update: one of each trainer rank that can read its part.
 
         The first rank compares for all where it keeps the copies.
         """
         assert self._encoder is not None
         found, encoder = self._survey, self._encoder
-        if sender.name != "grpc_stream" or not getattr(sender, "grace", 0.0):
-            return 1
+        assert self._link is not None
         alone = found is None or found.problem is not None or encoder.keeps_all
-        return 1 if found is None or alone or not hasattr(self._link, "join") else len(found.have)
+        if found is None or alone or not transport.streams or not self._link.joins:
+            return 1
+        return len(found.have)
 
     def _spread_changes(self, survey: Survey | None) -> None:
         """Let every trainer rank compare its own part, where all of them can read theirs."""
@@ -235,8 +228,8 @@ class Publication:
         assert self._encoder is not None
         books = self.books
         self._sender.close()
-        if (check := getattr(self._options.transport, "check_fired", None)) is not None:
-            check(self._sender)
+        if isinstance(self._options.transport, Transport):
+            self._options.transport.check_sent(self._sender)
         self._channel.seal(
             Seal(
                 num_buckets=books.num_buckets,
@@ -256,12 +249,9 @@ class Publication:
         return {"receipt": receipt_to_wire(receipt)}
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """On the sender: what the source has yielded, as it is to be packed.
-
-        Only a fault on purpose makes another of it.
-        """
-        fault = getattr(self._sender, "gathered", None)
-        return tensor if fault is None else cast(Tensor, fault(tensor))
+        """On the sender: what the source has yielded, as it is to be packed."""
+        assert self._sender is not None
+        return self._sender.gathered(tensor)
 
     def give_up(self, reason: str) -> None:
         """From the watchdog's thread: free the engine's side; this side is in a collective."""
@@ -270,7 +260,7 @@ class Publication:
             shipment.give_up(reason)
 
     def close(self) -> None:
-        """Abort what did not commit, and let go of the road and the channel."""
+        """Abort what did not commit, and let go of the sender and the channel."""
         for part in (self.shipment, self._sender, self._channel):
             if part is not None:
                 part.close()
@@ -278,7 +268,7 @@ class Publication:
     def _details(self) -> dict[str, str]:
         """What the receipt says about how it went."""
         assert self._encoder is not None
-        assert self._road is not None
+        assert self._way is not None
         books = self.books
         sent = {"sent_bytes": ",".join(map(str, books.sent))} if books.sent else {}
         if self._encoder.encoding == "delta":
@@ -287,7 +277,7 @@ class Publication:
             **sent,
             "digests": OWN if books.of_own_boxes else PACKED,
             "digest_seconds": f"{books.digest_seconds:.6f}",
-            "transport_reason": self._road.reason,
+            "transport_reason": self._way.reason,
             "encoding": self._encoder.encoding + ("-zstd" if self._encoder.compressed else ""),
             "encoding_reason": self._encoder.reason,
         }

@@ -27,7 +27,9 @@ from rollout.weight_sync.trainer.reshard_plan import Layout, gap, plan_rounds
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weights import TensorMeta
 
-MAX_PART = 16 << 20  # bytes of a part that a rank compares at once; no road has shorter buckets
+MAX_PART = (
+    16 << 20
+)  # bytes of a part that a rank compares at once; no transport has shorter buckets
 
 
 @dataclass(frozen=True, slots=True)

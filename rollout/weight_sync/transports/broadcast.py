@@ -12,38 +12,50 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer
+from rollout.distributed import Rendezvous, RendezvousServer
 from rollout.weight_sync.protocol.bucket import check_size
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    SharedBuckets,
-    WeightChannel,
-    WeightInfo,
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightChannel
+from rollout.weight_sync.transports.base import (
+    Accepted,
+    EngineRank,
+    Opening,
+    Receiver,
+    Sender,
+    Transport,
+    check_fields,
 )
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
-from rollout.weight_sync.transports.group import explained
+from rollout.weight_sync.transports.group import check_group, explained, group_of, group_offer
 from rollout.weight_sync.transports.links import Links
 from rollout.weight_sync.transports.nccl_group import NcclGroup
 
 
-class BroadcastSender:
+class Broadcast(Transport):
+    name = "broadcast"
+    fallback = True
+
+    def open(self, opening: Opening) -> Sender:
+        return BroadcastSender(opening)
+
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        check_fields(request, "rendezvous")
+        check_group(request, 1, num_ranks, device)
+        return Accepted()
+
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        return BroadcastReceiver(group_of(request.offer), at.rank, at.device, request.bucket_bytes)
+
+
+class BroadcastSender(Sender):
     """Listens for the engine's ranks and sends each bucket to all of them."""
 
-    name = "broadcast"
-
-    def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
+    def __init__(self, opening: Opening) -> None:
+        info = opening.info
         backend = choose_backend(info.device, torch.cuda.is_available(), shares_gpu(info.devices))
-        self._server = RendezvousServer(info.tensor_parallel_size + 1, backend, host)
+        self._server = RendezvousServer(info.tensor_parallel_size + 1, backend, opening.host)
         self._carrier = _carrier(self._server.info, 0)
-
-    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
-        return ()
-
-    def rendezvous(self) -> Rendezvous | None:
-        return self._server.info
-
-    def shared(self) -> SharedBuckets | None:
-        return None
+        self.offer = group_offer(self._server.info)
+        self.device = "cuda" if backend == "nccl" else "cpu"
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         with explained(channel):

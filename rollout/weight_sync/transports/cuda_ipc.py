@@ -8,7 +8,7 @@ The handle travels as plain bytes (a mark, the GPU's UUID, the size, a secret, C
 never pickled, and the GPU is named by its UUID, since ordinals differ between processes. Memory is
 freed when no rank has it open: a rank sets its flag when it maps the memory and clears it after its
 last read; one that has never set it gets some time to, in case it is about to. A MIG slice has no
-such handles; roads other than this one are taken there.
+such handles; other transports than this one are taken there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import secrets
 import struct
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -27,17 +29,27 @@ from uuid import UUID
 import torch
 from torch import Tensor
 
-from rollout.distributed import Rendezvous
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
-    SharedBuckets,
+    UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.transports.base import (
+    Accepted,
+    EngineRank,
+    Holding,
+    Opening,
+    Receiver,
+    Sender,
+    Transport,
+    check_fields,
+)
 from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import half_of
+from rollout.wire.checked import Fields
 
 MAX_HALF = 256 << 20
 FLAGS = 4096  # bytes before the halves; one for each rank
@@ -166,65 +178,91 @@ def released(flags: Tensor, waited: float = _OPEN_WAIT) -> bool:
     return not bool((flags == _OPEN).any())
 
 
-class CudaIpcSender:
-    """Allocates on this process's current GPU; ``ConfigError`` where memory cannot be shared."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedAllocation:
+    """The memory: the offer of this transport. See ``pack_handle``; halves of ``half`` bytes."""
 
+    handle: str
+    secret: str
+    half: int
+
+    @classmethod
+    def of(cls, offer: Mapping[str, Any]) -> SharedAllocation:
+        """Types alone are checked; the rank that maps the memory trusts none of it."""
+        get = Fields(offer, "shared GPU memory")
+        return cls(
+            handle=get.string("handle"), secret=get.string("secret"), half=get.int("half", 1)
+        )
+
+
+class CudaIpc(Transport):
     name = "ipc"
 
-    def __init__(self, info: WeightInfo, timeout: float) -> None:
-        why = why_not(info)
-        if why is not None:
-            raise ConfigError(f"transport 'ipc' is not possible: {why}; use 'broadcast' or 'auto'")
+    def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        return "same host, and its GPUs' memory can be mapped"
+
+    def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        return why_not(info)
+
+    def open(self, opening: Opening) -> Sender:
+        return CudaIpcSender(opening.info, opening.bucket_bytes)
+
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        check_fields(request, "handle", "secret", "half")
+        SharedAllocation.of(request.offer)
+        return Accepted()
+
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        shared = SharedAllocation.of(request.offer)
+        return CudaIpcReceiver(shared, at.rank, request.bucket_bytes, torch.device(at.device))
+
+
+class CudaIpcSender(Sender):
+    """Allocates on this process's current GPU.
+
+    ``buffers``: the two halves, no longer than ``bucket_bytes`` (in whole pages) or the update.
+    """
+
+    bytes_go = "memory"
+
+    def __init__(self, info: WeightInfo, bucket_bytes: int) -> None:
         self._ranks = info.tensor_parallel_size
-        self._needed = sum(meta.nbytes + 512 for meta in info.tensors)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._runtime = Runtime()
-        self._pointer = 0
-        self._whole: Tensor | None = None
-        self._halves: tuple[Tensor, ...] = ()
-        self._shared: SharedBuckets | None = None
-
-    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
-        """The two halves, no longer than ``bucket_bytes`` (in whole pages) or the whole update."""
-        if not self._halves:
-            half = whole_pages(min(bucket_bytes, self._needed, MAX_HALF))
-            size, secret = FLAGS + 2 * half, secrets.token_hex(16)
-            with torch.cuda.device(self._device):
-                self._pointer = self._runtime.allocate(size)
+        needed = sum(meta.nbytes + 512 for meta in info.tensors)
+        half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
+        size, secret = FLAGS + 2 * half, secrets.token_hex(16)
+        with torch.cuda.device(self._device):
+            self._pointer = self._runtime.allocate(size)
+            try:
                 handle = self._runtime.handle(self._pointer)
-            self._whole = _tensor_at(self._pointer, size, self._device)
-            self._whole[:FLAGS].zero_()
-            self._halves = self._whole[FLAGS : FLAGS + half], self._whole[FLAGS + half :]
-            packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
-            self._shared = SharedBuckets(name="", secret=secret, half=half, handle=packed)
-            torch.cuda.current_stream(self._device).synchronize()
-        return self._halves
-
-    def rendezvous(self) -> Rendezvous | None:
-        return None
-
-    def shared(self) -> SharedBuckets | None:
-        return self._shared
+            except TransferFailed:
+                self._runtime.free(self._pointer)
+                raise
+        whole = self._whole = _tensor_at(self._pointer, size, self._device)
+        whole[:FLAGS].zero_()
+        self.buffers = whole[FLAGS : FLAGS + half], whole[FLAGS + half :]
+        packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
+        self.offer = asdict(SharedAllocation(handle=packed, secret=secret, half=half))
+        torch.cuda.current_stream(self._device).synchronize()
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
-        half = self._halves[header.index % 2][: header.nbytes]
+        half = self.buffers[header.index % 2][: header.nbytes]
         if half.data_ptr() != payload.data_ptr():
             half.copy_(payload)
         # A rank's stream knows nothing of ours: what is announced has to be there.
         torch.cuda.current_stream(self._device).synchronize()
         channel.bucket(header, None)
 
-    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
-        channel.wait(index, timeout)
-
     def close(self) -> None:
         """Let go; the memory is freed in the background once no rank has it open."""
         pointer, self._pointer = self._pointer, 0
-        whole, self._whole, self._halves = self._whole, None, ()
-        if pointer and whole is not None:
+        if pointer:
+            whole, self.buffers = self._whole, ()
+            del self._whole
             over = threading.Event()  # the program ends, which frees it, too
             flags = whole[: self._ranks]
             free = partial(_free, self._runtime, pointer, flags, self._device, over)
@@ -235,7 +273,7 @@ class CudaIpcReceiver:
     """Maps the sender's memory after checking what it is, and reads each bucket where it lies."""
 
     def __init__(
-        self, shared: SharedBuckets, rank: int, bucket_bytes: int, device: torch.device
+        self, shared: SharedAllocation, rank: int, bucket_bytes: int, device: torch.device
     ) -> None:
         self._shared, self._rank, self._device = shared, rank, device
         self._limit = whole_pages(bucket_bytes)

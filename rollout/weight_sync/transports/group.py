@@ -1,14 +1,47 @@
-"""What the roads that form a group of trainer and engine ranks share: how its errors are told."""
+"""What the transports that form a group of trainer and engine ranks share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from rollout.errors import DeadlineExceeded, RolloutError
-from rollout.weight_sync.protocol.messages import WeightChannel
+from rollout.distributed import Rendezvous
+from rollout.errors import ConfigError, DeadlineExceeded, RolloutError
+from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightChannel
 
 _GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
+_BACKENDS = ("tcp", "nccl")
+
+
+def group_offer(where: Rendezvous) -> dict[str, Any]:
+    """Where the engine's ranks meet the sender."""
+    return {"rendezvous": rendezvous_to_wire(where)}
+
+
+def group_of(offer: Mapping[str, Any]) -> Rendezvous:
+    """What ``group_offer`` said; ``TransferFailed`` names the field that makes no sense."""
+    return rendezvous_from_wire(offer.get("rendezvous"))
+
+
+def check_group(request: UpdateRequest, senders: int, num_ranks: int, device: str) -> None:
+    """Refuse a group that the engine's ranks cannot be in."""
+    if request.offer.get("rendezvous") is None:
+        raise ConfigError(f"transport {request.transport!r} lacks the rendezvous of its group")
+    where = group_of(request.offer)
+    if where.backend not in _BACKENDS:
+        raise ConfigError(
+            f"backend must be one of {', '.join(_BACKENDS)}, got {where.backend!r:.80}"
+        )
+    if where.backend == "nccl" and device.split(":")[0] != "cuda":
+        raise ConfigError(f"the backend nccl needs a GPU, and the engine is on {device}")
+    places = senders + num_ranks
+    if where.size != places:
+        raise ConfigError(
+            f"the sender's group has {where.size} places, but {senders} sending and this "
+            f"engine's {num_ranks} ranks need {places}: ask weight_info for the engine's size"
+        )
 
 
 @contextmanager

@@ -1,76 +1,52 @@
-"""The roads inside the channel itself: buckets travel with their announcement.
+"""The transports inside the channel itself: buckets travel with their announcement.
 
 ``inline``: in process that is a reference, to other ranks one copy into what they share, over gRPC
 messages of the update's stream. ``grpc_stream`` is the last of these for a service elsewhere: one
-stream to its one port, which goes on where it was when its connection is cut.
+stream to its one port, or one of each trainer rank, which go on where they were when a connection
+is cut.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from rollout.distributed import LOOPBACK, Rendezvous
 from rollout.errors import ConfigError, TransferFailed
+from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
-    SharedBuckets,
+    UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.transports.base import (
+    Accepted,
+    EngineRank,
+    Holding,
+    Opening,
+    Receiver,
+    Sender,
+    Transport,
+    check_fields,
+)
 
 GRACE = 5.0  # seconds
+MAX_GRACE = 60.0
+MAX_SENDERS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcStream:
-    """The road "grpc_stream" with another ``grace`` than its default, where a transport is asked.
-
-    ``grace``: seconds in which a cut connection may be made again before the update is aborted,
-    and for which a client that died holds the engine's lease; 0 to 60. A cut costs at most
-    ``bucket_bytes`` and one bucket's announcement sent twice.
-    """
-
-    grace: float = GRACE
-
-    def __call__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> InlineSender:
-        if "grpc_stream" not in info.transports:
-            raise ConfigError(
-                "grpc_stream leads to the port of a service, but the engine offers "
-                f"{', '.join(info.transports)} alone: use transport='auto'"
-            )
-        if not 0 <= self.grace <= 60:
-            raise ConfigError(f"grace must be 0 to 60 seconds, got {self.grace}")
-        return InlineSender("grpc_stream", self.grace)
-
-
-class InlineSender:
+class InlineSender(Sender):
     """Hands each payload to the channel."""
 
-    def __init__(self, name: str = "inline", grace: float = 0.0) -> None:
-        self.name, self.grace = name, grace
+    bytes_go = "channel"
 
-    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
-        return ()
-
-    def rendezvous(self) -> Rendezvous | None:
-        return None
-
-    def shared(self) -> SharedBuckets | None:
-        return None
-
-    def connect(self, channel: WeightChannel, timeout: float) -> None:
-        return None
+    def __init__(self, offer: StreamOffer | None = None) -> None:
+        self.offer = asdict(offer or StreamOffer())
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, payload.cpu())
-
-    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
-        channel.wait(index, timeout)
-
-    def close(self) -> None:
-        return None
 
 
 class InlineReceiver:
@@ -89,3 +65,64 @@ class InlineReceiver:
 
     def close(self) -> None:
         return None
+
+
+class Inline(Transport):
+    name = "inline"
+    in_process = fallback = True
+    served_as = "grpc_stream"
+
+    def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        near = info.transports[:1] == (self.name,) and info.tensor_parallel_size == 1
+        return "the engine is in this process" if near else None
+
+    def open(self, opening: Opening) -> Sender:
+        return InlineSender()
+
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        check_fields(request, "grace", "senders")
+        said = StreamOffer.of(request)
+        if not 0 <= said.grace <= MAX_GRACE:
+            raise ConfigError(f"grace must be 0 to {MAX_GRACE:g} seconds, got {said.grace}")
+        if said.senders > MAX_SENDERS:
+            raise ConfigError(f"senders must be 1 to {MAX_SENDERS}, got {said.senders}")
+        return Accepted(senders=said.senders)
+
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        return InlineReceiver()
+
+
+@dataclass(frozen=True)
+class GrpcStream(Inline):
+    """``grpc_stream`` with another ``grace`` than its default, where a transport is asked for.
+
+    ``grace``: seconds in which a cut connection may be made again before the update is aborted,
+    and for which a client that died holds the engine's lease; 0 to 60. A cut costs at most
+    ``bucket_bytes`` and one bucket's announcement sent twice.
+    """
+
+    grace: float = GRACE
+
+    name: ClassVar[str] = "grpc_stream"
+    in_process = offered = False
+    served_as: ClassVar[str] = ""
+
+    @property
+    def streams(self) -> bool:
+        return self.grace > 0
+
+    def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        return None
+
+    def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        if self.name not in info.transports:
+            return (
+                "it leads to the port of a service, but the engine offers "
+                f"{', '.join(info.transports)} alone"
+            )
+        if not 0 <= self.grace <= MAX_GRACE:
+            return f"grace must be 0 to {MAX_GRACE:g} seconds, got {self.grace}"
+        return None
+
+    def open(self, opening: Opening) -> Sender:
+        return InlineSender(StreamOffer(grace=self.grace, senders=opening.senders))

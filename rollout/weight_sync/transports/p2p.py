@@ -9,23 +9,37 @@ both ends know their order and lengths from the same plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.distributed import LOOPBACK, Rendezvous, RendezvousServer
+from rollout.distributed import Rendezvous, RendezvousServer
 from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     Message,
-    SharedBuckets,
+    UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
-from rollout.weight_sync.transports.group import explained
+from rollout.weight_sync.transports.base import (
+    Accepted,
+    EngineRank,
+    Holding,
+    Opening,
+    Receiver,
+    Sender,
+    Transport,
+    check_fields,
+)
+from rollout.weight_sync.transports.group import check_group, explained, group_of, group_offer
 from rollout.weight_sync.transports.links import Links
+from rollout.wire.checked import int_of, string_of
+
+MAX_SENDERS = 1 << 16
 
 
 def outgoing(header: BucketHeader, src: int) -> Iterator[tuple[Message, int]]:
@@ -42,12 +56,45 @@ def payload_bytes(header: BucketHeader, src: int) -> int:
     return max((at + message.nbytes for message, at in outgoing(header, src)), default=0)
 
 
+class P2P(Transport):
+    name = "p2p"
+    senders = "all"
+
+    def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        if holding is None or holding.problem is not None or not holding.split:
+            return None
+        return "the weights are split among trainer ranks, and need no gather"
+
+    def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        return "not looked into" if holding is None else holding.problem
+
+    def open(self, opening: Opening) -> Sender:
+        return P2PSender(opening)
+
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        check_fields(request, "rendezvous", "senders", "known")
+        senders = senders_of(request.offer)
+        check_group(request, senders, num_ranks, device)
+        known = string_of(request.offer.get("known"), "offer: known")
+        return Accepted(senders=senders, known=known)
+
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        where, senders = group_of(request.offer), senders_of(request.offer)
+        return P2PReceiver(where, senders, at.rank, request.bucket_bytes)
+
+
+def senders_of(offer: Mapping[str, Any]) -> int:
+    """How many trainer ranks send."""
+    return int_of(offer.get("senders"), "offer: senders", 1, MAX_SENDERS)
+
+
 class P2PMember:
     """One trainer rank's links to the engine's ranks; used by one thread."""
 
-    def __init__(self, where: Rendezvous, rank: int, senders: int) -> None:
-        self._rank, self._senders = rank, senders
-        self._links = Links(where, rank, senders)
+    def __init__(self, offer: Mapping[str, Any], rank: int) -> None:
+        """``offer``: the first rank's."""
+        self._rank, self._senders = rank, senders_of(offer)
+        self._links = Links(group_of(offer), rank, self._senders)
         self.sent_bytes = 0
 
     def connect(self, timeout: float) -> None:
@@ -69,62 +116,38 @@ class P2PMember:
         self._links.close()
 
 
-class P2PSender:
+class P2PSender(Sender):
     """The first trainer rank's end: listens for all members, announces, and sends its own boxes.
 
     What all trainer ranks do together is in ``rollout.weight_sync.trainer.reshard``.
     """
 
-    name = "p2p"
-
-    def __init__(self, info: WeightInfo, timeout: float, host: str = LOOPBACK) -> None:
-        self._engine_ranks, self._host = info.tensor_parallel_size, host
-        self._server: RendezvousServer | None = None
-        self._member: P2PMember | None = None
-
-    def spread(self, ranks: int) -> None:
-        size = ranks + self._engine_ranks
-        self._server = RendezvousServer(size, "tcp", self._host)
-        self._member = P2PMember(self._server.info, 0, ranks)
-
-    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
-        return ()
-
-    def rendezvous(self) -> Rendezvous | None:
-        return None if self._server is None else self._server.info
-
-    def shared(self) -> SharedBuckets | None:
-        return None
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.member.sent_bytes
-
-    @property
-    def member(self) -> P2PMember:
-        assert self._member is not None, "spread comes first"
-        return self._member
+    def __init__(self, opening: Opening) -> None:
+        size = opening.senders + opening.info.tensor_parallel_size
+        self._server = RendezvousServer(size, "tcp", opening.host)
+        where = group_offer(self._server.info)
+        self.offer = {**where, "senders": opening.senders, "known": opening.known}
+        self._member = P2PMember(self.offer, 0)
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         with explained(channel):
-            self.member.connect(timeout)
+            self._member.connect(timeout)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, None)
         with explained(channel, header.index):
-            self.member.post(header, payload)
+            self._member.post(header, payload)
+        self.sent_bytes = self._member.sent_bytes
 
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
         # The channel knows of a rank's error first; the link would only time out.
         channel.wait(index, timeout)
         with explained(channel, index):
-            self.member.free(index, timeout)
+            self._member.free(index, timeout)
 
     def close(self) -> None:
-        if self._member is not None:
-            self._member.close()
-        if self._server is not None:
-            self._server.close()
+        self._member.close()
+        self._server.close()
 
 
 class P2PReceiver:

@@ -19,21 +19,33 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
-    SharedBuckets,
+    UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.transports.base import (
+    Accepted,
+    EngineRank,
+    Holding,
+    Opening,
+    Receiver,
+    Sender,
+    Transport,
+    check_fields,
+)
 from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
+from rollout.wire.checked import Fields
 
 # Smaller halves stay in the caches between the copy in and the copy out, and both fit the 64 MB
 # that container runtimes give /dev/shm by default.
@@ -46,57 +58,83 @@ _NAME = re.compile(r"rollout-ipc-([0-9]{1,10})-[0-9a-f]{32}")
 _SECRET = re.compile(r"[0-9a-f]{32}")
 
 
-class IpcSender:
-    """Creates the shared file; ``ConfigError`` where the engine's ranks cannot see it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """Where the buckets are: the offer of this transport.
 
+    ``name`` is a plain file name, never a path. The file is one page that begins with a mark and
+    ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2.
+    """
+
+    name: str
+    secret: str
+    half: int
+
+    @classmethod
+    def of(cls, offer: Mapping[str, Any]) -> SharedFile:
+        """Types alone are checked; the rank that opens the file trusts none of it."""
+        get = Fields(offer, "shared memory")
+        return cls(name=get.string("name"), secret=get.string("secret"), half=get.int("half", 1))
+
+
+class SharedMemory(Transport):
     name = "ipc"
 
-    def __init__(self, info: WeightInfo, timeout: float) -> None:
-        if not info.host or info.host != host_id():
-            raise ConfigError(
-                "transport 'ipc' needs the engine on this host, with this /dev/shm and this user; "
-                "use 'broadcast' or 'auto'"
-            )
-        self._needed = sum(meta.nbytes + _PAGE for meta in info.tensors)
-        self._shared: SharedBuckets | None = None
+    def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        return "same host, and its /dev/shm is this one"
+
+    def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        near = info.host and info.host == host_id()
+        return None if near else "the engine is on another host"
+
+    def open(self, opening: Opening) -> Sender:
+        return IpcSender(opening.info, opening.bucket_bytes)
+
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        check_fields(request, "name", "secret", "half")
+        shared = SharedFile.of(request.offer)
+        if problem := shared_problem(shared, request.bucket_bytes):
+            raise ConfigError(f"the shared memory {shared.name!r:.100} is refused: {problem}")
+        return Accepted()
+
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        return IpcReceiver(SharedFile.of(request.offer), at.rank, request.bucket_bytes)
+
+
+class IpcSender(Sender):
+    """Creates the shared file.
+
+    ``buffers``: the two halves, no longer than ``bucket_bytes`` (in whole pages) or the update.
+    """
+
+    bytes_go = "memory"
+
+    def __init__(self, info: WeightInfo, bucket_bytes: int) -> None:
+        needed = sum(meta.nbytes + _PAGE for meta in info.tensors)
+        half = _pages(min(bucket_bytes, needed, MAX_HALF))
+        _sweep()
+        name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
+        self.shared = SharedFile(name=name, secret=secrets.token_hex(16), half=half)
         self._fd: int | None = None
-        self._halves: tuple[Tensor, ...] = ()
-
-    def buffers(self, bucket_bytes: int) -> tuple[Tensor, ...]:
-        """The two halves, no longer than ``bucket_bytes`` (in whole pages) or the whole update."""
-        if not self._halves:
-            half = _pages(min(bucket_bytes, self._needed, MAX_HALF))
-            _sweep()
-            name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
-            self._shared = SharedBuckets(name=name, secret=secrets.token_hex(16), half=half)
-            self._halves = self._create(self._shared)
-        return self._halves
-
-    def rendezvous(self) -> Rendezvous | None:
-        return None
-
-    def shared(self) -> SharedBuckets | None:
-        return self._shared
+        self.offer = asdict(self.shared)
+        self.buffers = self._create()
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
         self._forget()
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
-        half = self._halves[header.index % 2][: header.nbytes]
+        half = self.buffers[header.index % 2][: header.nbytes]
         if half.data_ptr() != payload.data_ptr():
             half.copy_(payload)
         channel.bucket(header, None)
 
-    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
-        channel.wait(index, timeout)
-
     def close(self) -> None:
         self._forget()
-        self._halves = ()
+        self.buffers = ()
 
-    def _create(self, shared: SharedBuckets) -> tuple[Tensor, ...]:
-        size = _PAGE + 2 * shared.half
+    def _create(self) -> tuple[Tensor, ...]:
+        shared, size = self.shared, _PAGE + 2 * self.shared.half
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._fd = os.open(SHARED_MEMORY / shared.name, flags, 0o600)
@@ -117,17 +155,17 @@ class IpcSender:
     def _forget(self) -> None:
         """Remove the name; the memory lives while somebody has it mapped."""
         fd, self._fd = self._fd, None
-        if fd is None or self._shared is None:
+        if fd is None:
             return
         with suppress(FileNotFoundError):
-            os.unlink(SHARED_MEMORY / self._shared.name)
+            os.unlink(SHARED_MEMORY / self.shared.name)
         os.close(fd)
 
 
 class IpcReceiver:
     """Maps the sender's file after checking whose it is, and reads each bucket where it lies."""
 
-    def __init__(self, shared: SharedBuckets, rank: int, bucket_bytes: int) -> None:
+    def __init__(self, shared: SharedFile, rank: int, bucket_bytes: int) -> None:
         self._shared, self._rank, self._limit = shared, rank, bucket_bytes
         self._memory: Tensor | None = None
 
@@ -165,7 +203,7 @@ class IpcReceiver:
         )
 
 
-def shared_problem(shared: SharedBuckets, bucket_bytes: int) -> str | None:
+def shared_problem(shared: SharedFile, bucket_bytes: int) -> str | None:
     """What is wrong with announced memory of the host, before anybody opens it; else None."""
     if not _NAME.fullmatch(shared.name) or not _SECRET.fullmatch(shared.secret):
         return "its name or secret is malformed"

@@ -1,49 +1,43 @@
 """Broadcasts of a framework's own trainer, as vLLM's weight transfer has them.
 
 The trainer leads the group: it is rank 0 and listens as a ``TCPStore``; engine rank r comes as
-``rank_offset + r``. Unlike other roads' groups this one outlives an update, and what runs at the
-other end is not ours: payloads come bare, one tensor or one pack of tensors each, without a
+``rank_offset + r``. Unlike other transports' groups this one outlives an update, and what runs at
+the other end is not ours: payloads come bare, one tensor or one pack of tensors each, without a
 preamble or a digest. Only what was announced on the channel says what they hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.weight_sync.protocol.messages import BucketHeader
-
-NAME = "foreign"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignGroup:
-    """Where the trainer listens, and the places: 0 is the trainer's, ours begin at the offset."""
-
-    host: str
-    port: int
-    rank_offset: int
-    size: int
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
+from rollout.weight_sync.transports.base import (
+    Accepted,
+    EngineRank,
+    Receiver,
+    Transport,
+    check_fields,
+)
+from rollout.weight_sync.transports.vllm_group import ForeignGroup, Member
 
 
-class Member(Protocol):
-    """One place in the group. ``close`` may come from any thread, and frees the others."""
+class VllmTransfer(Transport):
+    """The verbs alone choose it: it has no sender of ours."""
 
-    def join(self, timeout: float) -> None: ...
+    name = "foreign"
+    offered = False
 
-    def receive(self, nbytes: int, timeout: float) -> Tensor:
-        """The next broadcast of the trainer, uint8 [nbytes], valid until the next call."""
-        ...
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        check_fields(request)
+        return Accepted(bounded=False)  # the engine itself cuts what was announced
 
-    def close(self) -> None: ...
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        return ForeignReceiver(at.member, at.rank)
 
 
 def make_member(wire: Mapping[str, Any], rank: int, device: str) -> Member:
@@ -59,7 +53,7 @@ def make_member(wire: Mapping[str, Any], rank: int, device: str) -> Member:
 
 
 class ForeignReceiver:
-    """A rank's end of the road during one update, over a place it has already."""
+    """A rank's end during one update, over a place it has already."""
 
     def __init__(self, member: Member | None, rank: int) -> None:
         self._member, self._rank = member, rank

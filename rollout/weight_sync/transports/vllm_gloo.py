@@ -26,10 +26,9 @@ from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
 from rollout.errors import DeadlineExceeded, TransferFailed, from_wire
-from rollout.weight_sync.transports.vllm import ForeignGroup
+from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
 from rollout.wire.frames import recv_frame, send_frame
 
-START_LIMIT = 60.0  # seconds for the process to import torch, on a busy machine
 MODULE = "rollout.weight_sync.transports.vllm_gloo_process"
 
 

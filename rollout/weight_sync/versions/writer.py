@@ -1,4 +1,4 @@
-"""The trainer's side of the disk road: versions written bucket by bucket, the manifest last."""
+"""The trainer's side of versions on disk: versions written bucket by bucket, the manifest last."""
 
 from __future__ import annotations
 

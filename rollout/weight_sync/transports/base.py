@@ -1,0 +1,178 @@
+"""What a transport is: how the bytes of a bucket get from the sender to every rank.
+
+One row of the registry and one file with a subclass of ``Transport``, its ``Sender`` and its
+receiver; everybody else reads the facts below and never compares a name. A transport never knows a
+model. The sender announces a bucket on the channel, which reaches all ranks in one order, then
+moves its bytes; a rank posts its receive when it sees the announcement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from rollout.distributed import LOOPBACK
+from rollout.errors import ConfigError
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the trainer's end is opened for.
+
+    ``bucket_bytes``: the longest bucket. ``host``: the address of this machine as the engine
+    reaches it, for transports that listen here. ``senders``: how many trainer ranks will send.
+    ``known``: digest of the engine's requested boxes that the sender remembers.
+    """
+
+    info: WeightInfo
+    timeout: float
+    bucket_bytes: int
+    host: str = LOOPBACK
+    senders: int = 1
+    known: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """The rank that receives; ``member``: its place in a framework's group, if it has one."""
+
+    rank: int
+    device: str
+    member: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What an offer means for the engine.
+
+    ``senders``: trainer ranks that send. ``known``: the digest of requested boxes that they
+    remember. ``bounded``: whether buckets are no longer than ``bucket_bytes``.
+    """
+
+    senders: int = 1
+    known: str = ""
+    bounded: bool = True
+
+
+class Holding(Protocol):
+    """What trainer ranks hold of the weights."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why ranks cannot send their own boxes, or None."""
+        ...
+
+    @property
+    def split(self) -> bool:
+        """Whether no rank holds everything, so that a gather would be needed."""
+        ...
+
+
+class Sender:
+    """The trainer's end during one update; used by one thread, closed by whoever opened it.
+
+    ``offer``: what the request carries so that the ranks find this sender, JSON-able. ``buffers``:
+    equal uint8 buffers that buckets have to be packed into, () leaves it to the packer, which
+    makes them on ``device``. ``bytes_go``: on the channel, through memory that the ranks map, or
+    over a group of trainer and ranks.
+    """
+
+    offer: Mapping[str, Any] = MappingProxyType({})
+    buffers: tuple[Tensor, ...] = ()
+    device: str = "cpu"
+    bytes_go: Literal["channel", "memory", "group"] = "group"
+    sent_bytes: int = 0  # by this rank so far, where every trainer rank sends
+
+    def connect(self, channel: WeightChannel, timeout: float) -> None:
+        """Meet the engine's ranks; called once, after the engine has accepted the update."""
+
+    def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
+        """Announce a bucket and start moving it; ``payload`` stays untouched until ``wait``."""
+        raise NotImplementedError
+
+    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
+        """Until every rank has taken bucket ``index``, so that its buffer is free again."""
+        channel.wait(index, timeout)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """What the source has yielded, as it is to be packed."""
+        return tensor
+
+    def close(self) -> None:
+        """Let go at once; peers blocked on it see an error. Idempotent."""
+
+
+class Receiver(Protocol):
+    """A rank's end during one update; used by the rank's staging thread only."""
+
+    def connect(self, timeout: float) -> None: ...
+
+    def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
+        """The payload of the announced bucket, uint8 [nbytes], valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Transport:
+    """The facts of a transport, and its two ends. Without state: one instance serves everybody."""
+
+    name: ClassVar[str]
+    senders: ClassVar[Literal["one", "all"]] = "one"  # trainer ranks; "all" send their own boxes
+    in_process: ClassVar[bool] = False  # nothing is nearer to an engine in this process
+    offered: ClassVar[bool] = True  # by every engine
+    served_as: ClassVar[str] = ""  # its name at a service, where it is another
+    fallback: ClassVar[bool] = False  # "auto" takes it, in the engine's order, after the preferred
+
+    @property
+    def streams(self) -> bool:
+        """Whether each trainer rank may bring a stream of its own to the one channel."""
+        return False
+
+    def on(self, info: WeightInfo) -> Transport:
+        """This transport to the engine of ``info``."""
+        return self
+
+    def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        """Why "auto" tries it before the engine's own order; None where it does not."""
+        return None
+
+    def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        """Why it cannot be used between this trainer and this engine, or None.
+
+        ``holding`` is None where it was not looked into.
+        """
+        return None
+
+    def open(self, opening: Opening) -> Sender:
+        """The trainer's end; ``ConfigError`` or ``TransferFailed`` where there can be none."""
+        raise NotImplementedError
+
+    def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
+        """On the engine's side, before anything is staged: ``ConfigError`` for a bad offer."""
+        raise NotImplementedError
+
+    def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
+        """The rank's end for a request that was checked."""
+        raise NotImplementedError
+
+    def check_sent(self, sender: Sender) -> None:
+        """All bytes are sent, by ``sender``, which may be another transport's after a failure."""
+
+
+def check_fields(request: UpdateRequest, *known: str) -> None:
+    """Refuse an offer with fields that its transport does not have."""
+    if unknown := sorted(map(str, set(request.offer) - set(known))):
+        raise ConfigError(
+            f"transport {request.transport!r} has no {', '.join(unknown)[:200]} in its offer"
+        )

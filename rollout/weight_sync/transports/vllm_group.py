@@ -1,0 +1,35 @@
+"""A place in the group that a framework's own trainer leads, as vLLM's weight transfer has it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+START_LIMIT = 60.0  # seconds for the process of a gloo place to import torch, on a busy machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignGroup:
+    """Where the trainer listens, and the places: 0 is the trainer's, ours begin at the offset."""
+
+    host: str
+    port: int
+    rank_offset: int
+    size: int
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Member(Protocol):
+    """One place in the group. ``close`` may come from any thread, and frees the others."""
+
+    def join(self, timeout: float) -> None: ...
+
+    def receive(self, nbytes: int, timeout: float) -> Tensor:
+        """The next broadcast of the trainer, uint8 [nbytes], valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
