@@ -231,7 +231,7 @@ class Model:
         return ForwardBatch(
             input_ids=torch.arange(count) % self.config.vocab_size,
             positions=last,
-            slots=tables[:, -1].long() * BLOCK + last % BLOCK,
+            slot_mapping=tables[:, -1].long() * BLOCK + last % BLOCK,
             query_starts=torch.arange(count + 1, dtype=torch.int32),
             context_lens=torch.full((count,), context, dtype=torch.int32),
             block_tables=tables,
@@ -244,7 +244,7 @@ class Model:
         return ForwardBatch(
             input_ids=torch.randint(0, self.config.vocab_size, (tokens,)),
             positions=torch.arange(tokens),
-            slots=torch.arange(tokens),
+            slot_mapping=torch.arange(tokens),
             query_starts=torch.tensor([0, tokens], dtype=torch.int32),
             context_lens=torch.tensor([tokens], dtype=torch.int32),
             block_tables=torch.arange(pages, dtype=torch.int32)[None],

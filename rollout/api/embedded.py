@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import rollout
-from rollout.api.arrivals import Arrivals
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
+from rollout.engine.output import Snapshot
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import (
     ConfigError,
@@ -262,14 +262,14 @@ class EmbeddedBackend:
         index = {request.request_id: n for n, request in enumerate(requests)}
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")
-        arrived = Arrivals()
-        self.core.submit(requests, arrived, stream=stream)
+        collector = RequestOutputCollector()
+        self.core.submit(requests, collector, stream=stream)
         pending = set(index)
         self._running |= pending
         try:
             while pending:
                 try:
-                    item = await arrived.take()
+                    item = await collector.take()
                 except RolloutError:  # it ended the whole call
                     pending.clear()
                     raise
@@ -282,6 +282,42 @@ class EmbeddedBackend:
                 # Asked for without waiting: a cancelled reader may not be able to await any more.
                 with contextlib.suppress(EngineError):  # a dead engine has nothing left to abort
                     self.core.at_step_boundary(lambda: self.core.outputs.abort(pending))
+
+
+class RequestOutputCollector:
+    """A sink for the engine, a source for one reader in the loop that made it.
+
+    Holds the newest snapshot of each request only: a reader that is behind skips the older ones,
+    whose tokens the newest has too. An error comes before everything that has not been taken.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._newest: dict[str, Snapshot] = {}
+        self._error: BaseException | None = None
+        self._some = asyncio.Event()
+
+    def __call__(self, item: Snapshot | BaseException) -> None:
+        """From any thread; never blocks."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, item)
+
+    async def take(self) -> Snapshot:
+        """The snapshot of the request that has waited longest; raises the error that came."""
+        await self._some.wait()
+        if self._error is not None:
+            raise self._error
+        snapshot = self._newest.pop(next(iter(self._newest)))
+        if not self._newest:
+            self._some.clear()
+        return snapshot
+
+    def _put(self, item: Snapshot | BaseException) -> None:
+        if isinstance(item, BaseException):
+            self._error = item
+        else:
+            self._newest[item.request_id] = item
+        self._some.set()
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

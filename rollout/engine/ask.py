@@ -1,16 +1,14 @@
-"""Waiting, until a deadline, for what was asked of the ranks or of the engine's thread."""
+"""Waiting, until a deadline, for what was asked of the engine's thread."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
-from rollout.engine.executors import Reply
-from rollout.errors import DeadlineExceeded, RolloutError
+from rollout.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
@@ -71,19 +69,3 @@ class Asked(Generic[T]):
         if undo is not None:
             self._future.cancel()
             undo()
-
-
-def replies_of(futures: Sequence[Future[Reply]], method: str, timeout: float) -> list[Reply]:
-    """Every rank's answer to ``method``, by rank; a timeout names the rank and the method."""
-    deadline = time.monotonic() + timeout
-    replies = []
-    for rank, future in enumerate(futures):
-        try:
-            replies.append(future.result(max(0.0, deadline - time.monotonic())))
-        except FutureTimeout as error:
-            if isinstance(error, RolloutError):
-                raise
-            raise DeadlineExceeded(
-                f"rank {rank} did not answer {method} within {timeout:g} s"
-            ) from error
-    return replies

@@ -51,7 +51,7 @@ def encode_batch(
     arrays = {
         "input_ids": (np.full(count, -1) if coming else _input_ids(entries, int(query_starts[-1]))),
         "positions": positions,
-        "slots": slots,
+        "slot_mapping": slots,
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + new).astype(np.int32),
         "block_tables": tables,

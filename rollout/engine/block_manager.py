@@ -33,7 +33,7 @@ class Block:
         self.tokens: tuple[int, ...] = ()
 
 
-class Found(NamedTuple):
+class PrefixHit(NamedTuple):
     """What the cache has of a sequence that holds no block."""
 
     blocks: list[int]
@@ -84,11 +84,11 @@ class BlockManager:
             block.forget()
         self.set_version(self.version)
 
-    def find(self, seq: Sequence) -> Found:
+    def find(self, seq: Sequence) -> PrefixHit:
         """The cached blocks of the longest known prefix; tokens are compared after each hit."""
         hits: list[int] = []
         if not self.prefix_caching or seq.needs_prompt_logprobs or seq.block_table:
-            return Found(hits)
+            return PrefixHit(hits)
         parent = self._root
         size = self.block_size
         for start in range(0, seq.num_tokens - size, size):
@@ -96,15 +96,15 @@ class BlockManager:
             digest = _chain(parent, tokens)
             block_id = self._by_hash.get(digest)
             if block_id is None:
-                return Found(hits, digest)
+                return PrefixHit(hits, digest)
             block = self._blocks[block_id]
             if block.tokens != tokens or block.parent != parent:
                 break
             hits.append(block_id)
             parent = digest
-        return Found(hits)
+        return PrefixHit(hits)
 
-    def admit(self, seq: Sequence, found: Found, margin: int = 0) -> bool:
+    def admit(self, seq: Sequence, found: PrefixHit, margin: int = 0) -> bool:
         """Give ``seq`` blocks for all its known tokens, reusing cached ones, or change nothing.
 
         ``found``: what ``find`` has just said; those positions count as computed. ``margin`` blocks

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from rollout.config import check_timeout
-from rollout.engine.ask import Asked, replies_of
-from rollout.errors import InvalidRequest, RolloutError
-
-if TYPE_CHECKING:
-    from rollout.engine.core import EngineCore
+from rollout.engine.ask import Asked
+from rollout.engine.executors import Reply, gather_replies
+from rollout.engine.loop import StepLoop
+from rollout.engine.output import OutputProcessor
+from rollout.engine.scheduler import Scheduler
+from rollout.errors import EngineBroken, InvalidRequest, RolloutError
 
 T = TypeVar("T")
 WAKE_TAGS = ("weights", "kv_cache")
@@ -19,17 +21,27 @@ WAKE_TAGS = ("weights", "kv_cache")
 class Control:
     """Each verb returns at once; what it returns is waited for, in a thread or a task.
 
-    ``timeout``: seconds, at most ``MAX_TIMEOUT``; None is the engine's own.
+    ``timeout``: seconds, at most ``MAX_TIMEOUT``; None is ``default_timeout``. ``call`` asks every
+    rank. ``broken``: why the engine cannot generate until a full update commits, if so.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(
+        self,
+        loop: StepLoop,
+        scheduler: Scheduler,
+        outputs: OutputProcessor,
+        call: Callable[[str, Mapping[str, Any]], list[Future[Reply]]],
+        default_timeout: float,
+    ) -> None:
         self.asleep: set[str] = set()  # tags that were given up
-        self._core = core
+        self.broken: str | None = None
+        self._loop, self._scheduler, self._outputs = loop, scheduler, outputs
+        self._call, self._timeout = call, default_timeout
 
     def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> Asked[int]:
         """End requests with ``finish_reason`` "abort" and what they have; how many there were."""
         ids = list(request_ids)
-        return self._ask("abort", lambda: self._core.outputs.abort(ids), timeout)
+        return self._ask("abort", lambda: self._outputs.abort(ids), timeout)
 
     def pause(self, mode: str = "keep", timeout: float | None = None) -> Asked[None]:
         """Stop generating until ``resume``.
@@ -37,26 +49,24 @@ class Control:
         "keep" freezes what runs, "wait" lets what has begun finish first (``DeadlineExceeded``
         when it does not, and generation goes on), "abort" ends everything.
         """
-        core = self._core
         if mode not in ("keep", "wait", "abort"):
             raise InvalidRequest(f"pause mode must be keep, wait or abort, got {mode!r}")
         if mode == "wait":
-            return core.loop.ask_drained("pause", self._limit(timeout))
+            return self._loop.ask_drained("pause", self._limit(timeout))
 
         def freeze() -> None:
-            core.loop.gates.freeze("pause")
+            self._loop.pause_state.freeze("pause")
             if mode == "abort":
-                core.outputs.abort(list(core.outputs.requests))
+                self._outputs.abort(list(self._outputs.requests))
 
         return self._ask("pause", freeze, timeout)
 
     def resume(self, timeout: float | None = None) -> Asked[None]:
-        return self._ask("resume", lambda: self._core.loop.gates.open("pause"), timeout)
+        return self._ask("resume", lambda: self._loop.pause_state.open("pause"), timeout)
 
     def reset_prefix_cache(self, timeout: float | None = None) -> Asked[None]:
-        return self._ask(
-            "reset_prefix_cache", lambda: self._core.blocks.reset_prefix_cache(), timeout
-        )
+        reset = self._scheduler.blocks.reset_prefix_cache
+        return self._ask("reset_prefix_cache", reset, timeout)
 
     def sleep(self, level: int = 1, timeout: float | None = None) -> Asked[None]:
         """Free device memory: 1 keeps the weights in host memory, 2 drops them.
@@ -66,16 +76,16 @@ class Control:
         """
         if level not in (1, 2):
             raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r}")
-        core, wait = self._core, self._limit(timeout)
+        wait = self._limit(timeout)
 
         def fall_asleep() -> None:
-            core.loop.gates.freeze("sleep")
-            core.scheduler.recompute()
-            core.blocks.reset_prefix_cache()
+            self._loop.pause_state.freeze("sleep")
+            self._scheduler.recompute()
+            self._scheduler.blocks.reset_prefix_cache()
             self.asleep = set(WAKE_TAGS)
             if level == 2:  # what is frozen stays so until new weights are there
-                core.broken = "sleep(level=2) dropped the weights"
-                core.loop.gates.freeze("broken")
+                self.broken = "sleep(level=2) dropped the weights"
+                self._loop.pause_state.freeze("broken")
             self._ask_or_break("sleep", {"level": level}, wait)
 
         return self._ask("sleep", fall_asleep, wait)
@@ -98,20 +108,33 @@ class Control:
                 self._ask_or_break("wake_up", {"tags": missing}, wait)
             self.asleep.difference_update(missing)
             if not self.asleep:
-                self._core.loop.gates.open("sleep")
+                self._loop.pause_state.open("sleep")
 
         return self._ask("wake_up", wake, wait)
 
+    def mark_broken(self, reason: str | None) -> None:
+        """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""
+        was, self.broken = self.broken, reason
+        if reason is not None:
+            error = EngineBroken(self.broken_text)
+            self._loop.at_boundary(lambda: self._outputs.fail(error))
+        elif was is not None:
+            self._loop.at_boundary(lambda: self._loop.pause_state.open("broken"))
+
+    @property
+    def broken_text(self) -> str:
+        return f"the engine cannot generate until a full update commits: {self.broken}"
+
     def _ask(self, what: str, fn: Callable[[], T], timeout: float | None) -> Asked[T]:
-        return self._core.loop.ask(what, fn, self._limit(timeout))
+        return self._loop.ask(what, fn, self._limit(timeout))
 
     def _limit(self, timeout: float | None) -> float:
-        return self._core.config.timeout if timeout is None else check_timeout(timeout)
+        return self._timeout if timeout is None else check_timeout(timeout)
 
     def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> None:
         """Ask all ranks, whose state nobody knows when one fails."""
         try:
-            replies_of(self._core.call(method, args), method, timeout)
+            gather_replies(self._call(method, args), method, timeout)
         except RolloutError as error:
-            self._core.mark_broken(f"{method} failed: {error}")
+            self.mark_broken(f"{method} failed: {error}")
             raise

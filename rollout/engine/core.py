@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -14,16 +14,13 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
-from rollout.engine.admission import Admission
-from rollout.engine.ask import replies_of
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
-from rollout.engine.executors import Executor, Reply, make_executor
-from rollout.engine.figures import figures
+from rollout.engine.executors import Executor, Reply, gather_replies, make_executor
+from rollout.engine.input_processor import InputProcessor
 from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
-from rollout.engine.output import OutputProcessor
-from rollout.engine.request_state import Call, Sink
+from rollout.engine.output import Call, OutputProcessor, Sink
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
@@ -61,7 +58,6 @@ class EngineCore:
         self.seed = secrets.randbits(63) if config.seed is None else config.seed
         self.version = 0
         self.counters = EngineCounters()
-        self.broken: str | None = None
         self.model_config: ModelConfig
         self.memory: MemoryPlan
         self.tokenizer: Tokenizer | None = None
@@ -70,7 +66,7 @@ class EngineCore:
         self.rank_info: list[dict[str, Any]] = []
         self._executor = executor
         self._loop: StepLoop | None = None
-        self.control = Control(self)
+        self._control: Control | None = None
         self.died: Future[WorkerDied] = Future()  # resolved when a rank's process has ended
         self._closing = threading.Lock()
         self._closed = False
@@ -119,7 +115,7 @@ class EngineCore:
             eos.add(self.tokenizer.eos_token_id)
         vocab_size = self.model_config.vocab_size
         self.eos_ids = frozenset(token for token in eos if token < vocab_size)
-        self.admission = Admission(
+        self.inputs = InputProcessor(
             vocab_size=vocab_size,
             max_model_len=self.max_model_len,
             eos_ids=self.eos_ids,
@@ -144,7 +140,7 @@ class EngineCore:
             self.counters,
             epoch=self.epoch,
             eos_ids=self.eos_ids,
-            live_ids=self.admission.live_ids,
+            live_ids=self.inputs.live_ids,
         )
         self._loop = StepLoop(
             executor,
@@ -156,6 +152,7 @@ class EngineCore:
             runs_ahead=config.async_scheduling,
             on_broken=self.mark_broken,
         )
+        self._control = Control(self._loop, self.scheduler, self.outputs, self.call, config.timeout)
 
     def close(self) -> None:
         """End everything: pending calls get ``EngineClosed``, ranks end. Idempotent."""
@@ -178,6 +175,17 @@ class EngineCore:
         return self._loop
 
     @property
+    def control(self) -> Control:
+        if self._control is None:
+            raise EngineClosed("the engine has not been started")
+        return self._control
+
+    @property
+    def broken(self) -> str | None:
+        """Why no weights are live that one version made, if so."""
+        return None if self._control is None else self._control.broken
+
+    @property
     def state(self) -> str:
         """starting | running | paused | asleep | broken | dead | closed.
 
@@ -193,7 +201,7 @@ class EngineCore:
             return "asleep"
         if self.broken is not None:
             return "broken"
-        return "paused" if self._loop.gates.is_held_by("pause") else "running"
+        return "paused" if self._loop.pause_state.is_held_by("pause") else "running"
 
     # ---- requests ----
 
@@ -211,13 +219,10 @@ class EngineCore:
             raise refusal
         if not requests:
             return
-        call = Call(sink, stream, self.admission.take(requests))
+        call = Call(sink, stream, self.inputs.take(requests))
         arrived = time.monotonic()
         admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))
         admitted.add_done_callback(lambda future: self._admitted(future, requests, call))
-
-    def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> int:
-        return self.control.abort(request_ids, timeout).result()
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt; ``InvalidRequest`` without a tokenizer."""
@@ -230,26 +235,37 @@ class EngineCore:
             )
         return self.tokenizer
 
-    # ---- control: as in ``Control``, waited for in this thread ----
-
-    def pause(self, mode: str = "keep", timeout: float | None = None) -> None:
-        self.control.pause(mode, timeout).result()
-
-    def resume(self, timeout: float | None = None) -> None:
-        self.control.resume(timeout).result()
-
-    def reset_prefix_cache(self, timeout: float | None = None) -> None:
-        self.control.reset_prefix_cache(timeout).result()
-
-    def sleep(self, level: int = 1, timeout: float | None = None) -> None:
-        self.control.sleep(level, timeout).result()
-
-    def wake_up(self, tags: Sequence[str] | None = None, timeout: float | None = None) -> None:
-        self.control.wake_up(tags, timeout).result()
-
     def stats(self) -> EngineStats:
         """One moment; takes no lock and waits for nobody."""
-        return figures(self)
+        count = self.counters
+        return EngineStats(
+            state=self.state,
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.num_waiting,
+            kv_usage=self.blocks.usage,
+            num_kv_blocks=self.num_kv_blocks,
+            prompt_tokens_total=count.prompt_tokens,
+            generation_tokens_total=count.generation_tokens,
+            steps_total=count.steps,
+            preemptions_total=self.scheduler.preemptions,
+            prefix_cache_queries_total=self.blocks.query_tokens,
+            prefix_cache_hits_total=self.blocks.hit_tokens,
+            requests_finished=dict(count.finished),
+            nan_logits_total=count.nan_logits,
+            epoch=self.epoch,
+            seed=self.seed,
+            weight_version=self.version,
+            weight_updates_total=count.updates,
+            weight_updates_failed_total=count.updates_failed,
+            weight_updates_nonfinite_total=count.updates_nonfinite,
+            nonfinite_tensors=count.nonfinite_tensors,
+            last_stall_seconds=count.last_stall,
+            time_to_first_token=count.time_to_first_token.snapshot(),
+            inter_token=count.inter_token.snapshot(),
+            following=count.following,
+            follow_error=count.follow_error,
+            follow_failures_total=count.follow_failures,
+        )
 
     # ---- what an update uses ----
 
@@ -259,15 +275,15 @@ class EngineCore:
 
     def undrain(self) -> None:
         """Admit again, from the next boundary on; never waits and never raises."""
-        self.at_step_boundary(lambda: self.loop.gates.open("drain"))
+        self.at_step_boundary(lambda: self.loop.pause_state.open("drain"))
 
     def hold(self, timeout: float) -> None:
         """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
-        self.loop.between_steps("hold", lambda: self.loop.gates.freeze("hold"), timeout)
+        self.loop.between_steps("hold", lambda: self.loop.pause_state.freeze("hold"), timeout)
 
     def release(self) -> None:
         """Step again, from the next boundary on; never waits and never raises."""
-        self.at_step_boundary(lambda: self.loop.gates.open("hold"))
+        self.at_step_boundary(lambda: self.loop.pause_state.open("hold"))
 
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
@@ -306,12 +322,7 @@ class EngineCore:
 
     def mark_broken(self, reason: str | None) -> None:
         """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""
-        was, self.broken = self.broken, reason
-        if reason is not None:
-            error = EngineBroken(_broken_text(reason))
-            self.at_step_boundary(lambda: self.outputs.fail(error))
-        elif was is not None:
-            self.at_step_boundary(lambda: self.loop.gates.open("broken"))
+        self.control.mark_broken(reason)
 
     def record_nonfinite(self) -> None:
         """Count an update that is refused for NaN or infinity."""
@@ -357,7 +368,7 @@ class EngineCore:
         if self.control.asleep:
             return EngineClosed("the engine is asleep; call wake_up first")
         if self.broken is not None:
-            return EngineBroken(_broken_text(self.broken))
+            return EngineBroken(self.control.broken_text)
         return None
 
     def _admit(self, requests: Sequence[Request], call: Call, arrived: float) -> None:
@@ -366,11 +377,11 @@ class EngineCore:
         if refusal is not None:
             self.outputs.refuse(call, refusal)
             return
-        self.outputs.add(self.admission.build(requests, call, arrived))
+        self.outputs.add(self.inputs.build(requests, call, arrived))
 
     def _admitted(self, done: Future[None], requests: Sequence[Request], call: Call) -> None:
         """A call that the engine's thread could not take, or never got to, hears why."""
-        self.admission.arrived(requests)
+        self.inputs.arrived(requests)
         error = done.exception()
         if isinstance(error, RolloutError):
             self.outputs.refuse(call, error)
@@ -380,8 +391,4 @@ class EngineCore:
             self.outputs.refuse(call, EngineError(text))
 
     def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
-        return replies_of(self.call(method, args), method, timeout)
-
-
-def _broken_text(reason: str) -> str:
-    return f"the engine cannot generate until a full update commits: {reason}"
+        return gather_replies(self.call(method, args), method, timeout)

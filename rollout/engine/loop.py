@@ -24,10 +24,9 @@ from rollout.distributed.native_thread import NativeThread
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor, Reply
-from rollout.engine.gates import Gates
 from rollout.engine.output import OutputProcessor
 from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.scheduler import Scheduler
+from rollout.engine.scheduler import PauseState, Scheduler
 from rollout.engine.sequence import ScheduledBatch
 from rollout.errors import (
     EngineBroken,
@@ -73,7 +72,7 @@ class StepLoop:
         runs_ahead: bool,
         on_broken: Callable[[str], None],
     ) -> None:
-        self.gates = Gates(scheduler)
+        self.pause_state = PauseState(scheduler)
         self.dead: WorkerDied | None = None
         self.closed = False
         self.runs_ahead = runs_ahead
@@ -147,7 +146,7 @@ class StepLoop:
         drained: Future[None] = Future()
 
         def shut() -> None:
-            self.gates.wait_behind(gate, drained)
+            self.pause_state.wait_behind(gate, drained)
             self._drains.append(drained)
 
         def refused(asked: Future[None]) -> None:
@@ -156,7 +155,7 @@ class StepLoop:
                 drained.set_exception(error)
 
         def give_up() -> None:
-            self.at_boundary(lambda: self.gates.stop_waiting(drained, stay_shut=False))
+            self.at_boundary(lambda: self.pause_state.stop_waiting(drained, stay_shut=False))
 
         if self.dead is not None:
             raise WorkerDied(str(self.dead))
@@ -222,7 +221,7 @@ class StepLoop:
         drains, self._drains = self._drains, []
         for future in drains:
             waited = future.set_running_or_notify_cancel()
-            self.gates.stop_waiting(future, stay_shut=waited and not self.dead)
+            self.pause_state.stop_waiting(future, stay_shut=waited and not self.dead)
             if waited and self.dead:
                 future.set_exception(self.dead)
             elif waited:

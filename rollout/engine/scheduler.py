@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from rollout.engine.block_manager import BlockManager, Found
+from rollout.engine.block_manager import BlockManager, PrefixHit
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
@@ -135,11 +135,11 @@ class Scheduler:
         kv_spans = seq.kv_spans.prefix(seq.num_computed)
         self.blocks.release(seq)
         seq.kv_spans = kv_spans  # the output still tells which weights computed what
-        heirs = [s for s in self._unforked.pop(seq.seq_id, ()) if s.status is Status.WAITING]
-        if heirs:
-            self._wait_again(heirs[0])
-            if heirs[1:]:
-                self._unforked[heirs[0].seq_id] = heirs[1:]
+        siblings = [s for s in self._unforked.pop(seq.seq_id, ()) if s.status is Status.WAITING]
+        if siblings:
+            self._wait_again(siblings[0])
+            if siblings[1:]:
+                self._unforked[siblings[0].seq_id] = siblings[1:]
 
     def recompute(self) -> None:
         """Drop the KV of all sequences."""
@@ -183,14 +183,14 @@ class Scheduler:
     def _admit(self, entries: list[ScheduledEntry], budget: int) -> None:
         if not budget or len(self.running) >= self._max_seqs or self._next_heap() is None:
             return
-        coming = Coming(self.blocks, self.running)
+        in_flight = InFlightPrefixes(self.blocks, self.running)
         put_off: list[tuple[list[tuple[int, Sequence]], Sequence]] = []
         while budget and len(self.running) + len(put_off) < self._max_seqs:
             heap = self._next_heap()
             if heap is None:
                 break
             seq = heap[0][1]
-            found = coming.look_up(seq)
+            found = in_flight.look_up(seq)
             if found is None:
                 heapq.heappop(heap)
                 put_off.append((heap, seq))
@@ -202,11 +202,11 @@ class Scheduler:
             seq.status = Status.RUNNING
             insort(self.running, seq, key=_BY_ID)
             budget -= _schedule_chunk(entries, seq, budget)
-            coming.add(seq)
+            in_flight.add(seq)
         for heap, seq in put_off:
             heapq.heappush(heap, (seq.seq_id, seq))
 
-    def _make_space(self, seq: Sequence, found: Found) -> bool:
+    def _make_space(self, seq: Sequence, found: PrefixHit) -> bool:
         """Blocks for all known tokens of a sequence that is to be admitted, if there are."""
         # Leave room for the running ones to grow, or the newcomer is preempted at once.
         margin = min(len(self.running), self.blocks.num_blocks // 32)
@@ -261,7 +261,62 @@ class Scheduler:
                 self._wait_again(seq)
 
 
-class Coming:
+class PauseState:
+    """Named holds on a scheduler; it runs freely when none is left. Engine thread only.
+
+    A *freeze* stops every step. A *gate* only keeps requests out that have not begun. Owners
+    (pause, drain, hold, sleep) are independent: opening one leaves the others in force. While
+    somebody waits behind a gate for what runs to end it is shut, too; whether it stays so is
+    decided when the waiting ends.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._freezes: set[str] = set()
+        self._gates: set[str] = set()
+        self._waits: dict[object, str] = {}
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._freezes or self._gates or self._waits)
+
+    def is_held_by(self, owner: str) -> bool:
+        """From any thread."""
+        waits = list(self._waits.values())  # at once: others may change it meanwhile
+        return owner in self._freezes or owner in self._gates or owner in waits
+
+    def freeze(self, owner: str) -> None:
+        self._freezes.add(owner)
+        self._apply()
+
+    def shut(self, owner: str) -> None:
+        self._gates.add(owner)
+        self._apply()
+
+    def wait_behind(self, owner: str, waiter: object) -> None:
+        """Shut for as long as ``waiter`` waits."""
+        self._waits[waiter] = owner
+        self._apply()
+
+    def stop_waiting(self, waiter: object, *, stay_shut: bool) -> None:
+        """Nothing to do where the owner was opened meanwhile."""
+        owner = self._waits.pop(waiter, None)
+        if owner is not None and stay_shut:
+            self._gates.add(owner)
+        self._apply()
+
+    def open(self, owner: str) -> None:
+        self._freezes.discard(owner)
+        self._gates.discard(owner)
+        self._waits = {waiter: of for waiter, of in self._waits.items() if of != owner}
+        self._apply()
+
+    def _apply(self) -> None:
+        self._scheduler.frozen = bool(self._freezes)
+        self._scheduler.admitting = not (self._gates or self._waits)
+
+
+class InFlightPrefixes:
     """The blocks that running prefills are about to make addressable, by the next one of each."""
 
     def __init__(self, blocks: BlockManager, running: list[Sequence]) -> None:
@@ -278,7 +333,7 @@ class Coming:
         if digest is not None:
             self._by_next.setdefault(digest, seq)
 
-    def look_up(self, seq: Sequence) -> Found | None:
+    def look_up(self, seq: Sequence) -> PrefixHit | None:
         """What the cache has of ``seq``; None: half of the rest or more is being computed."""
         tokens = tuple(seq.token_ids)
         if tokens in self._covered and not (seq.block_table or seq.needs_prompt_logprobs):

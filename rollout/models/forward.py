@@ -11,12 +11,12 @@ class ForwardBatch:
 
     Sequence ``s`` owns rows ``query_starts[s]:query_starts[s+1]``: the last tokens of a context of
     ``context_lens[s]`` tokens (this step's included). ``block_tables[s]`` lists the KV blocks of
-    its positions in order; ``slots[t]`` is ``block * block_size + offset`` of token ``t``.
+    its positions in order; ``slot_mapping[t]`` is ``block * block_size + offset`` of token ``t``.
     """
 
     input_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    slots: Tensor  # [tokens] int64
+    slot_mapping: Tensor  # [tokens] int64
     query_starts: Tensor  # [sequences + 1] int32
     context_lens: Tensor  # [sequences] int32
     block_tables: Tensor  # [sequences, max_blocks] int32, padded with 0

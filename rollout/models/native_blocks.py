@@ -83,7 +83,7 @@ class NativeBlocks:
         """What the last block returns for embeddings x [T, hidden], which are overwritten."""
         tokens, hidden = x.shape
         out, work = torch.empty_like(x), x.new_empty(tokens, self._work_columns)
-        cos, sin, slots = cos.contiguous(), sin.contiguous(), batch.slots.contiguous()
+        cos, sin, slots = cos.contiguous(), sin.contiguous(), batch.slot_mapping.contiguous()
         starts, lengths = batch.query_starts.contiguous(), batch.context_lens.contiguous()
         tables = batch.block_tables.contiguous()
         assert slots.dtype == torch.int64

@@ -87,7 +87,7 @@ def test_a_sequence_that_ends_unforeseen_is_computed_once_in_vain(start: Start, 
     plain = run(core, request(max_tokens=60))["a"].outputs[0]
     in_turn, stop = toy.steps, plain.token_ids[30]
     first = plain.token_ids.index(stop)
-    core.reset_prefix_cache()
+    core.control.reset_prefix_cache().result()
     cut = run(core, request(max_tokens=60, stop_token_ids=(stop,)))["a"].outputs[0]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.token_ids == plain.token_ids[: first + 1]

@@ -40,7 +40,7 @@ def held(core: EngineCore, toy: ToyExecutor, steps: int, **params: Any) -> Sink:
     sink = Sink()
     core.submit([request(**params)], sink, stream=True)
     sink.wait_for(steps)
-    core.pause("keep")
+    core.control.pause("keep").result()
     return sink
 
 
@@ -179,11 +179,11 @@ def test_abort_ends_a_request_with_what_it_has(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
     sink = held(core, toy, 3, max_tokens=200)
-    assert core.abort(["a", "unknown"]) == 1
+    assert core.control.abort(["a", "unknown"]).result() == 1
     out = sink.results()["a"].outputs[0]
     assert out.finish_reason == "abort"
     assert out.token_ids == continuation(PROMPT, 200)[: len(out.token_ids)]
-    core.resume()
+    core.control.resume().result()
     assert core.blocks.num_free == core.num_kv_blocks
 
 
@@ -209,7 +209,7 @@ def test_what_a_commit_does_to_a_running_request(start: Start, in_flight: str) -
     core = start(toy)
     sink = held(core, toy, 5, max_tokens=40)
     commit(core, 1, in_flight)
-    core.resume()
+    core.control.resume().result()
     sample = sink.results()["a"].outputs[0]
     if in_flight == "abort":
         assert sample.finish_reason == "abort"
@@ -256,7 +256,7 @@ def test_a_drain_that_cannot_end_says_so_and_generation_goes_on(start: Start) ->
     sink = held(core, toy, 2, max_tokens=100)
     with pytest.raises(DeadlineExceeded):
         core.drain(0.05)
-    core.resume()
+    core.control.resume().result()
     assert len(sink.results()["a"].outputs[0].token_ids) == 100
     run(core, request("b"))
 
@@ -286,39 +286,39 @@ def test_pause_modes(start: Start) -> None:
     count, steps = len(sink.items), toy.steps
     time.sleep(0.05)
     assert (len(sink.items), toy.steps, core.state) == (count, steps, "paused")
-    core.resume()
-    core.pause("wait", 5)
+    core.control.resume().result()
+    core.control.pause("wait", 5).result()
     assert len(sink.results()["a"].outputs[0].token_ids) == 100
     late = Sink()
     core.submit([request("late", max_tokens=3)], late, stream=False)
-    core.pause("abort")
+    core.control.pause("abort").result()
     assert late.results()["late"].outputs[0].token_ids == []
-    core.resume()
+    core.control.resume().result()
     run(core, request("b"))
     with pytest.raises(InvalidRequest):
-        core.pause("sometimes")
+        core.control.pause("sometimes").result()
 
 
 def test_sleep_refuses_calls_and_a_frozen_request_goes_on_after_it(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
     sink = held(core, toy, 3, max_tokens=40)
-    core.resume()
-    core.sleep(1)
+    core.control.resume().result()
+    core.control.sleep(1).result()
     with pytest.raises(EngineClosed, match="asleep"):
         core.submit([request("b")], Sink(), stream=False)
-    core.wake_up(["weights"])
+    core.control.wake_up(["weights"]).result()
     assert core.state == "asleep"
-    core.wake_up()
+    core.control.wake_up().result()
     assert sink.results()["a"].outputs[0].token_ids == continuation(PROMPT, 40)
     with pytest.raises(InvalidRequest, match="moon"):
-        core.wake_up(["moon"])
+        core.control.wake_up(["moon"]).result()
 
 
 def test_after_deep_sleep_only_a_commit_makes_the_engine_generate(start: Start) -> None:
     core = start()
-    core.sleep(2)
-    core.wake_up()
+    core.control.sleep(2).result()
+    core.control.wake_up().result()
     with pytest.raises(EngineBroken, match="dropped the weights"):
         core.submit([request()], Sink(), stream=False)
     commit(core, 1)
@@ -354,7 +354,7 @@ def test_a_dying_worker_ends_everything_at_once(start: Start) -> None:
     assert core.state == "dead"
     for use in (
         lambda: core.submit([request("b")], Sink(), stream=False),
-        lambda: core.pause(),
+        lambda: core.control.pause().result(),
         lambda: core.call("info", {}),
     ):
         with pytest.raises(WorkerDied):
@@ -392,7 +392,7 @@ def test_close_ends_pending_calls_and_refuses_new_ones(start: Start) -> None:
     with pytest.raises(EngineClosed):
         core.submit([request("b")], Sink(), stream=False)
     with pytest.raises(EngineClosed):
-        core.pause()
+        core.control.pause().result()
     assert core.state == "closed"
 
 
@@ -464,17 +464,17 @@ def test_calls_submitted_while_the_engine_closes_are_answered(start: Start) -> N
     core._closed = True
     with pytest.raises(EngineClosed):
         late.results()
-    assert not core.admission.live_ids
+    assert not core.inputs.live_ids
 
 
 def test_a_call_that_cannot_be_admitted_hears_why(start: Start) -> None:
     core = start()
-    core.admission.build = lambda *args: 1 // 0
+    core.inputs.build = lambda *args: 1 // 0
     sink = Sink()
     core.submit([request("a")], sink, stream=False)
     with pytest.raises(EngineError, match="could not be admitted: ZeroDivisionError"):
         sink.results()
-    del core.admission.build
+    del core.inputs.build
     run(core, request("a", max_tokens=1))
 
 
@@ -482,10 +482,10 @@ def test_a_call_that_cannot_be_admitted_hears_why(start: Start) -> None:
 def test_an_absurd_timeout_is_refused_and_shuts_no_gate(start: Start, timeout: Any) -> None:
     core = start()
     for verb in (
-        lambda: core.pause("wait", timeout),
-        lambda: core.pause("keep", timeout),
-        lambda: core.sleep(1, timeout),
-        lambda: core.wake_up(timeout=timeout),
+        lambda: core.control.pause("wait", timeout).result(),
+        lambda: core.control.pause("keep", timeout).result(),
+        lambda: core.control.sleep(1, timeout).result(),
+        lambda: core.control.wake_up(timeout=timeout).result(),
     ):
         with pytest.raises(InvalidRequest, match="timeout must be a number of seconds"):
             verb()
@@ -499,17 +499,17 @@ def test_whoever_gives_up_waiting_opens_no_gate_of_others(start: Start) -> None:
     sink = held(core, toy, 3, max_tokens=60)
     patient = core.control.pause("wait", 60)
     with pytest.raises(DeadlineExceeded):
-        core.pause("wait", 0.05)
-    assert core.loop.gates.closed
-    core.at_step_boundary(lambda: core.loop.gates._freezes.clear()).result(30)
-    core.at_step_boundary(lambda: core.loop.gates._apply()).result(30)
+        core.control.pause("wait", 0.05).result()
+    assert core.loop.pause_state.closed
+    core.at_step_boundary(lambda: core.loop.pause_state._freezes.clear()).result(30)
+    core.at_step_boundary(lambda: core.loop.pause_state._apply()).result(30)
     sink.results()
     patient.result()
     assert core.state == "paused"
-    core.resume()
+    core.control.resume().result()
     go = hold_boundary(core)
     with pytest.raises(DeadlineExceeded):
-        core.pause("wait", 0.05)  # it never came to shut anything
+        core.control.pause("wait", 0.05).result()  # it never came to shut anything
     go.set()
     run(core, request("b", max_tokens=1))
     assert core.state == "running"
@@ -520,7 +520,7 @@ def test_a_resume_overrules_a_pause_that_still_waits(start: Start) -> None:
     core = start(toy)
     sink = held(core, toy, 3, max_tokens=60)
     waiting = core.control.pause("wait", 60)
-    core.resume()
+    core.control.resume().result()
     sink.results()
     waiting.result()
     assert core.state == "running"

@@ -136,11 +136,11 @@ def test_what_cannot_be_encoded_ends_its_own_request_alone(start: Start) -> None
     core = start(ToyExecutor())
     good, bad, later = Sink(), Sink(), Sink()
     broken = request("bad", max_tokens=40)
-    core.pause()
+    core.control.pause().result()
     core.submit([request("good", max_tokens=30)], good, stream=False)
     core.submit([broken], bad, stream=False)
     object.__setattr__(broken.params, "top_k", 10**30)
-    core.resume()
+    core.control.resume().result()
     with pytest.raises(EngineError, match="'bad' cannot be encoded: OverflowError"):
         bad.results()
     assert good.results()["good"].outputs[0].token_ids == continuation(PROMPT, 30)
@@ -168,7 +168,7 @@ def test_text_that_cannot_be_made_ends_its_own_request_alone(start: Start) -> No
     core = start(tokenizer=True)
     good, bad = Sink(), Sink()
     core.submit([request("good", max_tokens=12)], good, stream=True)
-    core.pause()
+    core.control.pause().result()
     core.submit([request("bad", n=2, max_tokens=12)], bad, stream=True)
 
     def spoil() -> None:
@@ -176,7 +176,7 @@ def test_text_that_cannot_be_made_ends_its_own_request_alone(start: Start) -> No
             sample.text._tokenizer = None
 
     core.at_step_boundary(spoil).result(30)
-    core.resume()
+    core.control.resume().result()
     with pytest.raises(EngineError, match="'bad' failed: AttributeError"):
         bad.results()
     assert len(good.results()["good"].outputs[0].token_ids) == 12

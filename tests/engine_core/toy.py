@@ -206,7 +206,7 @@ class ToyExecutor:
             for row in range(starts[s], starts[s + 1]):
                 position = int(batch.positions[row])
                 states.append(state_at(self.weights, int(batch.input_ids[row]), position, context))
-                self.pages[int(batch.slots[row])] = states[-1]
+                self.pages[int(batch.slot_mapping[row])] = states[-1]
                 context = (context + mix(states[-1] + position)) & _MASK
         return self._reply([states[row] for row in batch.logit_rows.tolist()], sampling)
 

@@ -81,10 +81,12 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_cause(tiny):
 
         batch = ScheduledBatch([ScheduledEntry(sequence(SamplingParams(), computed=0), 3)])
         args, tensors = encode_batch(batch, 4)
-        del tensors["slots"]
+        del tensors["slot_mapping"]
         started = time.monotonic()
         for future in executor.call("step", args, tensors):
-            with pytest.raises(WorkerDied, match=r"ended with exit code 1 after KeyError: 'slots'"):
+            with pytest.raises(
+                WorkerDied, match=r"ended with exit code 1 after KeyError: 'slot_mapping'"
+            ):
                 future.result(25)
         assert time.monotonic() - started < 25
 

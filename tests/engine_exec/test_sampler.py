@@ -8,8 +8,7 @@ import torch
 from engine_exec.sampling import repeated, sampling_batch, sequence
 from transformers.generation import logits_process as hf
 
-from rollout.engine.sampling.draw import uniforms
-from rollout.engine.sampling.sampler import Sampler
+from rollout.engine.sampling.sampler import Sampler, uniforms
 from rollout.generation import SamplingParams
 
 VOCAB = 1300  # two whole segments and a rest

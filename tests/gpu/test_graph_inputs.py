@@ -29,7 +29,7 @@ def _batch(count: int, width: int = 2, contexts: tuple[int, ...] | None = None) 
     return ForwardBatch(
         input_ids=torch.arange(10, 10 + count),
         positions=positions,
-        slots=tables[torch.arange(count), positions // 4].long() * 4 + positions % 4,
+        slot_mapping=tables[torch.arange(count), positions // 4].long() * 4 + positions % 4,
         query_starts=torch.arange(count + 1, dtype=torch.int32),
         context_lens=lengths,
         block_tables=tables,
@@ -52,7 +52,7 @@ def test_a_step_with_more_than_decodes_is_not_replayed() -> None:
     chunk = ForwardBatch(
         input_ids=torch.arange(3),
         positions=torch.arange(3),
-        slots=torch.arange(3),
+        slot_mapping=torch.arange(3),
         query_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
         context_lens=batch.context_lens,
         block_tables=batch.block_tables,
@@ -69,10 +69,10 @@ def test_inputs_stay_where_they_are_and_padding_has_no_slot() -> None:
     inputs.fill(small, 4)
     got = inputs.batch(4)
     assert [t.data_ptr() for t in vars_of(got)] == before
-    for name in ("input_ids", "positions", "slots", "context_lens"):
+    for name in ("input_ids", "positions", "slot_mapping", "context_lens"):
         assert torch.equal(getattr(got, name)[:2], getattr(small, name)), name
     assert torch.equal(got.block_tables[:2, :3], small.block_tables)
-    assert got.slots[2:].tolist() == [-1, -1]
+    assert got.slot_mapping[2:].tolist() == [-1, -1]
     assert got.context_lens[2:].tolist() == [1, 1]
     assert is_decode(got)
     assert inputs.fits(small)
@@ -94,7 +94,7 @@ def test_padded_rows_change_no_row_and_no_page() -> None:
     for size, step in ((2, batch), (4, inputs.batch(4))):
         table = torch.ones(size, 16)
         kv = [page.clone() for page in pages]
-        turned = store(q[:size], k[:size], v[:size], table, table * 0.5, *kv, step.slots)
+        turned = store(q[:size], k[:size], v[:size], table, table * 0.5, *kv, step.slot_mapping)
         out = attend(turned, *kv, step.query_starts, step.context_lens, step.block_tables, 16**-0.5)
         results.append((kv, out[:2], out))
     for a, b in zip(results[0][0], results[1][0], strict=True):

@@ -153,4 +153,4 @@ async def test_a_full_queue_is_429_and_resource_exhausted_and_a_call_is_taken_wh
     await engine.resume_generation()
     assert [len(output.outputs) for output in await large] == [3, 3]
     assert (await http.post("/v1/completions", json=body)).status_code == 200
-    assert engine.backend.core.admission._coming == 0
+    assert engine.backend.core.inputs._coming == 0

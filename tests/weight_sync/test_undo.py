@@ -11,7 +11,7 @@ from ranks import Engine, same
 
 from rollout.config import EngineConfig
 from rollout.engine.kv_cache import plan_memory, size_kv
-from rollout.engine.worker.rollback import KeptWeights
+from rollout.engine.worker.rollback import RollbackSnapshot
 from rollout.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -229,7 +229,7 @@ def test_an_exchange_that_fails_midway_puts_back_what_it_changed(make, checkpoin
     engine = make("shadow")
     live = engine.ranks[0].instances.live
     before = engine.live()
-    kept = KeptWeights.whole(live)
+    kept = RollbackSnapshot.whole(live)
     for piece in kept._pieces:
         piece.values += 1
     kept._pieces[-1].values = kept._pieces[-1].values[:1].expand(3)  # does not fit

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.errors import WorkerDied
+from rollout.errors import DeadlineExceeded, RolloutError, WorkerDied
 
 Reply = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -57,3 +59,19 @@ def make_executor(config: EngineConfig) -> Executor:
     from rollout.engine.executors.multiprocess import MultiprocessExecutor
 
     return MultiprocessExecutor(config)
+
+
+def gather_replies(futures: Sequence[Future[Reply]], method: str, timeout: float) -> list[Reply]:
+    """Every rank's answer to ``method``, by rank; a timeout names the rank and the method."""
+    deadline = time.monotonic() + timeout
+    replies = []
+    for rank, future in enumerate(futures):
+        try:
+            replies.append(future.result(max(0.0, deadline - time.monotonic())))
+        except FutureTimeout as error:
+            if isinstance(error, RolloutError):
+                raise
+            raise DeadlineExceeded(
+                f"rank {rank} did not answer {method} within {timeout:g} s"
+            ) from error
+    return replies

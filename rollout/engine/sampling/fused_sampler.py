@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from rollout.engine.memory import to_device
-from rollout.engine.sampling.draw import uniforms
 from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.sampling.sampler import Sampler
+from rollout.engine.sampling.sampler import Sampler, uniforms
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import draw_tokens
 from rollout.kernels.gpu_support import triton_runs

@@ -103,7 +103,7 @@ class DecodeInputs:
         here = batch.input_ids.device == ids.device
         ids[:count] = batch.input_ids if here else 0
         positions[:count] = batch.positions
-        slots[:count], lengths[:count] = batch.slots, batch.context_lens
+        slots[:count], lengths[:count] = batch.slot_mapping, batch.context_lens
         self._clear(count, size)
         self._host_tables[:count, :width] = batch.block_tables
         self._device.copy_(self._host, non_blocking=True)
@@ -119,7 +119,7 @@ class DecodeInputs:
         return ForwardBatch(
             input_ids=ids[:size],
             positions=positions[:size],
-            slots=slots[:size],
+            slot_mapping=slots[:size],
             query_starts=self._starts[: size + 1],
             context_lens=lengths[:size],
             block_tables=self._tables[:size],

@@ -32,7 +32,7 @@ class _Piece:
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
 
-class KeptWeights:
+class RollbackSnapshot:
     """What makes the weights of one instance into others: ``exchange`` puts it in.
 
     The same again goes back: the values that it replaces take the place of those that were kept.
@@ -42,12 +42,12 @@ class KeptWeights:
         self._pieces = pieces
 
     @classmethod
-    def whole(cls, model: Model) -> KeptWeights:
+    def whole(cls, model: Model) -> RollbackSnapshot:
         """A copy of everything ``model`` holds."""
         return cls([_Piece(None, _to_host(x)) for x in chunks(model)])
 
     @classmethod
-    def difference(cls, old: Model, new: Model) -> KeptWeights:
+    def difference(cls, old: Model, new: Model) -> RollbackSnapshot:
         """What makes ``new`` into ``old``: ``old``'s values where their bits differ."""
         return cls([_compared(x, y) for x, y in pairs(old, new)])
 

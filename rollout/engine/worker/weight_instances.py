@@ -18,7 +18,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.rollback import KeptWeights, all_or_none, pairs
+from rollout.engine.worker.rollback import RollbackSnapshot, all_or_none, pairs
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
 from rollout.kernels import exchange
 from rollout.models.model import Model
@@ -60,15 +60,15 @@ class ModelInstances:
         self._live_is: int | None = next(self._names)
         self._shadow_is: int | None = None
         self._past: list[int | None] = []  # what was live before, newest last
-        self._kept: KeptWeights | None = None
+        self._kept: RollbackSnapshot | None = None
         self._kept_is: int | None = None  # what ``_kept`` makes of the content ``_kept_on``
         self._kept_on: int | None = None
-        self._way_back: Callable[[], object] | None = None  # undoes the last commit
+        self._revert: Callable[[], object] | None = None  # undoes the last commit
         self._reading = threading.Lock()  # weights that are read stay where they are
         # What was written to the shadow since it was brought up to live; once that is committed,
-        # the two contents named in ``_apart`` differ in nothing else.
+        # the two contents named in ``_diff`` differ in nothing else.
         self._written: PatchJournal | None = None
-        self._apart: tuple[frozenset[int | None], PatchJournal] | None = None
+        self._diff: tuple[frozenset[int | None], PatchJournal] | None = None
 
     @property
     def live(self) -> Model:
@@ -101,7 +101,7 @@ class ModelInstances:
         held = self._shadow_is
         if self._undo != "shadow":
             self._keep_previous()
-        self._in_place, self._way_back, self._shadow_is = False, None, None
+        self._in_place, self._revert, self._shadow_is = False, None, None
         device = {"host": torch.device("cpu"), "device": self._device}.get(staging)
         device = self._shadow_device if device is None else device
         if self._live is None:
@@ -126,7 +126,7 @@ class ModelInstances:
         if self._live is None:
             self._live = self._build(self._device)
         elif self._undo != "shadow" and self._live_is is not None:
-            self._kept, self._kept_is = KeptWeights.whole(self._live), self._live_is
+            self._kept, self._kept_is = RollbackSnapshot.whole(self._live), self._live_is
         self._in_place, self._live_is = True, None
         return self._live.begin_load()
 
@@ -202,9 +202,9 @@ class ModelInstances:
             before = self._live_is
             moved = self._swap()
             self._live_is = next(self._names)
-            self._apart = None
+            self._diff = None
             if self._written is not None:
-                self._apart = frozenset((self._live_is, self._shadow_is)), self._written
+                self._diff = frozenset((self._live_is, self._shadow_is)), self._written
             self._moved(before, self._swap)
             return moved
         before = self._kept_is if self._kept is not None else None
@@ -232,15 +232,15 @@ class ModelInstances:
 
     def revert(self) -> None:
         """Undo the last ``commit`` or ``go_back``, once; ``VersionConflict`` where none can be."""
-        if self._way_back is None:
+        if self._revert is None:
             raise VersionConflict("this rank has overwritten what it should go back to")
-        self._way_back()
-        self._way_back = None
+        self._revert()
+        self._revert = None
         self._past.pop()
 
     def drop_shadow(self) -> None:
         """Let go of all that is kept for going back."""
-        self._shadow = self._shadow_is = self._way_back = self._written = self._apart = None
+        self._shadow = self._shadow_is = self._revert = self._written = self._diff = None
         self._forget()
 
     def drop_weights(self) -> None:
@@ -290,10 +290,10 @@ class ModelInstances:
 
     def _bring_up(self, live: Model, shadow: Model, held: int | None) -> None:
         """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
-        apart, self._apart = self._apart, None  # the shadow's content ends here
+        diff, self._diff = self._diff, None  # the shadow's content ends here
         written = PatchJournal(everything=True)
-        if apart is not None and held is not None and {held, self._live_is} == apart[0]:
-            written = apart[1]
+        if diff is not None and held is not None and {held, self._live_is} == diff[0]:
+            written = diff[1]
         written.copy(live.storages(), shadow.storages())
 
     def _exchange_kept(self) -> bool:
@@ -303,9 +303,9 @@ class ModelInstances:
         self._live_is = self._kept_on
         return True
 
-    def _moved(self, before: int | None, way_back: Callable[[], object] | None) -> None:
+    def _moved(self, before: int | None, revert: Callable[[], object] | None) -> None:
         self._past = [*self._past[-1:], before]
-        self._way_back = way_back
+        self._revert = revert
 
     def _keep_previous(self) -> None:
         """Before the shadow is overwritten: keep what a rollback needs of it."""
@@ -315,9 +315,9 @@ class ModelInstances:
         elif self._shadow_is == target and self._shadow is not None:
             self._forget()
             if self._undo == "host":
-                self._kept = KeptWeights.whole(self._shadow)
+                self._kept = RollbackSnapshot.whole(self._shadow)
             else:
-                self._kept = KeptWeights.difference(self._shadow, self.live)
+                self._kept = RollbackSnapshot.difference(self._shadow, self.live)
             self._kept_is, self._kept_on = target, self._live_is
         elif (self._kept_is, self._kept_on) != (target, self._live_is):
             self._forget()

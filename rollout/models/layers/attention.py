@@ -38,7 +38,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotary_store(q, k, v, cos, sin, kv.k, kv.v, batch.slots)
+        q = rotary_store(q, k, v, cos, sin, kv.k, kv.v, batch.slot_mapping)
         out = self.attend(
             q,
             kv.k,

@@ -58,7 +58,11 @@ class EngineControl(Protocol):
 
     epoch: int
     version: int
-    broken: str | None  # why live weights are not one version, if so
+
+    @property
+    def broken(self) -> str | None:
+        """Why live weights are not one version, if so."""
+        ...
 
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None

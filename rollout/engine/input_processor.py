@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from rollout.engine.request_state import Call, RequestState, Sample
+from rollout.engine.output import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
@@ -16,7 +16,7 @@ from rollout.generation import Request
 _SEED_BITS = 63
 
 
-class Admission:
+class InputProcessor:
     """Judges a call as a whole in its caller's thread, and builds its states in the engine's.
 
     ``live_ids`` are the request ids between the two and until the last output. ``num_waiting()``

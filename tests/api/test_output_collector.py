@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.api.arrivals import Arrivals
+from rollout.api.embedded import RequestOutputCollector
 from rollout.api.sync_rollout import _LoopThread
 from rollout.errors import EngineClosed
 
@@ -18,7 +18,7 @@ def snapshot(request_id, step):
 
 def test_a_slow_reader_takes_the_newest_only():
     async def read():
-        arrived = Arrivals()
+        arrived = RequestOutputCollector()
 
         def engine():
             for step in range(100):
@@ -40,7 +40,7 @@ def test_a_slow_reader_takes_the_newest_only():
 
 def test_an_error_is_raised_at_once():
     async def read():
-        arrived = Arrivals()
+        arrived = RequestOutputCollector()
         arrived(snapshot("a", 1))
         arrived(EngineClosed("gone"))
         await asyncio.sleep(0)
