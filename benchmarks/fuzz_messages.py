@@ -186,7 +186,9 @@ def http_calls() -> st.SearchStrategy[tuple[str, str, dict[str, str], str, bytes
 def grpc_calls() -> Mapping[str, st.SearchStrategy[list[bytes]]]:
     """ "Service/Method" -> the bytes of its requests; one, but for ``Update``."""
     prompts = [pb.Prompt(token_ids=pb.TokenIds(ids=[5, 6])), pb.Prompt(text="Hello")]
-    params = pb.SamplingParams(n=2, temperature=0.5, max_tokens=2, top_k=3, logprobs=1, stop=["a"])
+    params = pb.SamplingParams(
+        json=b'{"n": 2, "temperature": 0.5, "max_tokens": 2, "top_k": 3, "stop": "a"}'
+    )
     generate = pb.GenerateRequest(prompts=prompts, params=[params])
     chats = documents(MESSAGES).map(
         lambda d: pb.ChatRequest(conversations=[pb.Conversation(messages_json=d)], params=[params])

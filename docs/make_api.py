@@ -18,26 +18,8 @@ from typing import Any
 
 import rollout
 from rollout import errors
-from rollout.cli.flags import ENGINE_HELP, SAMPLING_HELP
 
 PAGE = Path(__file__).with_name("api.md")
-MEANING = {
-    "EngineConfig": {"model": "checkpoint directory or hub id", **ENGINE_HELP},
-    "SamplingParams": {
-        **SAMPLING_HELP,
-        "presence_penalty": "in [-2, 2], off a logit of each token that the answer has",
-        "frequency_penalty": "in [-2, 2], the same times how often it has it",
-        "repetition_penalty": "above 0; 1: none; counts the prompt's tokens, too",
-        "logit_bias": "token id -> what is added to its logit",
-        "stop": "texts that end an answer",
-        "stop_token_ids": "tokens that end an answer",
-        "include_stop_str_in_output": "keep the stop text in `text`",
-        "logprobs": "alternatives of each token in `Logprobs.top`",
-        "prompt_logprobs": "the same for the prompt's tokens",
-        "detokenize": "make `text`; else token ids alone",
-        "skip_special_tokens": "leave them out of `text`",
-    },
-}
 HEAD = """\
 # API
 
@@ -95,14 +77,14 @@ def _async_table() -> str:
 
 
 def _fields(cls: type[Any]) -> str:
-    meaning = MEANING.get(cls.__name__)
+    meaning = any("help" in f.metadata for f in fields(cls))
     lines = ["| field | type | default |", "|---|---|---|"]
     if meaning:
         lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for f in fields(cls):
         kind = str(f.type).replace("|", "\\|")
         row = f"| `{f.name}` | `{kind}` | {_default(f)} |"
-        lines.append(f"{row} {meaning[f.name]} |" if meaning else row)
+        lines.append(f"{row} {f.metadata['help']} |" if meaning else row)
     return "\n".join(lines) + "\n"
 
 

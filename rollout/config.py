@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from rollout.errors import ConfigError, InvalidRequest
@@ -42,94 +42,137 @@ def check_timeout(seconds: Any) -> float:
     return float(seconds)
 
 
+def _setting(default: Any, text: str, *choices: str, least: int | None = None) -> Any:
+    """A field with its help text and what it may be: one of ``choices``, or an int from ``least``
+    on (None too, where that is the default).
+    """
+    metadata = {"help": text, "choices": choices, "least": least}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Sizes are in bytes, times in seconds, lengths in tokens.
 
-    ``model``: a directory or a hub id (with ``revision``). ``device`` auto | cpu | cuda.
-    ``dtype`` auto (the checkpoint's) | float32 | bfloat16 | float16. ``executor`` auto | inline
-    (this process, TP=1) | multiprocess. ``load_format`` auto | safetensors | pt | dummy.
-    ``staging`` auto | device | host | none: where an uncommitted version waits. ``undo`` shadow |
-    sparse | host: what a rollback goes back by once the shadow is overwritten; see ``engine/undo``.
-    ``expert_parallel``: the ranks of a mixture-of-experts model hold whole experts, instead of a
-    part of each. ``deterministic``: a sequence gets the same bits (tokens and all logprobs)
-    whatever runs beside it and however it is cut, cached or preempted; see ``docs/benchmarks.md``
-    for its cost. ``head_dtype`` auto (the model's) | float32: of the logits and of the sums that
-    make them; the head's weights stay as they are. ``weight_layout`` auto | plain | tiles: how
-    linear weights lie in memory. ``num_threads``: CPU threads of each rank, default cores divided
-    by ranks. ``kv_cache_bytes``: of each rank, default on CPU min(4 GiB, a quarter of the free
-    memory after the shadow is reserved). ``cuda_graphs`` auto | on | off (or a bool): capture
-    decode steps on a GPU, padded to ``cuda_graph_sizes``, by default some up to ``max_num_seqs``.
-    ``max_queued_requests``: sequences (n for each prompt) that may wait; a call that would make
-    them more gets ``EngineOverloaded``, but where none waits any call is taken. ``seed``: of
-    requests that bring none; None draws one at every start, so that no two engines sample alike.
-    ``async_scheduling``: give the ranks step N+1 while N runs, as long as all running requests
-    decode and none waits; what arrives, is aborted or commits may wait for two steps then.
-    ``check_finite``: refuse updates whose weights hold NaN or infinity, warn of such checkpoints.
+    The command line's flags and docs/api.md are made from these fields and their texts.
     """
 
-    model: str
-    revision: str | None = None
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    served_model_name: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    executor: str = "auto"
-    tensor_parallel_size: int = 1
-    expert_parallel: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_queued_requests: int = 16384
-    block_size: int = 32
-    num_kv_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    staging: str = "auto"
-    undo: str = "shadow"
-    weight_layout: str = "auto"
-    deterministic: bool = False
-    head_dtype: str = "auto"
-    seed: int | None = None
-    num_threads: int | None = None
-    timeout: float = DEFAULT_TIMEOUT
-    start_timeout: float = 600.0
-    weight_dirs: tuple[str, ...] = ()
-    progress: bool = False
-    cuda_graphs: str = "auto"
-    cuda_graph_sizes: tuple[int, ...] = ()
-    async_scheduling: bool = False
-    check_finite: bool = True
+    model: str = field(metadata={"help": "checkpoint directory or hub id"})
+    revision: str | None = _setting(None, "branch, tag or commit of a hub id")
+    tokenizer: str | None = _setting(
+        None, "directory or hub id of the tokenizer (default: the model's)"
+    )
+    skip_tokenizer_init: bool = _setting(False, "serve token ids only")
+    served_model_name: str | None = _setting(
+        None, "name that clients ask for (default: MODEL as given)"
+    )
+    device: str = _setting("auto", "auto, cpu or cuda", "auto", "cpu", "cuda")
+    dtype: str = _setting(
+        "auto",
+        "auto (the checkpoint's), float32, bfloat16 or float16",
+        *("auto", "float32", "bfloat16", "float16"),
+    )
+    load_format: str = _setting(
+        "auto",
+        "auto, safetensors, pt, or dummy (made-up weights)",
+        *("auto", "safetensors", "pt", "dummy"),
+    )
+    executor: str = _setting(
+        "auto",
+        "auto, inline (one rank, in this process) or multiprocess",
+        *("auto", "inline", "multiprocess"),
+    )
+    tensor_parallel_size: int = _setting(1, "ranks that share the model", least=1)
+    expert_parallel: bool = _setting(False, "ranks hold whole experts instead of a part of each")
+    max_model_len: int | None = _setting(
+        None, "longest sequence in tokens (default: the model's own, if it fits)", least=1
+    )
+    max_num_seqs: int = _setting(256, "sequences that run at the same time", least=1)
+    max_num_batched_tokens: int = _setting(2048, "tokens of one engine step", least=1)
+    max_queued_requests: int = _setting(
+        16384,
+        "sequences (n for each prompt) that may wait; a call beyond it is refused (HTTP 429), but "
+        "where none waits any is taken",
+        least=1,
+    )
+    block_size: int = _setting(32, "tokens of one KV block", least=1)
+    num_kv_blocks: int | None = _setting(
+        None, "KV blocks of each rank (default: by memory)", least=1
+    )
+    kv_cache_bytes: int | None = _setting(
+        None,
+        "bytes of KV cache of each rank (default: by memory; on a CPU at most 4 GiB and a quarter "
+        "of what is free after the shadow)",
+        least=1,
+    )
+    enable_prefix_caching: bool = _setting(True, "share the KV blocks of common prefixes")
+    staging: str = _setting(
+        "auto",
+        "where an update waits for its commit: auto, device, host or none",
+        *("auto", "device", "host", "none"),
+    )
+    undo: str = _setting(
+        "shadow",
+        "what a rollback needs is kept as: shadow (until the next update), sparse or host",
+        *("shadow", "sparse", "host"),
+    )
+    weight_layout: str = _setting(
+        "auto",
+        "how linear weights lie in memory: auto, plain or tiles",
+        *("auto", "plain", "tiles"),
+    )
+    deterministic: bool = _setting(
+        False,
+        "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "
+        "preempted; docs/benchmarks.md has the cost",
+    )
+    head_dtype: str = _setting(
+        "auto",
+        "of the logits and the sums that make them: auto (the model's) or float32",
+        *("auto", "float32"),
+    )
+    seed: int | None = _setting(
+        None, "of requests that bring none (default: another at every start)"
+    )
+    num_threads: int | None = _setting(
+        None, "CPU threads of each rank (default: cores / ranks)", least=1
+    )
+    timeout: float = _setting(DEFAULT_TIMEOUT, "seconds that a wait may take")
+    start_timeout: float = _setting(600.0, "seconds that loading may take")
+    weight_dirs: tuple[str, ...] = _setting(
+        (),
+        "directory under which the server may read updates itself (--follow, server_path=); may "
+        "be repeated",
+    )
+    progress: bool = _setting(False, "draw a bar while weights are read")
+    cuda_graphs: str = _setting(
+        "auto", "capture decode steps on a GPU: auto, on or off (or a bool)", "auto", "on", "off"
+    )
+    cuda_graph_sizes: tuple[int, ...] = _setting(
+        (), "batch size to capture; may be repeated (default: some up to max_num_seqs)"
+    )
+    async_scheduling: bool = _setting(
+        False,
+        "give the ranks step N+1 while N runs, as long as all requests decode and none waits; what "
+        "arrives, is aborted or commits may wait for two steps then",
+    )
+    check_finite: bool = _setting(
+        True,
+        "refuse updates whose weights hold NaN or infinity, warn of such checkpoints (default: on)",
+    )
 
     def __post_init__(self) -> None:
-        def one_of(name: str, *allowed: str) -> None:
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
         if isinstance(self.cuda_graphs, bool):
             object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
-        one_of("cuda_graphs", "auto", "on", "off")
-        one_of("device", "auto", "cpu", "cuda")
-        one_of("dtype", "auto", "float32", "bfloat16", "float16")
-        one_of("load_format", "auto", "safetensors", "pt", "dummy")
-        one_of("executor", "auto", "inline", "multiprocess")
-        one_of("staging", "auto", "device", "host", "none")
-        one_of("undo", "shadow", "sparse", "host")
-        one_of("weight_layout", "auto", "plain", "tiles")
-        one_of("head_dtype", "auto", "float32")
-        positive = (
-            *("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-            "max_queued_requests",
-        )
-        optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads")
-        for name in positive + optional:
-            value = getattr(self, name)
-            if value is None and name in optional:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            choices, least = f.metadata.get("choices"), f.metadata.get("least")
+            if choices and value not in choices:
+                raise ConfigError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+            if least is None or (value is None and f.default is None):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{f.name} must be a positive integer, got {value!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
         for name in ("timeout", "start_timeout"):

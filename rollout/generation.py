@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
@@ -21,17 +21,92 @@ MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fie
 FINISH_REASONS = ("stop", "length", "abort", "error")
 NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 
-# Numbers and their bounds, within which no float32 of the sampler overflows.
-_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda x: 0 <= x <= 1e9, "in [0, 1e9]"),
-    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-    "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
-    "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
-    "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "in [1e-6, 1e6]"),
-}
-MAX_BIAS = 1e30
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
+
+# ---- what a sampling parameter may be: ``read`` returns it as it is kept, or raises ValueError
+# with what it "must ..." ----
+
+
+def _param(default: Any, read: Callable[[Any], Any], text: str, *, doors: bool = True) -> Any:
+    """A row of the table of sampling parameters, from which the forms of all doors are made.
+
+    ``doors`` False: HTTP bodies and command-line flags do not take it, or in a form of their own.
+    """
+    return field(default=default, metadata={"read": read, "help": text, "doors": doors})
+
+
+def _number(bounds: str) -> Callable[[Any], float]:
+    least, most = map(float, bounds[1:-1].split(","))
+
+    def read(value: Any) -> float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise ValueError("be a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf  # which is out of every bound
+        if not least <= number <= most or (bounds[0] == "(" and number == least):
+            raise ValueError(f"be in {bounds}")
+        return number
+
+    return read
+
+
+def _whole(least: int, most: int, rule: str, *, none: bool = False) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not (is_int(value) and least <= value <= most) and not (none and value is None):
+            raise ValueError(f"be {rule}, or None" if none else f"be {rule}")
+        return value
+
+    return read
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("be true or false")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _as_tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("be non-empty strings")
+    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise ValueError(f"be at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
+    return texts
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    tokens = _as_tuple(value)
+    if not all(map(is_int, tokens)):
+        raise ValueError("be integers")
+    if len(tokens) > MAX_TOKEN_RULES:
+        raise ValueError(f"be at most {MAX_TOKEN_RULES} tokens")
+    return tokens
+
+
+def _bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    try:
+        bias = {int(token): float(added) for token, added in value.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ValueError("map token ids to numbers") from None
+    if len(bias) > MAX_TOKEN_RULES:
+        raise ValueError(f"be at most {MAX_TOKEN_RULES} tokens")
+    if not all(-MAX_BIAS <= added <= MAX_BIAS for added in bias.values()):
+        raise ValueError(f"be finite, within +-{MAX_BIAS:g}, for every token")
+    return bias
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise ValueError("be a list") from None
+
+
+_count = _whole(0, MAX_INT, "at least 0, in 64 bits", none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,50 +116,85 @@ class SamplingParams:
     Applied to float32 logits in this order: min_tokens mask, logit_bias, penalties (repetition
     over prompt and output, presence and frequency over output), temperature, min_p, top_k, top_p,
     then a draw from a counter-based generator keyed by (seed, sample index, position).
-
-    ``n`` samples (1 to 16384) share the prompt. ``temperature`` in [0, 1e9], below 1e-5 is greedy.
-    ``top_k`` 0 or -1, or the vocabulary's size and above, is off. ``logprobs``: how many
-    alternatives per token in ``Logprobs.top``, at most the vocabulary's size (0: only the sampled
-    token's, None: no alternatives; the sampled token's three logprobs always come).
-    ``prompt_logprobs`` likewise for the prompt. ``max_tokens`` None: up to ``max_model_len``.
-    ``seed``: an integer of 64 bits with sign; None (or -1): the engine draws one per request and
-    sample. ``stop``: at most 256 strings of 4096 characters; ``stop_token_ids`` and ``logit_bias``
-    (values within +-1e30): at most 65,536 tokens each. Raises ``InvalidRequest``.
+    What is out of bounds, or contradicts another, raises ``InvalidRequest``.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
+    n: int = _param(
+        1, _whole(1, MAX_SAMPLES, f"in 1..{MAX_SAMPLES}"), "samples of each prompt, 1 to 16384"
+    )
+    temperature: float = _param(
+        1.0, _number("[0, 1e9]"), "of sampling, at most 1e9; 0 (below 1e-5) is greedy"
+    )
+    top_p: float = _param(
+        1.0, _number("(0, 1]"), "keep the likeliest tokens up to this mass, in (0, 1]"
+    )
+    top_k: int = _param(
+        0,
+        _whole(-1, MAX_TOP_K, f"in 1..{MAX_TOP_K}, or 0 or -1 for off"),
+        "keep this many of the likeliest tokens; 0, -1, or the vocabulary's size and above: all",
+    )
+    min_p: float = _param(
+        0.0,
+        _number("[0, 1]"),
+        "keep tokens at least this likely, relative to the likeliest, in [0, 1]",
+    )
+    presence_penalty: float = _param(
+        0.0, _number("[-2, 2]"), "in [-2, 2], off a logit of each token that the answer has"
+    )
+    frequency_penalty: float = _param(
+        0.0, _number("[-2, 2]"), "in [-2, 2], the same times how often it has it"
+    )
+    repetition_penalty: float = _param(
+        1.0, _number("[1e-6, 1e6]"), "in [1e-6, 1e6]; 1: none; counts the prompt's tokens, too"
+    )
+    logit_bias: Mapping[int, float] | None = _param(
+        None, _bias, "token id -> what is added to its logit, within +-1e30; at most 65,536 tokens"
+    )
+    seed: int | None = _param(
+        None,
+        _whole(-MAX_INT - 1, MAX_INT, "an integer of 64 bits with sign", none=True),
+        "makes the samples repeatable; 64 bits with sign; none, or -1: the engine draws one",
+    )
+    stop: tuple[str, ...] = _param(
+        (), _texts, "texts that end an answer, at most 256 of 4096 characters"
+    )
+    stop_token_ids: tuple[int, ...] = _param(
+        (), _tokens, "tokens that end an answer, at most 65,536"
+    )
+    include_stop_str_in_output: bool = _param(False, _flag, "keep the stop text in `text`")
+    ignore_eos: bool = _param(False, _flag, "go on after the end-of-sequence token")
+    min_tokens: int = _param(
+        0, _whole(0, MAX_INT, "at least 0, in 64 bits"), "shortest answer in tokens"
+    )
+    max_tokens: int | None = _param(
+        16,
+        _whole(1, MAX_INT, "at least 1, in 64 bits", none=True),
+        "longest answer in tokens; none: up to max_model_len",
+    )
+    logprobs: int | None = _param(
+        None,
+        _count,
+        "alternatives of each token in `Logprobs.top`, at most the vocabulary's size; the sampled "
+        "token's own three logprobs always come",
+        doors=False,
+    )
+    prompt_logprobs: int | None = _param(
+        None, _count, "the same for the prompt's tokens", doors=False
+    )
+    detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", doors=False)
+    skip_special_tokens: bool = _param(True, _flag, "leave them out of `text`")
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        if is_int(self.top_k) and self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        if is_int(self.seed) and self.seed == -1:
-            object.__setattr__(self, "seed", None)
-        self._check_ranges()
+        for f in fields(self):
+            given = getattr(self, f.name)
+            try:
+                value = f.metadata["read"](given)
+            except ValueError as rule:
+                text = f"{f.name} must {rule}, got {_short(given)}"
+                raise InvalidRequest(text) from None
+            if value == -1 and f.name in ("top_k", "seed"):
+                value = f.default
+            object.__setattr__(self, f.name, value)
         self._check_contradictions()
 
     @property
@@ -101,38 +211,6 @@ class SamplingParams:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
                 raise InvalidRequest(f"unknown sampling parameter {_short(key)}{hint}")
         return cls(**values)
-
-    def _check_ranges(self) -> None:
-        def need(ok: bool, name: str, rule: str) -> None:
-            if not ok:
-                raise InvalidRequest(f"{name} must be {rule}, got {_short(getattr(self, name))}")
-
-        def whole(name: str, least: int, most: int, rule: str) -> None:
-            value = getattr(self, name)
-            need(is_int(value) and least <= value <= most, name, rule)
-
-        for name, (fits, rule) in _NUMBERS.items():
-            object.__setattr__(self, name, _as_number(name, getattr(self, name)))
-            need(fits(getattr(self, name)), name, rule)
-        for name in _FLAGS:
-            need(isinstance(getattr(self, name), bool), name, "true or false")
-        whole("n", 1, MAX_SAMPLES, f"in 1..{MAX_SAMPLES}")
-        whole("top_k", 0, MAX_TOP_K, f"in 1..{MAX_TOP_K}, or 0 or -1 for off")
-        whole("min_tokens", 0, MAX_INT, "at least 0, in 64 bits")
-        for name, least in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
-            if getattr(self, name) is not None:
-                whole(name, least, MAX_INT, f"at least {least}, in 64 bits, or None")
-        if self.seed is not None:
-            whole("seed", -MAX_INT - 1, MAX_INT, "an integer of 64 bits with sign, or None")
-        need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
-        short = len(self.stop) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARS for s in self.stop)
-        need(short, "stop", f"at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
-        need(all(map(is_int, self.stop_token_ids)), "stop_token_ids", "integers")
-        for name in ("stop_token_ids", "logit_bias"):
-            few = len(getattr(self, name) or ()) <= MAX_TOKEN_RULES
-            need(few, name, f"at most {MAX_TOKEN_RULES} tokens")
-        bounded = all(-MAX_BIAS <= b <= MAX_BIAS for b in (self.logit_bias or {}).values())
-        need(bounded, "logit_bias", f"finite, within +-{MAX_BIAS:g}, for every token")
 
     def _check_contradictions(self) -> None:
         if self.greedy and self.n > 1:
@@ -238,29 +316,3 @@ def _short(value: Any) -> str:
     except ValueError:  # an integer with more digits than Python prints
         return f"an integer of {value.bit_length()} bits" if is_int(value) else "a huge value"
     return text if len(text) <= 200 else f"{text[:200]} ..."
-
-
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    try:
-        return tuple(value)
-    except TypeError:
-        raise InvalidRequest(f"{name} must be a list, got {_short(value)}") from None
-
-
-def _as_number(name: str, value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a number, got {_short(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf  # which is out of every bound
-
-
-def _as_bias(value: Any) -> dict[int, float]:
-    try:
-        return {int(token): float(bias) for token, bias in value.items()}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        text = f"logit_bias must map token ids to numbers, got {_short(value)}"
-        raise InvalidRequest(text) from None

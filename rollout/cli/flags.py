@@ -6,8 +6,9 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from types import UnionType
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from rollout.cli.spellings import respelled
@@ -15,53 +16,10 @@ from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.generation import SamplingParams
 
-ENGINE_HELP: Mapping[str, str] = {
-    "revision": "branch, tag or commit of a hub id",
-    "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
-    "skip_tokenizer_init": "serve token ids only",
-    "served_model_name": "name that clients ask for (default: MODEL as given)",
-    "device": "auto, cpu or cuda",
-    "dtype": "auto (the checkpoint's), float32, bfloat16 or float16",
-    "load_format": "auto, safetensors, pt, or dummy (made-up weights)",
-    "executor": "auto, inline (one rank, in this process) or multiprocess",
-    "tensor_parallel_size": "ranks that share the model",
-    "expert_parallel": "ranks hold whole experts instead of a part of each",
-    "max_model_len": "longest sequence in tokens (default: the model's own, if it fits)",
-    "max_num_seqs": "sequences that run at the same time",
-    "max_num_batched_tokens": "tokens of one engine step",
-    "max_queued_requests": "sequences that may wait; a call beyond it is refused (HTTP 429)",
-    "block_size": "tokens of one KV block",
-    "num_kv_blocks": "KV blocks of each rank (default: by memory)",
-    "kv_cache_bytes": "bytes of KV cache of each rank (default: by memory)",
-    "enable_prefix_caching": "share the KV blocks of common prefixes",
-    "staging": "where an update waits for its commit: auto, device, host or none",
-    "undo": "what a rollback needs is kept as: shadow (until the next update), sparse or host",
-    "weight_layout": "how linear weights lie in memory: auto, plain or tiles",
-    "deterministic": "the same bits for a sequence in any batch, cached, cut or preempted",
-    "head_dtype": "of the logits: auto (the model's) or float32",
-    "seed": "of requests that bring none (default: another at every start)",
-    "num_threads": "CPU threads of each rank (default: cores / ranks)",
-    "timeout": "seconds that a wait may take",
-    "start_timeout": "seconds that loading may take",
-    "weight_dirs": "directory under which the server may read updates itself (--follow, "
-    "server_path=); may be repeated",
-    "cuda_graphs": "capture decode steps on a GPU: auto, on or off",
-    "cuda_graph_sizes": "batch size to capture; may be repeated (default: some up to the most)",
-    "async_scheduling": "give the ranks step N+1 while N runs",
-    "check_finite": "refuse updates whose weights hold NaN or infinity (default: on)",
-    "progress": "draw a bar while weights are read",
-}
-SAMPLING_HELP: Mapping[str, str] = {
-    "n": "samples of each prompt",
-    "temperature": "of sampling; 0 is greedy",
-    "top_p": "keep the likeliest tokens up to this mass",
-    "top_k": "keep this many of the likeliest tokens; 0: all",
-    "min_p": "keep tokens at least this likely, relative to the likeliest",
-    "seed": "makes the samples repeatable",
-    "max_tokens": "longest answer in tokens",
-    "min_tokens": "shortest answer in tokens",
-    "ignore_eos": "go on after the end-of-sequence token",
-}
+ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
+SAMPLING_FLAGS = tuple(
+    f for f in fields(SamplingParams) if f.metadata["doors"] and f.name != "logit_bias"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -147,27 +105,23 @@ def model_of(args: argparse.Namespace) -> str:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    _add_flags(group, EngineConfig, ENGINE_HELP)
+    _add_flags(group, EngineConfig, ENGINE_FLAGS)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    _add_flags(group, SamplingParams, SAMPLING_HELP)
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
-        help="end an answer before this text; may be repeated",
-    )  # fmt: skip
+    _add_flags(group, SamplingParams, SAMPLING_FLAGS, "sampling_")
 
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The settings that were given on the command line, over ``defaults``."""
-    given = {name: getattr(args, name) for name in ENGINE_HELP if hasattr(args, name)}
+    given = {f.name: getattr(args, f.name) for f in ENGINE_FLAGS if hasattr(args, f.name)}
     return EngineConfig.from_dict({**defaults, **given})
 
 
 def refuse_engine_flags(args: argparse.Namespace, beside: str) -> None:
     """``ConfigError`` for settings of an engine, or a model, where the engine is a service's."""
-    given = [f"--{name.replace('_', '-')}" for name in ENGINE_HELP if hasattr(args, name)]
+    given = [f"--{f.name.replace('_', '-')}" for f in ENGINE_FLAGS if hasattr(args, f.name)]
     given += ["--model"] if args.model_flag is not None else []
     if given:
         raise ConfigError(
@@ -177,45 +131,43 @@ def refuse_engine_flags(args: argparse.Namespace, beside: str) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = (*SAMPLING_HELP, "stop")
-    given = {name: getattr(args, f"sampling_{name}", None) for name in SAMPLING_HELP}
-    given["stop"] = getattr(args, "stop", None)
-    return SamplingParams.from_dict({n: given[n] for n in names if given[n] is not None})
+    given = {f.name: getattr(args, f"sampling_{f.name}", None) for f in SAMPLING_FLAGS}
+    return SamplingParams.from_dict({n: value for n, value in given.items() if value is not None})
 
 
-def _add_flags(group: Any, cls: type[Any], help_texts: Mapping[str, str]) -> None:
-    """One flag for each field that ``help_texts`` names; an absent flag sets nothing."""
+def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: str = "") -> None:
+    """A flag for each of these fields of ``cls``; an absent flag sets nothing."""
     hints = get_type_hints(cls)
-    prefix = "sampling_" if cls is SamplingParams else ""
-    for f in fields(cls):
-        if f.name not in help_texts:
-            continue
-        repeated = f.name in ("weight_dirs", "cuda_graph_sizes")
-        flag = "--" + f.name.removesuffix("s" if repeated else "").replace("_", "-")
-        if cls is SamplingParams and f.name == "seed":
-            flag = "--sampling-seed"
-        options: dict[str, Any] = {
-            "dest": prefix + f.name,
-            "default": argparse.SUPPRESS,
-            "help": help_texts[f.name] + _default_note(f.default, help_texts[f.name]),
-        }
-        group.add_argument(flag, **options, **_kind(hints[f.name]))
+    for f in flags:
+        options = _kind(hints[f.name])
+        name = f.name.removesuffix("s") if options.get("action") == "append" else f.name
+        if prefix and f.name == "seed":
+            name = "sampling_seed"  # the engine has one, too
+        text = f.metadata["help"].replace("%", "%%")
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=prefix + f.name,
+            default=argparse.SUPPRESS,
+            help=text + _default_note(f.default, text),
+            **options,
+        )
 
 
 def _kind(hint: Any) -> dict[str, Any]:
     """argparse's words for a field's type."""
-    plain = [t for t in get_args(hint) if t is not type(None)] or [hint]
+    plain = [hint]
+    if isinstance(hint, UnionType):
+        plain = [kind for kind in get_args(hint) if kind is not type(None)]
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if hint == tuple[int, ...]:
-        return {"action": "append", "type": int, "metavar": "N"}
+    if get_args(plain[0]):  # a tuple
+        of = get_args(plain[0])[0]
+        return {"action": "append", "type": of, "metavar": "N" if of is int else "TEXT"}
     if plain[0] is int:
         return {"type": int, "metavar": "N"}
     if plain[0] is float:
         return {"type": float, "metavar": "X"}
-    if plain[0] is str and hint != tuple[str, ...]:
-        return {"metavar": "NAME"}
-    return {"action": "append", "metavar": "DIR"}
+    return {"metavar": "NAME"}
 
 
 def _default_note(default: Any, text: str) -> str:

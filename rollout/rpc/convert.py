@@ -27,34 +27,24 @@ from rollout.wire.version import ServerInfo
 
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": ..., "content": ...}
 
-_SCALARS = tuple(
-    f.name for f in fields(SamplingParams) if f.name not in ("logit_bias", "stop", "stop_token_ids")
-)
-
 
 def params_to_proto(params: SamplingParams) -> Any:
-    values = {name: getattr(params, name) for name in _SCALARS}
+    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    given = {f.name: values[f.name] for f in fields(params) if values[f.name] != f.default}
     try:
-        return pb.SamplingParams(
-            **{name: value for name, value in values.items() if value is not None},
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            logit_bias=params.logit_bias or {},
-            has_logit_bias=params.logit_bias is not None,
-            unlimited_tokens=params.max_tokens is None,
-        )
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"a sampling parameter does not fit its field: {error}") from error
+        return pb.SamplingParams(json=json.dumps(given, ensure_ascii=False).encode())
+    except ValueError as error:
+        raise InvalidRequest(f"a sampling parameter has no wire form: {error}") from error
 
 
 def params_from_proto(message: Any) -> SamplingParams:
-    values = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
-    if message.unlimited_tokens:
-        values["max_tokens"] = None
-    if message.logit_bias or message.has_logit_bias:
-        values["logit_bias"] = dict(message.logit_bias)
-    stop, ids = tuple(message.stop), tuple(message.stop_token_ids)
-    return SamplingParams(**values, stop=stop, stop_token_ids=ids)
+    try:
+        values = json.loads(message.json or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"params are not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidRequest("params must be a JSON object of the fields of SamplingParams")
+    return SamplingParams.from_dict(values)
 
 
 def prompt_to_proto(prompt: PromptInput, request_id: str) -> Any:

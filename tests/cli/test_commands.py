@@ -23,7 +23,7 @@ from serving import alive, descendants, serve
 from tiny_models import write_tiny
 
 from rollout import RequestOutput, Rollout, SamplingParams
-from rollout.cli.flags import ENGINE_HELP, engine_config
+from rollout.cli.flags import ENGINE_FLAGS, engine_config
 from rollout.cli.main import make_parser
 from rollout.cli.serve import _until
 from rollout.config import EngineConfig
@@ -48,7 +48,7 @@ def under_way(engine: Rollout) -> Iterator[Future[list[RequestOutput]]]:
 
 def test_every_engine_setting_has_a_flag() -> None:
     names = {f.name for f in fields(EngineConfig)} - {"model"}
-    assert names == set(ENGINE_HELP)
+    assert names == {f.name for f in ENGINE_FLAGS}
     args = make_parser().parse_known(
         ["serve", "m", "--weight-dir", "a", "--weight-dir", "b", "--no-enable-prefix-caching"]
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
@@ -32,8 +33,20 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # accepted and not used: no padding is ever added
 
 
-class SamplingBody(BaseModel):
-    """What completions and chat completions share.
+_BODY_TYPES: Mapping[Any, Any] = {  # of fields that are no plain JSON in ``SamplingParams``
+    tuple[str, ...]: str | list[str],
+    tuple[int, ...]: list[TokenId],
+    Mapping[int, float] | None: dict[str, float],
+}
+_SHARED: Mapping[str, Any] = {
+    f.name: (_BODY_TYPES.get(kind, kind), f.default)
+    for f, kind in zip(fields(SamplingParams), get_type_hints(SamplingParams).values(), strict=True)
+    if f.metadata["doors"]
+}
+
+
+class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
+    """What completions and chat completions share: the fields of ``SamplingParams``, and these.
 
     ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own or
     those of the distribution that was sampled (None: the server's choice, raw as in vLLM if it
@@ -43,22 +56,6 @@ class SamplingBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -87,33 +84,9 @@ class SamplingBody(BaseModel):
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
         """The sampling parameters of this body; raises ``InvalidRequest``."""
-        return SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self._bias(),
-            seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-        )
-
-    def _bias(self) -> dict[int, float] | None:
-        try:
-            return {int(key): value for key, value in (self.logit_bias or {}).items()} or None
-        except ValueError:
-            raise InvalidRequest("logit_bias keys must be token ids") from None
+        given = {name: getattr(self, name) for name in _SHARED if name in self.model_fields_set}
+        own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        return SamplingParams(**{**given, **own})
 
 
 class CompletionBody(SamplingBody):
