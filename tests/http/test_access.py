@@ -20,7 +20,7 @@ from rollout.api import AsyncRollout
 from rollout.errors import ConfigError
 from rollout.server.auth import ROUTES, Access, Tokens, check_encrypted
 from rollout.server.http.app import build_app
-from rollout.server.http.guard import Guard
+from rollout.server.http.guard import Guard, Routes, include
 from rollout.server.http.open_routes import HTTP_ROUTES, OpenRoutes
 
 JSON = {"content-type": "application/json"}
@@ -69,6 +69,13 @@ def test_what_every_route_answers_to_each_caller(served: Served, app: FastAPI) -
                     body = None if method == "GET" else b"{"
                     reply = client.request(method, path, headers=headers, content=body)
                     assert (reply.status_code == 401) is not allowed, (path, token, reply.text)
+
+
+def test_a_route_that_does_not_say_who_may_call_it_is_refused_at_the_start() -> None:
+    routes = Routes()
+    routes.get("/new_route")(lambda: None)
+    with pytest.raises(ConfigError, match=r"/new_route.* does not say who may call it"):
+        include(FastAPI(), routes)
 
 
 def test_a_route_added_later_is_closed_until_it_is_listed(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""The standard health service of gRPC, which says what the engine's state is now."""
+"""What the engine's state means to who asks for its health, and the health service of gRPC."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+from rollout.errors import EngineError
 from rollout.rpc import rollout_pb2 as pb
-from rollout.server.states import ENDED, SERVING, state_of
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
 
+SERVING = "running"  # the state in which requests are served
+ENDED = ("dead", "closed")  # the states that only a restart of the process ends
 LOOK = 0.2  # seconds between looks at the state while somebody watches it
 MAX_WATCHERS = 256  # they need no token, and each holds one of the calls the server may have
 _STATUS = health_pb2.HealthCheckResponse
+
+
+async def state_of(rollout: AsyncRollout) -> str:
+    """``rollout.state()``; "dead" where the engine cannot even say."""
+    try:
+        return await rollout.state()
+    except EngineError:
+        return "dead"
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]

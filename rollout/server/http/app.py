@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +18,9 @@ from rollout.api.backend import Outputs
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
-from rollout.server.auth import Tokens
+from rollout.server.auth import Access, Tokens
+from rollout.server.grpc.health import ENDED, SERVING, state_of
+from rollout.server.http import control
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -26,9 +28,8 @@ from rollout.server.http.answers import (
     TokenText,
     answer,
 )
-from rollout.server.http.control import control_routes
 from rollout.server.http.errors import error_body, install_error_handlers
-from rollout.server.http.guard import Guard
+from rollout.server.http.guard import Engine, Guard, Routes, include
 from rollout.server.http.types import (
     ChatBody,
     CompletionBody,
@@ -36,11 +37,10 @@ from rollout.server.http.types import (
     TokenizeBody,
     text_messages,
 )
-from rollout.server.http.vllm_verbs import verb_routes
 from rollout.server.metrics import render
-from rollout.server.states import ENDED, SERVING, state_of
 
 T = TypeVar("T")
+routes = Routes()
 
 
 def build_app(
@@ -69,11 +69,10 @@ def build_app(
         open_routes=open_routes,
         is_loading=lambda: rollout.backend.is_loading,
     )
-    app.include_router(_status_routes(rollout))
-    defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
-    app.include_router(_generation_routes(rollout, defaults))
-    app.include_router(control_routes(rollout))
-    app.include_router(verb_routes(rollout, logprobs_mode))
+    app.state.rollout = rollout
+    app.state.defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
+    include(app, routes)
+    include(app, control.routes)
     return app
 
 
@@ -81,80 +80,74 @@ def token_id_text(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _status_routes(rollout: AsyncRollout) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    @router.get("/ping")
-    async def health() -> Response:
-        """Readiness: 200 if a request that came now would be served, else 503."""
-        state = await state_of(rollout)
-        return JSONResponse({"status": state}, 200 if state == SERVING else 503)
-
-    @router.get("/live")
-    async def live() -> Response:
-        """Liveness: 503 when only a restart helps; 200 also while loading, paused or asleep."""
-        state = await state_of(rollout)
-        return JSONResponse({"status": state}, 503 if state in ENDED else 200)
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        info = await rollout.server_info()
-        text = render(await rollout.metrics(), info.model)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        info = await rollout.server_info()
-        card = {
-            "id": info.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rollout",
-            "root": info.model,
-            "max_model_len": info.max_model_len,
-        }
-        return {"object": "list", "data": [card]}
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": (await rollout.server_info()).package_version}
-
-    return router
+@routes.on("GET", "/health", Access.OPEN)
+@routes.on("GET", "/ping", Access.OPEN)
+async def health(rollout: Engine) -> Response:
+    """Readiness: 200 if a request that came now would be served, else 503."""
+    state = await state_of(rollout)
+    return JSONResponse({"status": state}, 200 if state == SERVING else 503)
 
 
-def _generation_routes(rollout: AsyncRollout, defaults: AnswerDefaults) -> APIRouter:
-    router = APIRouter()
+@routes.on("GET", "/live", Access.OPEN)
+async def live(rollout: Engine) -> Response:
+    """Liveness: 503 when only a restart helps; 200 also while loading, paused or asleep."""
+    state = await state_of(rollout)
+    return JSONResponse({"status": state}, 503 if state in ENDED else 200)
 
-    @router.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        prompts, params = body.prompts(), body.sampling()
-        model = await _served_model(rollout, body.model)
-        style = _style(body, params, model, defaults, chat=False)
-        ids = _ids(style, len(prompts))
-        outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
-        return await _respond(request, body, style, outputs, len(prompts))
 
-    @router.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
-        params = body.sampling()
-        model = await _served_model(rollout, body.model)
-        style = _style(body, params, model, defaults, chat=True)
-        ids = _ids(style, 1)
-        outputs = rollout.stream_chat(
-            body.conversation(), params, request_ids=ids, stream=body.stream
-        )
-        return await _respond(request, body, style, outputs, 1)
+@routes.on("GET", "/metrics", Access.GENERATION)
+async def metrics(rollout: Engine) -> Response:
+    info = await rollout.server_info()
+    text = render(await rollout.metrics(), info.model)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        await _served_model(rollout, body.model)
-        prompt = body.prompt if body.prompt is not None else text_messages(body.messages or [])
-        ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens)
-        limit = (await rollout.server_info()).max_model_len
-        return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
-    return router
+@routes.on("GET", "/v1/models", Access.GENERATION)
+async def models(rollout: Engine) -> dict[str, Any]:
+    info = await rollout.server_info()
+    card = {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "rollout",
+        "root": info.model,
+        "max_model_len": info.max_model_len,
+    }
+    return {"object": "list", "data": [card]}
+
+
+@routes.on("GET", "/version", Access.GENERATION)
+async def version(rollout: Engine) -> dict[str, str]:
+    return {"version": (await rollout.server_info()).package_version}
+
+
+@routes.on("POST", "/v1/completions", Access.GENERATION)
+async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
+    prompts, params = body.prompts(), body.sampling()
+    model = await _served_model(rollout, body.model)
+    style = _style(body, params, model, request.app.state.defaults, chat=False)
+    ids = _ids(style, len(prompts))
+    outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
+    return await _respond(request, body, style, outputs, len(prompts))
+
+
+@routes.on("POST", "/v1/chat/completions", Access.GENERATION)
+async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
+    params = body.sampling()
+    model = await _served_model(rollout, body.model)
+    style = _style(body, params, model, request.app.state.defaults, chat=True)
+    ids = _ids(style, 1)
+    outputs = rollout.stream_chat(body.conversation(), params, request_ids=ids, stream=body.stream)
+    return await _respond(request, body, style, outputs, 1)
+
+
+@routes.on("POST", "/tokenize", Access.GENERATION)
+async def tokenize(rollout: Engine, body: TokenizeBody) -> dict[str, Any]:
+    await _served_model(rollout, body.model)
+    prompt = body.prompt if body.prompt is not None else text_messages(body.messages or [])
+    ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens)
+    limit = (await rollout.server_info()).max_model_len
+    return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
 
 async def _served_model(rollout: AsyncRollout, asked: str | None) -> str:

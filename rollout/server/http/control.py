@@ -1,15 +1,19 @@
-"""Control routes for trainers, with vLLM's names."""
+"""Control routes and low-level weight verbs for trainers, with vLLM's names and bodies."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Body, Query, Request
 from pydantic import BaseModel, ConfigDict
 
-from rollout.api import AsyncRollout
 from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from rollout.errors import InvalidRequest
+from rollout.server.auth import Access
+from rollout.server.http.guard import Engine, Routes
+from rollout.server.verbs import AbortBody as AbortUpdateBody
+from rollout.server.verbs import FinishBody, InitBody, StartBody, UpdateBody, Verbs
+from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
 Timeout = Annotated[float, Query(gt=0, le=MAX_TIMEOUT)]  # seconds
@@ -24,76 +28,118 @@ class AbortBody(BaseModel):
     request_ids: list[str] | None = None
 
 
-def control_routes(rollout: AsyncRollout) -> APIRouter:
-    """Pause, sleep, caches, aborts and what the weights are; errors arrive as JSON."""
-    router = APIRouter()
-    _add_pausing(router, rollout)
-    _add_sleeping(router, rollout)
-    _add_looking(router, rollout)
+routes = Routes()
 
-    @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, Any]:
+
+@routes.on("POST", "/reset_prefix_cache", Access.CONTROL)
+async def reset_prefix_cache(rollout: Engine) -> dict[str, Any]:
+    await rollout.reset_prefix_cache()
+    return {"success": True}
+
+
+@routes.on("POST", "/abort_requests", Access.CONTROL)
+async def abort_requests(rollout: Engine, body: AbortBody | None = None) -> dict[str, Any]:
+    ids = body.request_ids if body else None
+    return {"aborted": await rollout.abort(ids)}
+
+
+@routes.on("POST", "/pause", Access.CONTROL)
+async def pause(
+    rollout: Engine,
+    mode: str = "abort",
+    clear_cache: bool = False,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+) -> dict[str, Any]:
+    """vLLM's default: running requests end with what they have."""
+    _check(mode in PAUSE_MODES, f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    await rollout.pause_generation(mode, timeout)
+    if clear_cache:
         await rollout.reset_prefix_cache()
-        return {"success": True}
-
-    @router.post("/abort_requests")
-    async def abort_requests(body: AbortBody | None = None) -> dict[str, Any]:
-        ids = body.request_ids if body else None
-        return {"aborted": await rollout.abort(ids)}
-
-    return router
+    return {"status": "paused"}
 
 
-def _add_pausing(router: APIRouter, rollout: AsyncRollout) -> None:
-    @router.post("/pause")
-    async def pause(
-        mode: str = "abort", clear_cache: bool = False, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> dict[str, Any]:
-        """vLLM's default: running requests end with what they have."""
-        _check(mode in PAUSE_MODES, f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        await rollout.pause_generation(mode, timeout)
-        if clear_cache:
-            await rollout.reset_prefix_cache()
-        return {"status": "paused"}
-
-    @router.post("/resume")
-    async def resume() -> dict[str, Any]:
-        await rollout.resume_generation()
-        return {"status": "resumed"}
-
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, Any]:
-        return {"is_paused": (await rollout.metrics()).state == "paused"}
+@routes.on("POST", "/resume", Access.CONTROL)
+async def resume(rollout: Engine) -> dict[str, Any]:
+    await rollout.resume_generation()
+    return {"status": "resumed"}
 
 
-def _add_sleeping(router: APIRouter, rollout: AsyncRollout) -> None:
-    @router.post("/sleep")
-    async def sleep(level: int = 1, timeout: Timeout = DEFAULT_TIMEOUT) -> dict[str, Any]:
-        _check(level in (1, 2), f"level must be 1 or 2, got {level}")
-        await rollout.sleep(level, timeout)
-        return {"status": "asleep", "level": level}
-
-    @router.post("/wake_up")
-    async def wake_up(
-        tags: Annotated[list[str] | None, Query()] = None, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> dict[str, Any]:
-        await rollout.wake_up(tags, timeout)
-        return {"status": "awake"}
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, Any]:
-        return {"is_sleeping": (await rollout.metrics()).state == "asleep"}
+@routes.on("GET", "/is_paused", Access.GENERATION)
+async def is_paused(rollout: Engine) -> dict[str, Any]:
+    return {"is_paused": (await rollout.metrics()).state == "paused"}
 
 
-def _add_looking(router: APIRouter, rollout: AsyncRollout) -> None:
-    @router.get("/weight_info")
-    async def weight_info() -> dict[str, Any]:
-        return weight_info_document(await rollout.weight_info())
+@routes.on("POST", "/sleep", Access.CONTROL)
+async def sleep(
+    rollout: Engine, level: int = 1, timeout: Timeout = DEFAULT_TIMEOUT
+) -> dict[str, Any]:
+    _check(level in (1, 2), f"level must be 1 or 2, got {level}")
+    await rollout.sleep(level, timeout)
+    return {"status": "asleep", "level": level}
 
-    @router.get("/get_world_size")
-    async def get_world_size() -> dict[str, Any]:
-        info = await rollout.weight_info()
-        return {"world_size": info.tensor_parallel_size}
+
+@routes.on("POST", "/wake_up", Access.CONTROL)
+async def wake_up(
+    rollout: Engine,
+    tags: Annotated[list[str] | None, Query()] = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+) -> dict[str, Any]:
+    await rollout.wake_up(tags, timeout)
+    return {"status": "awake"}
+
+
+@routes.on("GET", "/is_sleeping", Access.GENERATION)
+async def is_sleeping(rollout: Engine) -> dict[str, Any]:
+    return {"is_sleeping": (await rollout.metrics()).state == "asleep"}
+
+
+@routes.on("GET", "/weight_info", Access.GENERATION)
+async def weight_info(rollout: Engine) -> dict[str, Any]:
+    return weight_info_document(await rollout.weight_info())
+
+
+@routes.on("GET", "/get_world_size", Access.GENERATION)
+async def get_world_size(rollout: Engine) -> dict[str, Any]:
+    info = await rollout.weight_info()
+    return {"world_size": info.tensor_parallel_size}
+
+
+@routes.on("POST", "/init_weight_transfer_engine", Access.CONTROL)
+async def init_weight_transfer_engine(rollout: Engine, body: InitBody) -> dict[str, Any]:
+    return await Verbs(rollout).init(body)
+
+
+@routes.on("POST", "/start_weight_update", Access.CONTROL)
+async def start_weight_update(
+    rollout: Engine, body: Annotated[StartBody | None, Body()] = None
+) -> dict[str, Any]:
+    return await Verbs(rollout).start(body or StartBody())
+
+
+@routes.on("POST", "/update_weights", Access.CONTROL)
+async def update_weights(rollout: Engine, body: UpdateBody) -> dict[str, Any]:
+    return await Verbs(rollout).update(body)
+
+
+@routes.on("POST", "/finish_weight_update", Access.CONTROL)
+async def finish_weight_update(
+    rollout: Engine, body: Annotated[FinishBody | None, Body()] = None
+) -> dict[str, Any]:
+    return await Verbs(rollout).finish(body or FinishBody())
+
+
+@routes.on("POST", "/abort_weight_update", Access.CONTROL)
+async def abort_weight_update(
+    rollout: Engine, body: Annotated[AbortUpdateBody | None, Body()] = None
+) -> dict[str, Any]:
+    return await Verbs(rollout).abort(body or AbortUpdateBody())
+
+
+@routes.on("GET", "/server_info", Access.GENERATION)
+async def info(
+    rollout: Engine, request: Request, config_format: Literal["json"] = "json"
+) -> dict[str, Any]:
+    return await server_info_document(rollout, request.app.state.defaults.logprobs_mode)
 
 
 def _check(ok: bool, message: str) -> None:

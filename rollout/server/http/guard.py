@@ -1,17 +1,51 @@
-"""What every HTTP request passes before its route: its token, and the size of its body."""
+"""What every HTTP request passes before its route: its token, and the size of its body.
+
+Routes are defined here with what they ask of their caller, so that none can forget to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Annotated, Any
 
-from fastapi import HTTPException
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout.errors import EngineClosed
+from rollout.api import AsyncRollout
+from rollout.errors import ConfigError, EngineClosed
 from rollout.server.auth import ROUTES, Access, Tokens
 from rollout.server.http.errors import error_body, openai_error
+
+
+class Routes(APIRouter):
+    """Routes that each say who may call them: ``@routes.on("POST", "/pause", Access.CONTROL)``."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        return frozenset(route.path for route in self.routes if isinstance(route, APIRoute))
+
+    def on(self, method: str, path: str, access: Access) -> Callable[[Any], Any]:
+        ROUTES[path] = access
+        return self.api_route(path, methods=[method])
+
+
+def include(app: FastAPI, routes: Routes) -> None:
+    """Add routes to an application; ``ConfigError`` for one that does not say who may call it."""
+    for route in routes.routes:
+        if not isinstance(route, APIRoute) or route.path not in ROUTES:
+            raise ConfigError(f"{route} does not say who may call it: define it by Routes.on")
+    app.include_router(routes)
+
+
+def _rollout_of(request: Request) -> AsyncRollout:
+    rollout: AsyncRollout = request.app.state.rollout
+    return rollout
+
+
+Engine = Annotated[AsyncRollout, Depends(_rollout_of)]  # of the application that has the route
 
 
 class Guard:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError
-from rollout.server.auth import ROUTES
+from rollout.server.http import app, control
 
-HTTP_ROUTES = frozenset(path for path in ROUTES if not path.startswith(("/rollout.", "/grpc.")))
+HTTP_ROUTES = app.routes.paths | control.routes.paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
