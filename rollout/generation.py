@@ -99,6 +99,9 @@ def _bias(value: Any) -> dict[int, float] | None:
     return bias
 
 
+_OF_TOKENS = (_tokens, _bias)  # what these read has to be in the vocabulary
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     try:
         return () if value is None else tuple(value)
@@ -221,6 +224,9 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids instead")
+
+
+TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"] in _OF_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from rollout.engine.output import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
-from rollout.generation import Request
+from rollout.generation import TOKEN_PARAMS, Request
 
 _SEED_BITS = 63
 
@@ -138,8 +138,7 @@ class InputProcessor:
         params = request.params
         for where, ids in (
             ("the prompt", (min(tokens), max(tokens))),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias or ()),
+            *((name, getattr(params, name) or ()) for name in TOKEN_PARAMS),
         ):
             for token in ids:
                 if not 0 <= token < self._vocab_size:

@@ -50,8 +50,8 @@ class FusedSampler:
 
 def _is_special(sampling: SamplingMetadata) -> bool:
     """Whether a row has edits, penalties or alternatives, or there is none."""
-    edited = len(sampling.edit_rows) or len(sampling.history_rows)
-    return bool(edited) or not sampling.num_rows or int(sampling.num_top.max()) > 0
+    edited = any(map(len, sampling.processed_rows))
+    return edited or not sampling.num_rows or int(sampling.num_top.max()) > 0
 
 
 def _settings(sampling: SamplingMetadata) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

@@ -1,4 +1,6 @@
-"""What the sampler needs to know about each row of logits, as plain arrays."""
+"""What the sampler needs to know about each row of logits, as plain arrays, and the logits
+processors that read them.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +90,11 @@ class SamplingMetadata:
             history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
         )
 
+    @property
+    def processed_rows(self) -> tuple[Ints, ...]:
+        """The rows that each of the logits processors changes."""
+        return self.edit_rows, self.history_rows
+
     def tensors(self) -> dict[str, Tensor]:
         """The arrays as tensors that share their memory."""
         return {f.name: torch.from_numpy(getattr(self, f.name)) for f in fields(self)}
@@ -121,6 +128,51 @@ class SamplingMetadata:
             history_starts=starts - starts[0],
             history_prompts=self.history_prompts[first:last],
         )
+
+
+def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
+    """Every logits processor, in order, in place on [S, vocabulary] float32."""
+    if len(sampling.edit_rows):
+        _add_edits(values, sampling)
+    if len(sampling.history_rows):
+        _penalise(values, sampling)
+
+
+def _add_edits(values: Tensor, sampling: SamplingMetadata) -> None:
+    """Add ``edit_values`` to their logits, in place on [S, vocabulary] float32.
+
+    Tokens outside the vocabulary (a tokenizer's unused stop ids) are passed over.
+    """
+    vocab, device = values.shape[1], values.device
+    inside = (sampling.edit_ids >= 0) & (sampling.edit_ids < vocab)
+    index = torch.from_numpy((sampling.edit_rows * vocab + sampling.edit_ids)[inside]).to(device)
+    values.view(-1).index_add_(0, index, torch.from_numpy(sampling.edit_values[inside]).to(device))
+
+
+def _penalise(values: Tensor, sampling: SamplingMetadata) -> None:
+    """Penalise tokens already in the sequence, in place on [S, vocabulary] float32.
+
+    Repetition, over prompt and output: a positive logit is divided by it, another multiplied
+    (Keskar 2019). Then, over the output only: minus frequency times the count, minus presence.
+    """
+    vocab = values.shape[1]
+    lengths = np.diff(sampling.history_starts)
+    entry = np.repeat(np.arange(len(lengths)), lengths)
+    row = sampling.history_rows[entry]
+    place = np.arange(len(sampling.history)) - sampling.history_starts[entry]
+    is_output = place >= sampling.history_prompts[entry]
+    flat = row * vocab + sampling.history
+    unique, inverse = np.unique(flat, return_inverse=True)
+    counts = np.bincount(inverse[is_output], minlength=len(unique)).astype(np.float32)
+    numbers = sampling.numbers[unique // vocab]
+    minus = numbers[:, FREQUENCY] * counts + numbers[:, PRESENCE] * (counts > 0)
+
+    device = values.device
+    index = torch.from_numpy(unique).to(device)
+    repetition = torch.from_numpy(numbers[:, REPETITION].copy()).to(device)
+    score = values.view(-1)[index]
+    score = torch.where(score < 0, score * repetition, score / repetition)
+    values.view(-1)[index] = score - torch.from_numpy(minus).to(device)
 
 
 def _edits(drawing: list[Sequence], coming: int) -> list[tuple[int, int, float]]:

@@ -14,8 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.sampling.logits_processors import apply_edits, apply_penalties
-from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, SamplingMetadata
+from rollout.engine.sampling.metadata import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_P,
+    SamplingMetadata,
+    process_logits,
+)
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import filter_logits, scan_logits
@@ -49,8 +54,7 @@ class Sampler:
                 last = min(first + step, stop)
                 part, rows = logits[first:last], sampling.rows(first, last)
                 values = self._copy(part)
-                apply_edits(values, rows)
-                apply_penalties(values, rows)
+                process_logits(values, rows)
                 parts.append(_sample(part, rows, values))
         return SamplerOutput.cat(parts)
 
@@ -97,8 +101,8 @@ def _runs(sampling: SamplingMetadata) -> list[tuple[int, int, bool]]:
     Rows that score have none.
     """
     edited = np.zeros(sampling.num_rows, dtype=bool)
-    edited[sampling.edit_rows] = True
-    edited[sampling.history_rows] = True
+    for rows in sampling.processed_rows:
+        edited[rows] = True
     edges = [0, *(np.flatnonzero(edited[1:] != edited[:-1]) + 1).tolist(), len(edited)]
     return [(a, b, bool(edited[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, False)]
 
