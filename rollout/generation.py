@@ -99,7 +99,14 @@ def _bias(value: Any) -> dict[int, float] | None:
     return bias
 
 
-_OF_TOKENS = (_tokens, _bias)  # what these read has to be in the vocabulary
+def _allowed(value: Any) -> tuple[int, ...] | None:
+    tokens = None if value is None else _tokens(value)
+    if tokens == ():
+        raise ValueError("name a token at least, or be None")
+    return tokens
+
+
+_OF_TOKENS = (_tokens, _bias, _allowed)  # what these read has to be in the vocabulary
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -116,9 +123,10 @@ _count = _whole(0, MAX_INT, "at least 0, in 64 bits", none=True)
 class SamplingParams:
     """How one prompt is continued; names, defaults and bounds are vLLM's.
 
-    Applied to float32 logits in this order: min_tokens mask, logit_bias, penalties (repetition
-    over prompt and output, presence and frequency over output), temperature, min_p, top_k, top_p,
-    then a draw from a counter-based generator keyed by (seed, sample index, position).
+    Applied to float32 logits in this order: allowed_token_ids, min_tokens mask, logit_bias,
+    penalties (repetition over prompt and output, presence and frequency over output), temperature,
+    min_p, top_k, top_p, then a draw from a counter-based generator keyed by (seed, sample index,
+    position).
     What is out of bounds, or contradicts another, raises ``InvalidRequest``.
     """
 
@@ -163,6 +171,9 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = _param(
         (), _tokens, "tokens that end an answer, at most 65,536"
+    )
+    allowed_token_ids: tuple[int, ...] | None = _param(
+        None, _allowed, "the only tokens that may be drawn, at most 65,536; none: all"
     )
     include_stop_str_in_output: bool = _param(False, _flag, "keep the stop text in `text`")
     ignore_eos: bool = _param(False, _flag, "go on after the end-of-sequence token")

@@ -8,7 +8,9 @@ import torch
 from engine_exec.sampling import repeated, sampling_batch, sequence
 from transformers.generation import logits_process as hf
 
+from rollout.engine.sampling.fused_sampler import FusedSampler
 from rollout.engine.sampling.sampler import Sampler, uniforms
+from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 
 VOCAB = 1300  # two whole segments and a rest
@@ -160,6 +162,23 @@ def test_uniforms_are_uniform_and_uncorrelated_between_neighbours():
     for a, b in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
     assert uniforms(np.array([-1]), np.array([0]))[0] != uniforms(np.array([1]), np.array([0]))[0]
+
+
+def test_none_but_the_allowed_tokens_are_drawn():
+    allowed = (2, 700, VOCAB - 1)
+    free, bound = SamplingParams(), SamplingParams(allowed_token_ids=allowed)
+    logits = peaked(1, seed=5).expand(64, -1)
+    batch = sampling_batch([sequence(bound if i % 2 else free, seed=i) for i in range(64)])
+    for sampler in (Sampler(), FusedSampler()):
+        out = sampler.sample(logits, batch)
+        assert {*out.tokens[1::2].tolist()} <= {*allowed}
+        assert len({*out.tokens[::2].tolist()} - {*allowed}) > 5
+        want = torch.log_softmax(logits[0, list(allowed)].double(), 0)
+        for token, logprob in zip(out.tokens[1::2].tolist(), out.processed[1::2], strict=True):
+            assert float(logprob) == pytest.approx(float(want[allowed.index(token)]), abs=1e-5)
+    for wrong in ([], [1.5], 3):
+        with pytest.raises(InvalidRequest, match="allowed_token_ids must"):
+            SamplingParams(allowed_token_ids=wrong)
 
 
 def test_penalties_equal_those_of_transformers():

@@ -5,7 +5,7 @@ processors that read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from operator import attrgetter
 
@@ -26,6 +26,10 @@ _numbers = attrgetter(
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _MASK = (1 << 64) - 1
+
+
+def _none() -> Ints:
+    return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class SamplingMetadata:
     history_rows: Ints  # [penalised]
     history_starts: Ints  # [penalised + 1]
     history_prompts: Ints  # [penalised]
+    allowed_rows: Ints = field(default_factory=_none)  # [allowed]
+    allowed_ids: Ints = field(default_factory=_none)  # [allowed]: all others of the row are masked
 
     @property
     def num_sampled(self) -> int:
@@ -71,6 +77,7 @@ class SamplingMetadata:
         params = [s.params for s in drawing]
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
         edits = _edits(drawing, coming)
+        allowed = [(i, token) for i, p in enumerate(params) for token in p.allowed_token_ids or ()]
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
         history = [drawing[i].token_ids for i in penalised]
         lengths = np.array([0, *map(len, history)], np.int64)
@@ -88,12 +95,14 @@ class SamplingMetadata:
             history_rows=np.array(penalised, np.int64),
             history_starts=np.cumsum(lengths),
             history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
+            allowed_rows=np.array([row for row, _ in allowed], np.int64),
+            allowed_ids=np.array([token for _, token in allowed], np.int64),
         )
 
     @property
     def processed_rows(self) -> tuple[Ints, ...]:
         """The rows that each of the logits processors changes."""
-        return self.edit_rows, self.history_rows
+        return self.allowed_rows, self.edit_rows, self.history_rows
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays as tensors that share their memory."""
@@ -111,6 +120,7 @@ class SamplingMetadata:
         drawn = slice(min(start, count), min(stop, count))
         scored = slice(max(start - count, 0), max(stop - count, 0))
         edits = slice(*np.searchsorted(self.edit_rows, (start, stop)))
+        allowed = slice(*np.searchsorted(self.allowed_rows, (start, stop)))
         first, last = np.searchsorted(self.history_rows, (start, stop))
         starts = self.history_starts[first : last + 1]
         return SamplingMetadata(
@@ -127,15 +137,30 @@ class SamplingMetadata:
             history_rows=self.history_rows[first:last] - start,
             history_starts=starts - starts[0],
             history_prompts=self.history_prompts[first:last],
+            allowed_rows=self.allowed_rows[allowed] - start,
+            allowed_ids=self.allowed_ids[allowed],
         )
 
 
 def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
     """Every logits processor, in order, in place on [S, vocabulary] float32."""
+    if len(sampling.allowed_rows):
+        _mask_others(values, sampling)
     if len(sampling.edit_rows):
         _add_edits(values, sampling)
     if len(sampling.history_rows):
         _penalise(values, sampling)
+
+
+def _mask_others(values: Tensor, sampling: SamplingMetadata) -> None:
+    """Minus infinity for every token of a row with ``allowed_ids`` but those."""
+    rows, ids = (
+        torch.from_numpy(column).to(values.device)
+        for column in (sampling.allowed_rows, sampling.allowed_ids)
+    )
+    kept = values[rows, ids]
+    values[rows] = float("-inf")
+    values[rows, ids] = kept
 
 
 def _add_edits(values: Tensor, sampling: SamplingMetadata) -> None:
