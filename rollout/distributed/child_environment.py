@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import rollout
-
 _OF_THE_HUB = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"})
 
 
@@ -20,7 +18,7 @@ def child_environment(
     use to a rank, and whoever can look at a process sees its environment.
     """
     env = {name: value for name, value in os.environ.items() if not _is_token(name)}
-    root = str(Path(rollout.__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     return {**(defaults or {}), **env, **settings}
 
