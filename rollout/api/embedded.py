@@ -25,6 +25,7 @@ from rollout.generation import PromptInput, Request, RequestOutput, SamplingPara
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.engine.coordinator import Coordinator
+from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.engine.vllm_session import VerbSession
 from rollout.weight_sync.protocol.codec import meta_from_wire
 from rollout.weight_sync.protocol.messages import (
@@ -182,7 +183,7 @@ class EmbeddedBackend:
         return self.coordinator.info()
 
     def open(self) -> WeightChannel:
-        return self.coordinator.open()
+        return Lease(self.coordinator)
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         if "\0" in path:
@@ -342,7 +343,7 @@ class _NearLink:
         return self._coordinator.receipts
 
     def open(self) -> WeightChannel:
-        return self._coordinator.open()
+        return Lease(self._coordinator)
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("an engine in this process has one channel alone")

@@ -20,6 +20,7 @@ from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.engine.coordinator import Coordinator
+from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.engine.rank import RankUpdates
 from rollout.weight_sync.protocol.digests import slot_rows
 
@@ -142,7 +143,7 @@ class Engine:
         return self.coordinator.info()
 
     def open(self):
-        return self.coordinator.open()
+        return Lease(self.coordinator)
 
     def receipts(self):
         return self.coordinator.receipts

@@ -28,7 +28,6 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.engine.begin_check import check_request
-from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
@@ -136,7 +135,7 @@ class Coordinator:
         self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
         self._label: str | None = None
-        self._holder: Lease | None = None
+        self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
         self._free = threading.Condition()
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._can_roll_back = False
@@ -144,13 +143,10 @@ class Coordinator:
         self._held: dict[str, int] | None = None
         self._held_before: dict[str, int] | None = None
 
-    def open(self, transports: tuple[str, ...] | None = None) -> Lease:
-        """A channel for one update; it takes the lease at its ``begin``.
-
-        ``transports``: what it may ask for, where they are not those of every sender.
-        """
-        ours = self._transports
-        return Lease(self, (*ours, *served(ours)) if transports is None else transports)
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """What every sender's update may come by."""
+        return (*self._transports, *served(self._transports))
 
     def info(self) -> WeightInfo:
         last = self._receipts[-1].update_id if self._receipts else ""
@@ -230,7 +226,7 @@ class Coordinator:
 
     # ---- what a lease uses ----
 
-    def acquire(self, lease: Lease | None, timeout: float) -> None:
+    def acquire(self, lease: object, timeout: float) -> None:
         """Take the lease, waiting for another to end; ``UpdateInProgress`` at the deadline."""
         with self._free:
             if not self._free.wait_for(lambda: self.state in ("idle", "broken"), timeout):
@@ -239,7 +235,7 @@ class Coordinator:
                 )
             self.state, self._holder = "staging", lease
 
-    def free(self, lease: Lease | None, broken: str | None = None) -> None:
+    def free(self, lease: object, broken: str | None = None) -> None:
         """End the lease; ``broken`` says why live weights are not one version, if so."""
         with self._free:
             if self._holder is not lease:
@@ -252,7 +248,7 @@ class Coordinator:
                 self.state = "idle" if self.engine.broken is None else "broken"
                 self._free.notify_all()
 
-    def advance(self, lease: Lease, state: str) -> None:
+    def advance(self, lease: object, state: str) -> None:
         """The next state of the update that holds the lease; ``TransferFailed`` if it has ended."""
         with self._free:
             if self._holder is not lease:

@@ -1,4 +1,4 @@
-"""One update on the engine's side: the in-process ``WeightChannel`` that the coordinator opens."""
+"""One update on the engine's side: the in-process ``WeightChannel`` to a coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.weight_sync.engine.coordinator import Coordinator, Reply
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire, wants_from_wire
 from rollout.weight_sync.protocol.digests import (
@@ -40,22 +41,23 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.transports.base import Accepted
 
-if TYPE_CHECKING:
-    from rollout.weight_sync.engine.coordinator import Coordinator, Reply
-
-
 _AHEAD = 2  # buckets under way that each sender may have, and as many again
 log = logging.getLogger(__name__)
 _CLOSED = "the channel was closed before the commit"
 
 
 class Lease:
-    """The right to change the weights, for one update. ``abort`` and ``close`` from any thread."""
+    """The right to change the weights, for one update; taken at its ``begin``.
+
+    ``transports``: what it may come by, where that is not what the coordinator takes of every
+    sender. ``abort`` and ``close`` from any thread.
+    """
 
     reads_in_place = True
 
-    def __init__(self, coordinator: Coordinator, transports: tuple[str, ...]) -> None:
-        self._of, self._transports = coordinator, transports
+    def __init__(self, coordinator: Coordinator, transports: tuple[str, ...] | None = None) -> None:
+        self._of = coordinator
+        self._transports = coordinator.transports if transports is None else transports
         self._accepted = Accepted()
         self._request: UpdateRequest | None = None
         self._waiting: dict[int, list[Future[Reply]]] = {}

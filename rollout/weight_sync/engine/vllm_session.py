@@ -223,7 +223,7 @@ class VerbSession:
             )
 
     def _begin(self, timeout: float, deadline: float, in_flight: str, *, implicit: bool) -> _Update:
-        lease = self._of.open((VllmTransfer.name,))
+        lease = Lease(self._of, (VllmTransfer.name,))
         begun = lease.begin(
             UpdateRequest(
                 update_id=uuid.uuid4().hex,
