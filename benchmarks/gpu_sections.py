@@ -97,7 +97,7 @@ def ops(report: Any) -> None:
     wide = torch.randn(rows, 7 * hidden, device=DEVICE, dtype=BF16)
     _moves(report, "silu_mul", 1.5 * wide.nbytes, lambda: run("silu_mul")(wide))
     a, b = (torch.zeros(big, dtype=torch.uint8, device=DEVICE) for _ in "ab")
-    _moves(report, "exchange", 4 * big, lambda: run("exchange")(a, b))
+    _moves(report, "swap_tensors", 4 * big, lambda: run("swap_tensors")(a, b))
     many = a.view(BF16)
     box = Box.full(tuple(many.shape))
     _moves(report, "digest", big, lambda: run("digest")(many, tuple(many.shape), box))
@@ -108,8 +108,8 @@ def ops(report: Any) -> None:
         part = x[:count]
         moved = matrix.nbytes + 2 * part.nbytes
         _moves(report, f"torch linear, {count} rows", moved, lambda p=part: F.linear(p, matrix))
-        fixed = lambda p=part: run("ordered_linear")(p, matrix, None, PLAIN, matrix.shape)  # noqa: E731
-        _moves(report, f"ordered_linear, {count} rows", moved, fixed)
+        fixed = lambda p=part: run("batch_invariant_linear")(p, matrix, None, PLAIN, matrix.shape)  # noqa: E731
+        _moves(report, f"batch_invariant_linear, {count} rows", moved, fixed)
     for batch, queries, context in _attention_shapes(dry):
         arguments, heads, dim = _attention(batch, queries, context, dry)
         seconds = measure(lambda q=arguments: run("paged_attention")(*q))

@@ -127,9 +127,8 @@ def small_ops(rounds: int) -> None:
         calls = (
             (kernels.rms_norm, (x, weight, 1e-6)),
             (kernels.add_rms_norm, (x, residual, weight, 1e-6)),
-            (kernels.rotary, (q, k, cos, sin)),
             (kernels.silu_mul, (gate_up,)),
-            (kernels.store_kv, (k, k, caches[0], caches[1], slots)),
+            (kernels.rope_and_cache, (q, k, k, cos, sin, caches[0], caches[1], slots)),
         )
         for op, arguments in calls:
             compare(
@@ -245,13 +244,13 @@ def changes(rounds: int) -> None:
     new = copy.clone()
     codes, width = kernels.encode_gaps(chosen)
     steps: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "take_changes": (kernels.take_changes, taken),
+        "diff_update": (kernels.diff_update, taken),
         "encode_gaps": (kernels.encode_gaps, lambda run: run(chosen)),
         "decode_gaps": (
             kernels.decode_gaps, lambda run: run(codes, width, len(chosen), copy.numel())
         ),
-        "patch_places": (
-            kernels.patch_places, lambda run: run(chosen, slot, slot.put.shape, tiles)
+        "scatter_indices": (
+            kernels.scatter_indices, lambda run: run(chosen, slot, slot.put.shape, tiles)
         ),
     }  # fmt: skip
     for name, (op, call) in steps.items():
@@ -275,10 +274,12 @@ def copies(rounds: int) -> None:
                 run(storage, shape, Box.full(shape), value, layout)
 
         ours, theirs = medians(
-            rounds, lambda: write(kernels.write_box), lambda: write(kernels.write_box.reference)
+            rounds,
+            lambda: write(kernels.copy_into_box),
+            lambda: write(kernels.copy_into_box.reference),
         )
         size = sum(value.nbytes for value in values) / 1e9
-        print(f"write_box {layout.name:5} of {count} x {shape}: {size / ours:5.1f} GB/s"
+        print(f"copy_into_box {layout.name:5} of {count} x {shape}: {size / ours:5.1f} GB/s"
               f"   (plain torch {size / theirs:5.1f} GB/s)")  # fmt: skip
 
 

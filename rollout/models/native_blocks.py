@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rollout.kernels import ordered_attention, paged_attention
+from rollout.kernels import batch_invariant_attention, paged_attention
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry
 from rollout.kernels.paged_attention.cpu import takes_heads
@@ -22,7 +22,7 @@ from rollout.models.layers.norm import RMSNorm
 from rollout.weights import TileLayout
 
 O_BIAS, DOWN_BIAS = 6, 11  # in _weights
-ATTENTIONS = (paged_attention, ordered_attention)  # one native code, in one order
+ATTENTIONS = (paged_attention, batch_invariant_attention)  # one native code, in one order
 
 
 class _Blocks(ctypes.Structure):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollout.kernels import stream_copy
+from rollout.kernels import nontemporal_copy
 
 SHARE = 64  # a parameter of which more than a 1 / 64 was overwritten is copied whole
 CHUNK = 4 << 20  # elements copied at once: a step waits for at most one such piece
@@ -54,7 +54,7 @@ class PatchJournal:
                 *(torch.split(x[name].view(-1), CHUNK) for x in (target, source)), strict=True
             )
             for into, values in pairs:
-                stream_copy(into, values)
+                nontemporal_copy(into, values)
         for name, parts in self._places.items():
             values, into = source[name].view(-1), target[name].view(-1)
             for places in parts:

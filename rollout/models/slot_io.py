@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.kernels import digest, patch_places, write_box
+from rollout.kernels import copy_into_box, digest, scatter_indices
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_table import WeightTable
 from rollout.weights import (
@@ -91,14 +91,14 @@ class SlotIO:
             self._journal.note_whole(slot.param)
         lead = max(0, len(slot.put.starts) - len(slot.take.starts))
         if box == slot.take:
-            write_box(storage, spec.shape, slot.put, value, spec.layout)
+            copy_into_box(storage, spec.shape, slot.put, value, spec.layout)
         elif slot.put.shape == (1,) * lead + slot.take.shape:
             # The same shape, or one index of a stack of it.
             pairs = zip(slot.put.starts[lead:], slot.take.starts, strict=True)
             put = box.shifted(tuple(to - start for to, start in pairs))
             starts, stops = slot.put.starts[:lead], slot.put.stops[:lead]
             put = Box((*starts, *put.starts), (*stops, *put.stops))
-            write_box(storage, spec.shape, put, value, spec.layout)
+            copy_into_box(storage, spec.shape, put, value, spec.layout)
         else:
             # A slot that reshapes: part of its box is no box of the parameter.
             everything = torch.arange(box.numel, device=value.device)
@@ -108,7 +108,7 @@ class SlotIO:
 
     def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
-        kept, places = patch_places(positions.to(storage.device), slot, spec.shape, spec.layout)
+        kept, places = scatter_indices(positions.to(storage.device), slot, spec.shape, spec.layout)
         if len(places):
             chosen = values.to(storage.device)[kept].to(storage.dtype)
             storage.view(-1).index_copy_(0, places, chosen)

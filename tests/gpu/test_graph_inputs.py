@@ -88,7 +88,7 @@ def test_padded_rows_change_no_row_and_no_page() -> None:
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, heads, 16, generator=rng) for heads in (4, 2, 2))
     pages = [torch.randn(9, 2, 4, 16, generator=rng) for _ in "kv"]
-    store = kernels.rotary_store.implementation("triton")
+    store = kernels.rope_and_cache.implementation("triton")
     attend = kernels.paged_attention.implementation("triton")
     results = []
     for size, step in ((2, batch), (4, inputs.batch(4))):

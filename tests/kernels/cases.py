@@ -40,7 +40,6 @@ def all_cases() -> Iterator[Case]:
     yield from _norms()
     yield from _rotaries()
     yield from _gates()
-    yield from _stores()
     yield from _attentions()
     yield from _linears()
     yield from _scans()
@@ -119,19 +118,14 @@ def _rotaries() -> Iterator[Case]:
                 fused = _randn(tokens, heads + kv_heads, dim).to(t)
                 table = torch.float32 if wide else t
                 q, k = fused.split((heads, kv_heads), dim=1)
-                return q, k, angles.cos().to(table), angles.sin().to(table)
-
-            def stored(t: torch.dtype, make: Any = make) -> tuple[Any, ...]:
-                q, k, cos, sin = make(t)
-                tokens, heads, dim = k.shape
-                cache = torch.zeros(6, heads, 3, dim, dtype=t)
+                v = _randn(tokens, 2 * kv_heads, dim, seed=4).to(t)[:, kv_heads:]
+                cos, sin = angles.cos().to(table), angles.sin().to(table)
+                cache = torch.zeros(6, kv_heads, 3, dim, dtype=t)
                 slots = torch.randperm(18, generator=torch.Generator().manual_seed(1))[:tokens]
-                v = _randn(tokens, heads, dim, seed=4).to(t)
                 return q, k, v, cos, sin, cache, cache.clone(), slots
 
             name = f"{tokens, heads, kv_heads, dim, width}-{'wide' if wide else 'same'}"
-            yield Case("rotary", name, make)
-            yield Case("rotary_store", name, stored, writes=(5, 6), returns=True)
+            yield Case("rope_and_cache", name, make, writes=(5, 6), returns=True)
 
 
 def _gates() -> Iterator[Case]:
@@ -139,27 +133,6 @@ def _gates() -> Iterator[Case]:
         yield Case("silu_mul", f"{shape}", lambda t, s=shape: ((_randn(*s) * 8).to(t),))
     yield Case("silu_mul", "rows of a wider one", lambda t: (_randn(4, 64).to(t)[:, 3:41],))
     yield Case("silu_mul", "large", lambda t: (torch.linspace(-200, 200, 400)[None].to(t),))
-
-
-def _stores() -> Iterator[Case]:
-    for tokens, heads, dim, block in (
-        (1, 2, 64, 32),
-        (0, 2, 64, 32),
-        (7, 1, 5, 3),
-        (20, 3, 24, 16),
-    ):
-
-        def make(
-            t: torch.dtype, s: tuple[int, int, int, int] = (tokens, heads, dim, block)
-        ) -> tuple[Any, ...]:
-            tokens, heads, dim, block = s
-            fused = _randn(tokens, heads * 2, dim).to(t)
-            k, v = fused.split(heads, dim=1)
-            cache = torch.zeros(9, heads, block, dim, dtype=t)
-            slots = torch.randperm(9 * block, generator=torch.Generator().manual_seed(1))
-            return k, v, cache, cache.clone(), slots[:tokens]
-
-        yield Case("store_kv", f"{tokens, heads, dim, block}", make, writes=(2, 3))
 
 
 def _attentions() -> Iterator[Case]:
@@ -193,7 +166,7 @@ def _attentions() -> Iterator[Case]:
 
         yield Case("paged_attention", name, make, broad=name in BROAD)
         if name in ("decodes", "mixed", "head dim 24"):
-            yield Case("ordered_attention", name, make)
+            yield Case("batch_invariant_attention", name, make)
 
     def rising(t: torch.dtype) -> tuple[Any, ...]:
         """Scores that rise by more than an exponential holds, thousands of keys later."""
@@ -240,7 +213,7 @@ def _linears() -> Iterator[Case]:
                     return x, storage, _randn(48, seed=2).to(t) if bias else None, layout, shape
 
                 yield Case("linear", f"{layout.name}-{batch}-{bias}", make)
-                yield Case("ordered_linear", f"{layout.name}-{batch}-{bias}", make)
+                yield Case("batch_invariant_linear", f"{layout.name}-{batch}-{bias}", make)
                 yield Case("gated_linear", f"{layout.name}-{batch}-{bias}", make)
     sizes = ((1, 16, 2), (5, 16, 30), (16, 64, 32), (17, 112, 34), (33, 96, 96), (101, 144, 66))
     for rows, outputs, inputs in sizes:
@@ -330,7 +303,7 @@ def _exchanges() -> Iterator[Case]:
         def make(t: torch.dtype, shape: tuple[int, ...] = shape) -> tuple[Any, ...]:
             return _randn(*shape).to(t), _randn(*shape, seed=1).to(t)
 
-        yield Case("exchange", f"{shape}", make, writes=(0, 1))
+        yield Case("swap_tensors", f"{shape}", make, writes=(0, 1))
 
 
 def _draws() -> Iterator[Case]:
@@ -358,9 +331,9 @@ def _draws() -> Iterator[Case]:
             given, top_k = table[:, 4].long(), table[:, 3].long()
             return logits, given, table[:, :3].contiguous(), top_k, draws
 
-        yield Case("draw_tokens", f"{vocab}", make, broad=vocab > 1300)
+        yield Case("sample", f"{vocab}", make, broad=vocab > 1300)
     yield Case(
-        "draw_tokens",
+        "sample",
         "no rows",
         lambda t: (
             torch.zeros(0, 9, dtype=t),

@@ -52,7 +52,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "rms_norm", lambda: kernel("rms_norm")(heads, weight[:128].clone(), 1e-5)
     yield "add_rms_norm", lambda: kernel("add_rms_norm")(x, x, weight, 1e-5)
     yield "silu_mul", lambda: kernel("silu_mul")(x)
-    yield "exchange", lambda: kernel("exchange")(x, x.clone())
+    yield "swap_tensors", lambda: kernel("swap_tensors")(x, x.clone())
     box = Box((0, 0), (3, 4096))
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box)
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box, [0])
@@ -62,13 +62,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in (BF16, FP32):
         w, y = torch.zeros(4096, 4096, dtype=dtype), x.to(dtype)
         yield (
-            "ordered_linear",
-            lambda w=w, y=y: kernel("ordered_linear")(y, w, None, PLAIN, w.shape),
+            "batch_invariant_linear",
+            lambda w=w, y=y: kernel("batch_invariant_linear")(y, w, None, PLAIN, w.shape),
         )
     for dtype, vocab in ((BF16, 128256), (FP32, 32000)):
         rows, none = torch.zeros(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64)
         args = (rows, none, torch.ones(2, 3), none, torch.zeros(2, dtype=torch.float64))
-        yield "draw_tokens", lambda args=args: kernel("draw_tokens")(*args)
+        yield "sample", lambda args=args: kernel("sample")(*args)
     yield from _attentions()
     yield from _experts()
 
@@ -94,11 +94,11 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
             turn = torch.zeros(2, dim, dtype=dtype)
             slots = torch.zeros(2, dtype=torch.int64)
             args = (q, k, k.clone(), turn, turn, kv, kv.clone(), slots)
-            yield "rotary_store", lambda args=args: kernel("rotary_store")(*args)
+            yield "rope_and_cache", lambda args=args: kernel("rope_and_cache")(*args)
     q, k, t = torch.zeros(2, 32, 80), torch.zeros(2, 8, 80), torch.zeros(2, 20)
-    yield "rotary", lambda: kernel("rotary")(q, k, t, t)
     cache, slots = torch.zeros(9, 8, 32, 80), torch.zeros(2, dtype=torch.int64)
-    yield "store_kv", lambda: kernel("store_kv")(k, k, cache, cache.clone(), slots)
+    args = (q, k, k.clone(), t, t, cache, cache.clone(), slots)
+    yield "rope_and_cache", lambda: kernel("rope_and_cache")(*args)
 
 
 def _experts() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.backends import backends
 
-from rollout.kernels import decode_gaps, encode_gaps, patch_places, take_changes
+from rollout.kernels import decode_gaps, diff_update, encode_gaps, scatter_indices
 from rollout.kernels.gap_codes import WIDTHS, escape
 from rollout.weights import PLAIN, Box, TileLayout, WeightSlot
 
-TAKE, ENCODE, DECODE, PLACES = map(backends, (take_changes, encode_gaps, decode_gaps, patch_places))
+TAKE, ENCODE, DECODE, PLACES = map(
+    backends, (diff_update, encode_gaps, decode_gaps, scatter_indices)
+)
 DTYPES = (torch.uint8, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -140,7 +142,7 @@ def test_places_are_those_of_the_reference(data, layout) -> None:
     shape = (64, 18)
     chosen = data.draw(st.sets(st.integers(0, rows * columns - 1)))
     positions = torch.tensor(sorted(chosen), dtype=torch.int64)
-    kept, places = patch_places.reference(positions, slot, shape, layout)
+    kept, places = scatter_indices.reference(positions, slot, shape, layout)
     for run in PLACES.values():
         picked, found = run(positions, slot, shape, layout)
         assert positions[picked].tolist() == positions[kept].tolist()

@@ -21,7 +21,7 @@ TOLERANCE = {  # (relative, absolute) against float64
     torch.bfloat16: (2**-6, 1e-6),  # rounded twice: one unit before the weight may become two
     torch.float16: (2**-9, 1e-6),  # the same
 }
-ATTENTIONS = ("paged_attention", "ordered_attention")
+ATTENTIONS = ("paged_attention", "batch_invariant_attention")
 ATTENTION_TOLERANCE = {
     torch.float32: (1e-5, 1e-5),
     torch.bfloat16: (2**-7, 2e-3),

@@ -48,16 +48,16 @@ for case in all_cases():
                 a, b, rtol=relative, atol=absolute, msg=lambda m: f"{case} {dtype}: {m}"
             )
         count += 1
-from rollout.kernels import write_box
-from rollout.kernels.write_box import cpu as native_write
+from rollout.kernels import copy_into_box
+from rollout.kernels.copy_into_box import cpu as native_write
 from rollout.weights import Box, TileLayout
 native_write.LEAST = 1
-plain, write_box.reference = write_box.reference, None  # not to be fallen back to
+plain, copy_into_box.reference = copy_into_box.reference, None  # not to be fallen back to
 tiles, shape = TileLayout(16), (96, 150)
 value = torch.randn(shape, dtype=torch.bfloat16)
 wanted, got = (torch.empty(tiles.storage_shape(shape), dtype=torch.bfloat16) for _ in "ab")
 plain(wanted, shape, Box.full(shape), value, tiles)
-write_box(got, shape, Box.full(shape), value, tiles)
+copy_into_box(got, shape, Box.full(shape), value, tiles)
 assert torch.equal(got, wanted)
 print(count, native_status())
 """

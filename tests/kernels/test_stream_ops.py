@@ -11,12 +11,12 @@ import torch
 from kernels.backends import backends
 from torch import Tensor
 
-from rollout.kernels import stream_copy, write_box
-from rollout.kernels.stream_copy import cpu as native_copy
-from rollout.kernels.write_box import cpu as native_write
+from rollout.kernels import copy_into_box, nontemporal_copy
+from rollout.kernels.copy_into_box import cpu as native_write
+from rollout.kernels.nontemporal_copy import cpu as native_copy
 from rollout.weights import PLAIN, Box, Layout, TileLayout
 
-COPY, WRITE = map(backends, (stream_copy, write_box))
+COPY, WRITE = map(backends, (nontemporal_copy, copy_into_box))
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
@@ -112,8 +112,8 @@ def test_large_boxes_are_written_by_native_code(monkeypatch) -> None:
     """Or the tests above compare the reference with itself."""
     if "cpu" not in WRITE:
         pytest.skip("no native kernels here")
-    monkeypatch.setattr(write_box, "reference", None)
-    monkeypatch.setattr(stream_copy, "reference", None)
+    monkeypatch.setattr(copy_into_box, "reference", None)
+    monkeypatch.setattr(nontemporal_copy, "reference", None)
     shape = (64, 40)
     for layout in (PLAIN, TileLayout(16)):
         storage = torch.empty(layout.storage_shape(shape), dtype=torch.bfloat16)

@@ -18,28 +18,26 @@ def test_tokens_without_a_slot_are_passed_over() -> None:
     k, v = (torch.randn(3, 2, 8, device=DEVICE) for _ in "kv")
     table = torch.ones(3, 8, device=DEVICE)
     slots = torch.tensor([4, -1, 7], device=DEVICE)
-    for op in (kernels.store_kv, kernels.rotary_store):
-        caches = [torch.zeros(4, 2, 2, 8, device=DEVICE) for _ in "kv"]
-        if op is kernels.store_kv:
-            op.implementation("triton")(k, v, *caches, slots)
-        else:
-            op.implementation("triton")(k, k, v, table, table * 0, *caches, slots)
-        for cache, given in zip(caches, (k, v), strict=True):
-            wanted = torch.zeros_like(cache)
-            wanted[2, :, 0], wanted[3, :, 1] = given[0], given[2]
-            assert torch.equal(cache, wanted)
+    caches = [torch.zeros(4, 2, 2, 8, device=DEVICE) for _ in "kv"]
+    kernels.rope_and_cache.implementation("triton")(k, k, v, table, table * 0, *caches, slots)
+    for cache, given in zip(caches, (k, v), strict=True):
+        wanted = torch.zeros_like(cache)
+        wanted[2, :, 0], wanted[3, :, 1] = given[0], given[2]
+        assert torch.equal(cache, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("dots_in_order")
-def test_ordered_attention_of_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+def test_attention_of_a_sequence_does_not_depend_on_its_batch(
+    dtype: torch.dtype,
+) -> None:
     """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
     lengths = [70, 7]
     q, k, v, starts, context, tables, scale = (
         x.to(DEVICE) if isinstance(x, torch.Tensor) else x
         for x in attention([(n, n) for n in lengths], heads=14, dim=32, dtype=dtype)
     )
-    run = kernels.ordered_attention.implementation("triton")
+    run = kernels.batch_invariant_attention.implementation("triton")
     together = run(q, k, v, starts, context, tables, scale)
     for s, length in enumerate(lengths):
         rows, start = q[starts[s] : starts[s + 1]], 0

@@ -107,7 +107,7 @@ def test_who_watches_ops_sees_them(tmp_path: Path) -> None:
     finally:
         watch_ops(None)
     assert _equal(watched, unwatched)
-    assert {"paged_attention", "gated_linear", "add_rms_norm", "rotary_store"} <= seen
+    assert {"paged_attention", "gated_linear", "add_rms_norm", "rope_and_cache"} <= seen
 
 
 def test_the_bits_do_not_depend_on_threads(

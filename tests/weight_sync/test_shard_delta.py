@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import fresh, nudged
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
-from rollout.kernels import take_changes
+from rollout.kernels import diff_update
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weights import Box, SparsePatch
@@ -240,7 +240,7 @@ def test_changes_are_applied_in_as_many_writes(checkpoints, layout) -> None:
         weights = nudged(checkpoints[1], 0.01)
         patches, changed = [], 0
         for name, tensor in weights.items():
-            found = take_changes(checkpoints[1][name].clone(), tensor, tensor.numel())
+            found = diff_update(checkpoints[1][name].clone(), tensor, tensor.numel())
             assert found is not None
             changed += len(found[0])
             patches.append((name, SparsePatch(tuple(tensor.shape), tensor.dtype, *found)))

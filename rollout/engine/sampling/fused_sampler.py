@@ -11,7 +11,7 @@ from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, Sampling
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.sampling.sampler import Sampler, uniforms
 from rollout.generation import GREEDY_BELOW
-from rollout.kernels import draw_tokens
+from rollout.kernels import sample
 from rollout.kernels.gpu_support import triton_runs
 
 
@@ -21,7 +21,7 @@ def make_sampler(device: torch.device) -> Sampler | FusedSampler:
 
 
 class FusedSampler:
-    """A ``Sampler`` by one kernel, ``draw_tokens``: no sort, and the host waits once.
+    """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once.
 
     Batches with edits, penalties or alternatives go to a ``Sampler``. A row's draw is the same
     function of its seed and position; the order of float sums differs, so a draw right at the edge
@@ -37,7 +37,7 @@ class FusedSampler:
             return self._others.sample(logits, sampling)
         settings = to_device(torch.from_numpy(_settings(sampling)), logits.device)
         numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
-        tokens, scores = draw_tokens(
+        tokens, scores = sample(
             logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws
         )
         count, none = (

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout.engine.worker.rollback import RollbackSnapshot, all_or_none, pairs
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
-from rollout.kernels import exchange
+from rollout.kernels import swap_tensors
 from rollout.models.model import Model
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_load import WeightLoad
@@ -336,7 +336,7 @@ def _exchange(a: Model, b: Model) -> None:
         a.after_load()
         b.after_load()
 
-    all_or_none([partial(exchange, x, y) for x, y in _storages(a, b)], derive)
+    all_or_none([partial(swap_tensors, x, y) for x, y in _storages(a, b)], derive)
 
 
 def _storages(a: Model, b: Model) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,5 +1,5 @@
 /* Deltas: which elements changed, their positions as gaps and back, and where they go.
- * See rollout/kernels/take_changes, gap_codes and patch_places. */
+ * See rollout/kernels/diff_update, gap_codes and scatter_indices. */
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512BW__)
@@ -9,7 +9,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define LINE 64 /* bytes compared before any element is looked at */
 
-/* ---- take_changes ---- */
+/* ---- diff_update ---- */
 
 typedef struct {
     int64_t count, most;
@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) int64_t take_all(Changes *found, ui
 }
 
 /* Returns how many differed, or -1 when more than `most` do: then a part has been taken. */
-EXPORT int64_t rollout_take_changes(uint8_t *copy, const uint8_t *new, int64_t n, int32_t size,
+EXPORT int64_t rollout_diff_update(uint8_t *copy, const uint8_t *new, int64_t n, int32_t size,
                                     int64_t most, int64_t *positions, uint8_t *values) {
     Changes found = {0, most, positions, values};
     switch (size) {
@@ -164,12 +164,12 @@ EXPORT int32_t rollout_decode_gaps(const uint8_t *codes, int64_t n, int32_t widt
     return !open && found == count;
 }
 
-/* ---- patch_places ---- */
+/* ---- scatter_indices ---- */
 
 /* Of ascending `positions` in a matrix of `columns`, those in rows row .. end_row and columns
  * column .. end_column: their indices, and where they lie in a matrix of `width` columns at
  * (put_row, put_column), row-major or (tile_rows > 0) in tiles [rows, pairs, tile_rows, 2]. */
-EXPORT int64_t rollout_patch_places(const int64_t *positions, int64_t n, int64_t columns,
+EXPORT int64_t rollout_scatter_indices(const int64_t *positions, int64_t n, int64_t columns,
                                     int64_t row, int64_t end_row, int64_t column,
                                     int64_t end_column, int64_t put_row, int64_t put_column,
                                     int64_t width, int64_t tile_rows, int64_t *kept,

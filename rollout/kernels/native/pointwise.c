@@ -86,32 +86,6 @@ INLINE void rotate_head(const void *x, const void *cos, const void *sin, void *o
                (size_t)((dim - width) * size));
 }
 
-INLINE void rotate_all(const void *x, int64_t outer, int64_t inner, const void *cos,
-                       const void *sin, void *out, int64_t rows, int64_t heads, int64_t dim,
-                       int64_t width, int threads, int bf16, int wide) {
-    int table = bf16 && !wide;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < rows; i++) {
-        int64_t token = i / heads;
-        rotate_head(at(x, token * outer + i % heads * inner, bf16), at(cos, token * width, table),
-                    at(sin, token * width, table), (void *)at(out, i * dim, bf16), dim, width,
-                    bf16, wide);
-    }
-}
-
-/* cos, sin: [tokens, width], dense, float32 where `wide` or not bf16. */
-EXPORT void rollout_rotary(const void *x, int64_t outer, int64_t inner, const void *cos, const void *sin,
-                    void *out, int64_t rows, int64_t heads, int64_t dim, int64_t width,
-                    int32_t bf16, int32_t wide, int32_t threads) {
-    if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
-    if (!bf16)
-        rotate_all(x, outer, inner, cos, sin, out, rows, heads, dim, width, threads, 0, 0);
-    else if (wide)
-        rotate_all(x, outer, inner, cos, sin, out, rows, heads, dim, width, threads, 1, 1);
-    else
-        rotate_all(x, outer, inner, cos, sin, out, rows, heads, dim, width, threads, 1, 0);
-}
-
 INLINE void gate(const void *x, int64_t stride, void *out, int64_t rows, int64_t dim, int threads,
                  int bf16) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
@@ -130,21 +104,6 @@ EXPORT void rollout_silu_mul(const void *x, int64_t stride, void *out, int64_t r
     if (rows * dim < PARALLEL_ELEMENTS) threads = 1;
     if (bf16) gate(x, stride, out, rows, dim, threads, 1);
     else gate(x, stride, out, rows, dim, threads, 0);
-}
-
-/* Strides and sizes in bytes; the caches are dense [blocks, heads, block, dim]. */
-EXPORT void rollout_store_kv(const char *k, int64_t k_outer, int64_t k_inner, const char *v,
-                      int64_t v_outer, int64_t v_inner, char *k_cache, char *v_cache,
-                      const int64_t *slots, int64_t tokens, int64_t heads, int64_t block,
-                      int64_t dim) {
-    for (int64_t t = 0; t < tokens; t++) {
-        int64_t page = slots[t] / block, offset = slots[t] % block;
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t to = ((page * heads + h) * block + offset) * dim;
-            memcpy(k_cache + to, k + t * k_outer + h * k_inner, (size_t)dim);
-            memcpy(v_cache + to, v + t * v_outer + h * v_inner, (size_t)dim);
-        }
-    }
 }
 
 INLINE void turn(const Turn *p, int64_t t, int bf16, int wide) {
@@ -172,7 +131,7 @@ void turn_part(Team *team, const Turn *p, int32_t bf16, int32_t wide) {
             else turn(p, t, 1, 0);
 }
 
-EXPORT void rollout_rotary_store(const Turn *p, int32_t bf16, int32_t wide, int32_t threads) {
+EXPORT void rollout_rope_and_cache(const Turn *p, int32_t bf16, int32_t wide, int32_t threads) {
     Team team = {0};
     if (p->tokens * (p->heads + p->kv_heads) * p->dim < PARALLEL_ELEMENTS) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)

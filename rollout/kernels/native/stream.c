@@ -1,6 +1,6 @@
 /* Copies that go past the caches: what is written here is far more than they hold, and is read
  * again when they have long been used for something else. A plain store would fetch each line from
- * memory first. See rollout/kernels/stream_copy and write_box. */
+ * memory first. See rollout/kernels/nontemporal_copy and copy_into_box. */
 #include "vec.h"
 
 #if defined(__x86_64__)
@@ -42,7 +42,7 @@ static void stream(uint8_t *to, const uint8_t *from, int64_t size) {
 }
 
 /* `rows` stretches of `size` bytes; strides in bytes. */
-EXPORT void rollout_stream_copy(uint8_t *to, int64_t to_stride, const uint8_t *from,
+EXPORT void rollout_nontemporal_copy(uint8_t *to, int64_t to_stride, const uint8_t *from,
                                 int64_t from_stride, int64_t rows, int64_t size, int threads) {
     int64_t parts = (size + CHUNK - 1) / CHUNK;
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -48,6 +48,26 @@ def paged_attention(
     return out
 
 
+@op
+def batch_invariant_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    """``paged_attention``, where a row's bits depend on its own sequence alone.
+
+    Neither the other sequences of the batch matter, nor how this one is cut into steps. The native
+    ``paged_attention`` is so already; this reference, in torch's own order, is not.
+    """
+    return paged_attention.reference(
+        q, k_cache, v_cache, query_starts, context_lens, block_tables, scale
+    )
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor:
     """Rows of one sequence at positions ``first``, ``first + 1`` ... over keys [KH, length, D]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

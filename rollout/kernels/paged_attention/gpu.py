@@ -67,9 +67,21 @@ def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return alike and k_cache.is_contiguous() and v_cache.is_contiguous() and q.shape[2] <= 512
 
 
-def fixed_tiles(group: int, dim: int, dtype: torch.dtype) -> Tiles:
-    """The same for every batch, without splits: a row's bits depend on its sequence alone."""
-    return _prefill_tiles(group, dim, dtype)
+def batch_invariant_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    """One size of tile for prefill and decode, keys never split."""
+    arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
+    if not takes(q, k_cache, v_cache):
+        return op.reference(*arguments, scale)
+    tiles = _prefill_tiles(q.shape[1] // k_cache.shape[1], q.shape[2], q.dtype)
+    return attend(*arguments, scale, tiles)
 
 
 def attend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from rollout.kernels import ordered_attention, paged_attention, rotary_store
+from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import QKVLinear, RowLinear
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.heads = config.num_heads // size
         self.kv_heads = max(1, config.num_kv_heads // size)
         self.scale = config.head_dim**-0.5
-        self.attend = ordered_attention if build.deterministic else paged_attention
+        self.attend = batch_invariant_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
         inputs = config.num_heads * config.head_dim
         self.o_proj = RowLinear(build, inputs, config.hidden_size, config.o_bias)
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotary_store(q, k, v, cos, sin, kv.k, kv.v, batch.slot_mapping)
+        q = rope_and_cache(q, k, v, cos, sin, kv.k, kv.v, batch.slot_mapping)
         out = self.attend(
             q,
             kv.k,

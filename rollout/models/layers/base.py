@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.kernels import linear, ordered_linear
+from rollout.kernels import batch_invariant_linear, linear
 from rollout.kernels.native import use_huge_pages
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import ParamSpec
@@ -23,7 +23,7 @@ class Build:
     """How a model is built on one rank; ``layout`` is how linear weights lie in memory.
 
     ``expert_parallel``: ranks hold whole experts, instead of a part of each.
-    ``deterministic``: linears run ``ordered_linear``, whose rows do not depend on the batch.
+    ``deterministic``: linears run ``batch_invariant_linear``: no row depends on the batch.
     ``head_dtype``: of the logits, None for ``dtype``.
     """
 
@@ -81,7 +81,7 @@ class Layer(nn.Module):
         """``x @ weight^T + bias``, whatever the weight's layout."""
         spec = self.specs["weight"]
         rows, columns = spec.shape
-        run = ordered_linear if self.build.deterministic else linear
+        run = batch_invariant_linear if self.build.deterministic else linear
         return run(x, storage_of(self, "weight"), bias, spec.layout, (rows, columns))
 
     def slots(self, prefix: str) -> list[WeightSlot]:

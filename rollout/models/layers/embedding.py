@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollout.kernels import linear, ordered_linear
+from rollout.kernels import batch_invariant_linear, linear
 from rollout.models.layers.base import Build, Layer, rows_slot, storage_of
 from rollout.weights import PLAIN, Box, TileLayout, WeightSlot
 
@@ -51,7 +51,7 @@ class VocabParallel(Layer):
         nothing more, and a tied embedding stays as it is.
         """
         layout, dtype = self.specs["weight"].layout, self.build.head_dtype
-        run = ordered_linear if self.build.deterministic else linear
+        run = batch_invariant_linear if self.build.deterministic else linear
         inputs = hidden.to(dtype)
         logits = hidden.new_empty(len(hidden), self.rows, dtype=dtype)
         step = max(TileLayout().rows, WIDENED // hidden.shape[1] // 16 * 16)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
-from rollout.kernels import stream_copy
+from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.protocol.delta import CodedDelta, decode, problem
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weights import Box, Shape, SparsePatch, TensorPiece
@@ -179,7 +179,7 @@ class BucketPacker:
             into = room.view(tensor.dtype).view(box.shape)
             values = tensor[box.shifted(tuple(-n for n in part.box.starts)).slices]
             if into.data_ptr() != values.data_ptr() or not values.is_contiguous():
-                stream_copy(into, values)
+                nontemporal_copy(into, values)
         entry = BucketEntry(part.name, tensor.dtype, part.shape, box, offset, nbytes)
         self._entries.append(entry)
         self._end = offset + nbytes

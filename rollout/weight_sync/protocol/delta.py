@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.kernels import decode_gaps, encode_gaps, stream_copy, take_changes
+from rollout.kernels import decode_gaps, diff_update, encode_gaps, nontemporal_copy
 from rollout.kernels.gap_codes import WIDTHS, escape
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.messages import BucketEntry
@@ -92,7 +92,7 @@ def encode(copy: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
     """
     size = new.dtype.itemsize
     limit = min(max_bytes, new.numel() * size - 1)
-    changes = take_changes(copy, new, limit // (size + 1))
+    changes = diff_update(copy, new, limit // (size + 1))
     if changes is None:
         return None
     positions, values = changes
@@ -195,7 +195,7 @@ class Committed:
     def keep(self, name: str, tensor: Tensor) -> None:
         held = self.values.get(name)
         if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            stream_copy(held, tensor)
+            nontemporal_copy(held, tensor)
         else:
             self.values[name] = torch.empty_like(
                 tensor, device="cpu", memory_format=torch.contiguous_format

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import RolloutError, SourceFailed
-from rollout.kernels import stream_copy
+from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.protocol.delta import CodedDelta, EncodedDelta, ShardCopies
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import WeightInfo
@@ -85,7 +85,7 @@ class Shards:
             into = copies.values.get((meta.name, box))
             if into is None or into.dtype != values.dtype:
                 into = torch.empty_like(values)
-            found[meta.name, box] = stream_copy(into, values)
+            found[meta.name, box] = nontemporal_copy(into, values)
         copies.values, copies.layout = found, self.layout
 
     def batches(self, most: int) -> Iterator[tuple[str, ...]]:

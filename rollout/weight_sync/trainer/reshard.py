@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed
-from rollout.kernels import stream_copy
+from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weight_sync.trainer.bucket_sender import Books, Shipment
@@ -136,7 +136,7 @@ class HeldBoxes:
             for entry, start in wanted[name]:
                 part = into[start : start + entry.nbytes]
                 room = part.view(entry.dtype).view(entry.box.shape)
-                stream_copy(room, self._values(entry))
+                nontemporal_copy(room, self._values(entry))
         return into[: payload_bytes(header, self._rank)]
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rollout.errors import SourceFailed
-from rollout.kernels import stream_copy
+from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.trainer.rank_group import Agreement
 from rollout.weight_sync.trainer.sources.base import Room
 from rollout.weight_sync.trainer.sources.names import (
@@ -120,7 +120,7 @@ class FSDP2Source:
         ]
         for rank, part in parts.items():
             if rank == sender:
-                stream_copy(part, local)
+                nontemporal_copy(part, local)
             elif not part.is_contiguous():  # one at a time, so that there is one shard too many
                 columns = torch.empty_like(part, memory_format=torch.contiguous_format)
                 dist.recv(columns, src=rank, group=group)

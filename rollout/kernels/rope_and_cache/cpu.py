@@ -1,0 +1,63 @@
+"""Native ``rope_and_cache``: keys are rotated straight into their pages."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.rope_and_cache import rope_and_cache as op
+
+
+class _Turn(ctypes.Structure):
+    """``Turn`` in ops.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("out", "k_cache", "v_cache", "slots")),
+        *((name, ctypes.c_int64) for name in ("q_outer", "q_inner", "k_outer", "k_inner")),
+        *((name, ctypes.c_int64) for name in ("v_outer", "v_inner", "tokens", "heads")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "width", "block")),
+    )
+
+
+def available() -> bool:
+    return library() is not None
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    alike = q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    if not (alike and tables and dense and q.dtype in BF16):
+        return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
+    tokens, heads, dim = q.shape
+    _, kv_heads, block, _ = k_cache.shape
+    assert k.shape == v.shape == (tokens, kv_heads, dim), f"{k.shape} {v.shape} for {q.shape}"
+    assert k_cache.shape == v_cache.shape
+    assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
+    assert cos.shape == sin.shape
+    assert len(cos) == tokens
+    assert cos.shape[1] % 2 == 0
+    assert slots.shape == (tokens,)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.long().contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    turn = _Turn(
+        *(x.data_ptr() for x in (q, k, v, cos, sin, out, k_cache, v_cache, slots)),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(tokens, heads, kv_heads, dim, cos.shape[1], block),
+    )
+    run = entry("rope_and_cache", "piii")
+    wide = int(cos.dtype == torch.float32)
+    run(ctypes.addressof(turn), BF16[q.dtype], wide, torch.get_num_threads())
+    return out

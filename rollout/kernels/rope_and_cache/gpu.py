@@ -1,0 +1,157 @@
+"""Triton ``rope_and_cache``: queries turn into a dense tensor, keys and values into their pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.gpu_launch import FLOATS, launch, narrow, power_of_2, rounded
+from rollout.kernels.rope_and_cache import rope_and_cache as op
+
+_HEADS = 4  # heads of one program
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    alike = q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    if not (alike and tables and dense and q.dtype in FLOATS):
+        return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
+    tokens, heads, dim = q.shape
+    _, kv_heads, block, _ = k_cache.shape
+    assert k.shape == v.shape == (tokens, kv_heads, dim), f"{k.shape} {v.shape} for {q.shape}"
+    assert k_cache.shape == v_cache.shape
+    assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
+    assert cos.shape == sin.shape
+    assert len(cos) == tokens
+    assert cos.shape[1] % 2 == 0
+    assert slots.shape == (tokens,)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[1] // 2
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_blocks = triton.cdiv(heads, _HEADS)
+    launch(
+        _turn,
+        (tokens, q_blocks + triton.cdiv(kv_heads, _HEADS)),
+        *(q, k, v, cos, sin, out, k_cache, v_cache, slots, block),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(heads, kv_heads, q_blocks),
+        DIM=dim,
+        HALF=half,
+        HALF_BLOCK=power_of_2(half),
+        REST_BLOCK=power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+        DIM_BLOCK=power_of_2(dim),
+        HEADS=_HEADS,
+        WIDE=cos.dtype == torch.float32,
+        warps=2,
+    )
+    return out
+
+
+@triton.jit
+def _turn(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    v_out,
+    slots,
+    page,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    heads,
+    kv_heads,
+    q_blocks,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    cos += token * 2 * HALF
+    sin += token * 2 * HALF
+    if block < q_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)
+        to = q_out + token * heads * DIM
+        x = q + token * q_token
+        _rotate(x, q_head, to, DIM, head, heads, cos, sin, DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE)
+    else:
+        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+        x = k + token * k_token
+        slot = tl.load(slots + token)
+        # A padded token has no slot: all of its heads are masked.
+        count = tl.where(slot >= 0, kv_heads, 0)
+        stride = page * DIM
+        start = (slot // page * kv_heads * page + slot % page) * DIM
+        to = k_out + start
+        _rotate(
+            x, k_head, to, stride, head, count, cos, sin, DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE
+        )
+        column = tl.arange(0, DIM_BLOCK)
+        live = (head < count)[:, None] & (column < DIM)[None, :]
+        at = head.to(tl.int64)[:, None]
+        value = tl.load(v + token * v_token + at * v_head + column[None, :], mask=live)
+        tl.store(v_out + start + at * stride + column[None, :], value, mask=live)
+
+
+@triton.jit
+def _rotate(
+    x,
+    x_head,
+    out,
+    out_head,
+    head,
+    heads,
+    cos,
+    sin,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Some heads of one token; products and sum are rounded to the narrower dtype unless WIDE."""
+    dtype = out.dtype.element_ty
+    column = tl.arange(0, HALF_BLOCK)
+    live = (head < heads)[:, None] & (column < HALF)[None, :]
+    source = x + head.to(tl.int64)[:, None] * x_head + column[None, :]
+    target = out + head.to(tl.int64)[:, None] * out_head + column[None, :]
+    first = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
+    c = tl.load(cos + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    if WIDE:
+        low, high = first * c - second * s, second * c + first * s
+    else:
+        low = rounded(first * c, dtype) - rounded(second * s, dtype)
+        high = rounded(second * c, dtype) + rounded(first * s, dtype)
+    tl.store(target, narrow(low, dtype), mask=live)
+    tl.store(target + HALF, narrow(high, dtype), mask=live)
+    if REST_BLOCK > 0:
+        rest = tl.arange(0, REST_BLOCK)
+        live = (head < heads)[:, None] & (rest < DIM - 2 * HALF)[None, :]
+        source = x + head.to(tl.int64)[:, None] * x_head + 2 * HALF + rest[None, :]
+        target = out + head.to(tl.int64)[:, None] * out_head + 2 * HALF + rest[None, :]
+        tl.store(target, tl.load(source, mask=live), mask=live)

@@ -1,0 +1,62 @@
+"""Drawing a token from every row of logits, with the three logprobs of what was drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.op import op
+
+
+@op
+def sample(
+    logits: Tensor, given: Tensor, numbers: Tensor, top_k: Tensor, draws: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``(tokens, scores)``: int64 [R] and float32 [R, 3], raw, processed, log of the kept mass.
+
+    logits: [R, V]; given: [R] int64, a token that is scored instead of drawn where it is not
+    negative; numbers: [R, 3] float32, temperature (0: the argmax), top_p, min_p; top_k: [R] int64,
+    0 for all; draws: [R] float64 in [0, 1).
+
+    raw is the log-softmax of the logits. A drawn token comes from ``softmax(logits / temperature)``
+    after min_p, top_k and top_p, in this order, by inverting the cumulative sum in the order of the
+    vocabulary; processed is its logprob there. Tokens that tie with the last kept one stay. The
+    argmax and given tokens have processed = raw and a kept mass of 1.
+    """
+    wide = logits.double()
+    raw = wide.log_softmax(-1)
+    tokens, scores = [], []
+    for row, (temperature, top_p, min_p) in enumerate(numbers.tolist()):
+        token, kept = int(given[row]), 0.0
+        if token < 0 and temperature == 0:
+            token = int(wide[row].argmax())
+        if token >= 0:
+            value = float(raw[row, token])
+            tokens.append(token)
+            scores.append((value, value, kept))
+            continue
+        scaled = wide[row] / temperature
+        probs = scaled.softmax(-1)
+        probs = _filtered(probs, min_p, int(top_k[row]), top_p)
+        mass = probs.cumsum(-1)
+        token = int(torch.searchsorted(mass, draws[row] * mass[-1], right=True))
+        token = min(token, int(probs.nonzero()[-1]))
+        kept = min(0.0, float(mass[-1].log()))
+        value = float(scaled.log_softmax(-1)[token]) - kept
+        tokens.append(token)
+        scores.append((float(raw[row, token]), value, kept))
+    device = logits.device
+    found = torch.tensor(tokens, dtype=torch.int64, device=device)
+    return found, torch.tensor(scores, dtype=torch.float32, device=device).view(-1, 3)
+
+
+def _filtered(probs: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    probs = probs.masked_fill(probs < min_p * probs.max(), 0.0)
+    if 0 < top_k < len(probs):
+        probs = probs.masked_fill(probs < probs.topk(top_k).values[-1], 0.0)
+    if top_p < 1:
+        ordered = probs.sort(descending=True).values
+        before = ordered.cumsum(-1) - ordered
+        count = max(1, int((before < top_p * ordered.sum()).sum()))
+        probs = probs.masked_fill(probs < ordered[count - 1], 0.0)
+    return probs
