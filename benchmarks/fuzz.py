@@ -43,7 +43,7 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import RolloutError, UpdateInProgress
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_from_proto, stats_from_json
-from rollout.rpc.rollout_pb2_grpc import ControlStub, WeightSyncStub
+from rollout.rpc.services import ControlStub, WeightSyncStub
 from rollout.rpc.status import error_from_rpc, is_typed
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import check_header, check_size, unpack

@@ -1,10 +1,10 @@
-"""Generate ``rollout_pb2.py``, ``.pyi`` and ``rollout_pb2_grpc.py`` of ``rollout/rpc``.
+"""Generate ``rollout/rpc/rollout_pb2.py`` from ``rollout.proto``.
 
     python proto/generate.py            # needs grpcio-tools (the `dev` extra)
 
 Generated code refuses runtimes older than its generator, though all it holds is one serialized
-descriptor and protobuf's stable builder. The two checks are cut out, so that the stubs load on
-every runtime that ``pyproject.toml`` allows. A test compares descriptors, not text.
+descriptor and protobuf's stable builder. The check is cut out, so that the messages load on every
+runtime that ``pyproject.toml`` allows. Services are made from the descriptor (``rpc/services.py``).
 """
 
 import re
@@ -14,48 +14,29 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PROTO = "rollout/rollout.proto"  # virtual path: what imports and descriptors are named after
-OUTPUTS = ("rollout_pb2.py", "rollout_pb2.pyi", "rollout_pb2_grpc.py")
+OUTPUT = "rollout_pb2.py"
 
-_CUTS = {
-    "rollout_pb2.py": (
-        r"^from google\.protobuf import runtime_version as _runtime_version\n",
-        r"^_runtime_version\.ValidateProtobufRuntimeVersion\(\n(?:    .*\n)*\)\n",
-    ),
-    "rollout_pb2_grpc.py": (
-        r"^import warnings\n",
-        r"^GRPC_GENERATED_VERSION = [\s\S]*?^    raise RuntimeError\(\n(?:        .*\n)*    \)\n",
-    ),
-}
+_CUTS = (
+    r"^from google\.protobuf import runtime_version as _runtime_version\n",
+    r"^_runtime_version\.ValidateProtobufRuntimeVersion\(\n(?:    .*\n)*\)\n",
+)
 
 
 def generate(into: Path) -> None:
-    """Write the stubs to the folder ``into``."""
+    """Write the messages to the folder ``into``."""
     from grpc_tools import protoc
 
     include = resources.files("grpc_tools") / "_proto"
     with tempfile.TemporaryDirectory() as folder:
-        status = protoc.main(
-            [
-                "protoc",
-                f"-Irollout={HERE}",
-                f"-I{include}",
-                f"--python_out={folder}",
-                f"--pyi_out={folder}",
-                f"--grpc_python_out={folder}",
-                PROTO,
-            ]
-        )
-        if status:
+        arguments = ["protoc", f"-Irollout={HERE}", f"-I{include}", f"--python_out={folder}", PROTO]
+        if status := protoc.main(arguments):
             raise SystemExit(f"protoc failed with status {status} on {HERE / 'rollout.proto'}")
-        for name in OUTPUTS:
-            text = (Path(folder) / "rollout" / name).read_text()
-            for pattern in _CUTS.get(name, ()):
-                text, count = re.subn(pattern, "", text, flags=re.MULTILINE)
-                if count != 1:
-                    raise SystemExit(f"{name}: expected one {pattern!r}, found {count}")
-            text = text.replace("from rollout import", "from rollout.rpc import")
-            head = "# mypy: ignore-errors\n" if name.endswith(".pyi") else ""
-            (into / name).write_text(head + text)
+        text = (Path(folder) / "rollout" / OUTPUT).read_text()
+    for pattern in _CUTS:
+        text, count = re.subn(pattern, "", text, flags=re.MULTILINE)
+        if count != 1:
+            raise SystemExit(f"{OUTPUT}: expected one {pattern!r}, found {count}")
+    (into / OUTPUT).write_text(text)
 
 
 if __name__ == "__main__":

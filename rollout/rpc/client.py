@@ -31,7 +31,7 @@ from rollout.rpc.convert import (
     prompt_to_proto,
     stats_from_json,
 )
-from rollout.rpc.rollout_pb2_grpc import ControlStub, GenerationStub, WeightSyncStub
+from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem

@@ -18,7 +18,7 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.rollout_pb2 import GenerateRequest
-from rollout.rpc.rollout_pb2_grpc import GenerationStub
+from rollout.rpc.services import GenerationStub
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
 from rollout.server.grpc.interceptors import refusing

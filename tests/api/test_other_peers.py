@@ -15,12 +15,11 @@ from rollout import Rollout
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.rpc import rollout_pb2
-from rollout.rpc.rollout_pb2_grpc import (
-    ControlServicer,
+from rollout.rpc.services import (
     ControlStub,
     GenerationStub,
     WeightSyncStub,
-    add_ControlServicer_to_server,
+    add_service,
 )
 from rollout.rpc.status import error_from_rpc
 from rollout.weight_sync.protocol import codec as update_wire
@@ -33,12 +32,12 @@ OTHER = PROTOCOL + 1
 
 @contextmanager
 def server_that_speaks(protocol: int):
-    class Control(ControlServicer):
+    class Control:
         def ServerInfo(self, request, context):
             return rollout_pb2.ServerInfoResponse(model="m", protocol=protocol)
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    add_ControlServicer_to_server(Control(), server)
+    add_service(server, "Control", Control())
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -9,7 +9,7 @@ from rollout import Rollout
 from rollout.errors import ConfigError, IncompleteUpdate, TransferFailed, WeightMismatch
 from rollout.rpc import rollout_pb2
 from rollout.rpc.client import RolloutClient
-from rollout.rpc.rollout_pb2_grpc import WeightSyncStub
+from rollout.rpc.services import WeightSyncStub
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
 

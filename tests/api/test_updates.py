@@ -23,7 +23,7 @@ from rollout.errors import (
 )
 from rollout.rpc import rollout_pb2
 from rollout.rpc.client import RolloutClient
-from rollout.rpc.rollout_pb2_grpc import WeightSyncStub
+from rollout.rpc.services import WeightSyncStub
 from rollout.rpc.status import error_from_rpc
 from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest

@@ -211,7 +211,7 @@ def test_nothing_is_kept_of_a_stranger(served: Served, token: str | None) -> Non
     import grpc
 
     from rollout.rpc.rollout_pb2 import GenerateRequest
-    from rollout.rpc.rollout_pb2_grpc import GenerationStub
+    from rollout.rpc.services import GenerationStub
 
     options = [("grpc.max_send_message_length", -1)]
     request = GenerateRequest(prompts=[{"text": "x" * (60 << 20)}])

@@ -16,7 +16,7 @@ from tiny_models import write_tiny
 from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.errors import EngineOverloaded, InvalidRequest, VersionConflict
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.rollout_pb2_grpc import ControlStub
+from rollout.rpc.services import ControlStub
 from rollout.server.http.app import build_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,7 @@ from serving import descendants
 
 from rollout.errors import ConfigError, UpdateInProgress
 from rollout.rpc.rollout_pb2 import WeightDocument
-from rollout.rpc.rollout_pb2_grpc import WeightSyncStub
+from rollout.rpc.services import WeightSyncStub
 from rollout.rpc.status import error_from_rpc
 
 

@@ -11,12 +11,8 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout.errors import ConfigError
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.chunks import SERVICE, command_from_wire
-from rollout.rpc.rollout_pb2_grpc import (
-    add_ControlServicer_to_server,
-    add_GenerationServicer_to_server,
-    add_WeightSyncServicer_to_server,
-)
+from rollout.rpc.chunks import command_from_wire
+from rollout.rpc.services import SERVICES, add_service
 from rollout.rpc.status import CHUNK, MAX_BODY, SERVER_OPTIONS
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, is_loopback
@@ -78,20 +74,17 @@ async def serve(
         interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
         options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", largest)),
     )
-    add_GenerationServicer_to_server(GenerationService(rollout, tokens), server)
-    add_ControlServicer_to_server(ControlService(rollout), server)
+    add_service(server, "Generation", GenerationService(rollout, tokens))
+    add_service(server, "Control", ControlService(rollout))
     weights = WeightSyncService(rollout)
-    # Before the generated one, which would copy the bytes of weights twice.
+    # The message class would copy the bytes of weights twice.
     update = grpc.stream_stream_rpc_method_handler(
         weights.Update, command_from_wire, pb.UpdateEvent.SerializeToString
     )
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(SERVICE, {"Update": update})]
-    )
-    add_WeightSyncServicer_to_server(weights, server)
+    add_service(server, "WeightSync", weights, Update=update)
     health = HealthService(rollout)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
+    services = [service.full_name for service in SERVICES.values()]
     reflection.enable_server_reflection(
         [*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server
     )

@@ -22,7 +22,6 @@ from rollout.rpc.convert import (
     prompt_from_proto,
     stats_to_json,
 )
-from rollout.rpc.rollout_pb2_grpc import ControlServicer, GenerationServicer
 from rollout.rpc.status import status_of
 from rollout.server.auth import ABORT_ALL, Tokens, authorization_of
 
@@ -84,7 +83,7 @@ def streams(
     return call
 
 
-class GenerationService(GenerationServicer):  # type: ignore[misc]
+class GenerationService:
     """``tokens``: who may abort everybody's requests."""
 
     def __init__(self, rollout: AsyncRollout, tokens: Tokens) -> None:
@@ -134,7 +133,7 @@ class GenerationService(GenerationServicer):  # type: ignore[misc]
         return pb.AbortResponse(count=await self._rollout.abort(ids))
 
 
-class ControlService(ControlServicer):  # type: ignore[misc]
+class ControlService:
     def __init__(self, rollout: AsyncRollout) -> None:
         self._rollout = rollout
 

@@ -13,7 +13,6 @@ import grpc
 
 from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.rollout_pb2_grpc import WeightSyncServicer
 from rollout.server.grpc.services import (
     abort_with,
     answers,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from rollout.api import AsyncRollout
 
 
-class WeightSyncService(WeightSyncServicer):  # type: ignore[misc]
+class WeightSyncService:
     def __init__(self, rollout: AsyncRollout) -> None:
         self._rollout, self._held, self._verbs = rollout, HeldUpdates(), Verbs(rollout)
 
