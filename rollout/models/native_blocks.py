@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rollout.kernels import batch_invariant_attention, paged_attention
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry
+from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention.cpu import takes_heads
 from rollout.models.blocks import DecoderBlock, GatedMLP
 from rollout.models.forward import ForwardBatch, LayerKV
@@ -23,20 +24,6 @@ from rollout.weights import TileLayout
 
 O_BIAS, DOWN_BIAS = 6, 11  # in _weights
 ATTENTIONS = (paged_attention, batch_invariant_attention)  # one native code, in one order
-
-
-class _Blocks(ctypes.Structure):
-    """``Blocks`` in native/blocks.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("blocks", "residual", "out", "work", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("slots", "starts", "lengths", "tables")),
-        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "hidden", "inner")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotary", "page")),
-        *((name, ctypes.c_int64) for name in ("table_width", "begin", "end")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-        *((name, ctypes.c_int32) for name in ("wide", "level", "threads")),
-    )
 
 
 class NativeBlocks:
@@ -90,7 +77,7 @@ class NativeBlocks:
         assert starts.dtype == lengths.dtype == tables.dtype == torch.int32
         addresses = self._addresses(kv)
         _, _, page, dim = kv[0].k.shape
-        problem = _Blocks(
+        problem: Any = structure("Blocks")(
             ctypes.addressof(addresses),
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
             *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
@@ -118,8 +105,8 @@ class NativeBlocks:
         return (ctypes.c_void_p * len(found))(*found)
 
 
-def _run(problem: _Blocks) -> None:
-    if entry("decoder_blocks", "p", "i")(ctypes.addressof(problem)):
+def _run(problem: ctypes.Structure) -> None:
+    if entry("decoder_blocks")(ctypes.addressof(problem)):
         raise MemoryError("decoder blocks: no memory for attention's scratch")
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.kernels.native import library, native_status
+from rollout.kernels.native import entry, library, native_status
 from rollout.kernels.native.build import BuildError, load
+from rollout.kernels.native.prototypes import sources
 
 RUN = """
 import logging, sys, torch
@@ -94,3 +95,12 @@ def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         process.wait()
     assert process.returncode == 0, err
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels here")
+def test_a_call_has_as_many_arguments_as_the_c_function() -> None:
+    for name in re.findall(r"EXPORT \w+ rollout_(\w+)", sources()):
+        entry(name)
+    for arguments in ((None,), (None, 0, 0)):
+        with pytest.raises(TypeError, match="arguments"):
+            entry("use_huge_pages")(*arguments)

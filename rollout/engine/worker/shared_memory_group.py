@@ -24,7 +24,6 @@ MAX_RANKS = 64
 
 _LINE = 64  # bytes of one rank's counters
 _SPIN = 50_000  # ns: a few times what sleeping and waking costs
-_PLACE = "piilll"  # C's arguments: base, rank, size, slot, spin, timeout
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +77,8 @@ class SharedMemoryGroup:
         self._broken: str | None = None
         spin = _SPIN if len(os.sched_getaffinity(0)) >= size else 0
         self._place = (memory.data_ptr(), rank, size, SLOT, spin, int(timeout * 1e9))
-        self._sum = native.entry("group_sum", _PLACE + "pli", "i")
-        self._gather = native.entry("group_gather", _PLACE + "pllp", "i")
+        self._sum = native.entry("group_sum")
+        self._gather = native.entry("group_gather")
 
     def allreduce(self, tensors: list[Tensor]) -> SharedMemoryGroup:
         """Sum each of ``tensors`` over the ranks, in place."""

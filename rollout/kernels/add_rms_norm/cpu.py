@@ -23,16 +23,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out, total = torch.empty_like(x), torch.empty_like(x)
     if not out.numel():
         return out, total
-    entry("add_rms_norm", "pppppllfii")(
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        total.data_ptr(),
-        out.numel() // dim,
-        dim,
-        eps,
-        bf16,
-        torch.get_num_threads(),
+    entry("add_rms_norm")(
+        *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr()),
+        *(out.numel() // dim, dim, eps, bf16, torch.get_num_threads()),
     )
     return out, total

@@ -32,16 +32,9 @@ def batch_invariant_linear(
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
     if not out.numel():
         return out
-    entry("batch_invariant_linear", "plppplllii")(
-        flat.data_ptr(),
-        flat.stride(0),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        len(flat),
-        outputs,
-        inputs,
-        bf16,
-        torch.get_num_threads(),
+    entry("batch_invariant_linear")(
+        *(flat.data_ptr(), flat.stride(0), weight.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), len(flat), outputs, inputs),
+        *(bf16, torch.get_num_threads()),
     )
     return out

@@ -37,12 +37,7 @@ def _write_tiles(storage: Tensor, box: Box, value: Tensor) -> None:
         value = value.clone(memory_format=torch.contiguous_format)
     (n0, k0), (n1, k1) = box.starts, box.stops
     into = storage[n0 // _ROWS : n1 // _ROWS, k0 // 2 : k1 // 2]
-    entry("write_tiles", "plpllli")(
-        into.data_ptr(),
-        into.stride(0) // 2,
-        address(value),
-        value.stride(0) // 2,
-        into.shape[0],
-        into.shape[1],
-        torch.get_num_threads(),
+    entry("write_tiles")(
+        *(into.data_ptr(), into.stride(0) // 2, address(value), value.stride(0) // 2),
+        *(into.shape[0], into.shape[1], torch.get_num_threads()),
     )

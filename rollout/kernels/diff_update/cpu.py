@@ -19,13 +19,8 @@ def diff_update(copy: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor] |
     room = max(0, min(most, new.numel()))
     # Only what is written takes memory.
     positions, values = torch.empty(room, dtype=torch.int64), torch.empty(room, dtype=new.dtype)
-    count = entry("diff_update", "pplilpp", "l")(
-        address(copy),
-        address(new),
-        new.numel(),
-        size,
-        room,
-        positions.data_ptr(),
+    count = entry("diff_update")(
+        *(address(copy), address(new), new.numel(), size, room, positions.data_ptr()),
         values.data_ptr(),
     )
     if count < 0:

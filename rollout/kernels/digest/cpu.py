@@ -35,21 +35,12 @@ def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None =
             nonfinite[0] += count.value
         return total
     *outer, rows, columns = dims
-    run = entry("digest", "pillllu" + "uiup", "u")
+    run = entry("digest")
     threads, total, base = torch.get_num_threads(), 0, address(values)
     for memory, ahead in offsets(outer):
         total += run(
-            base + memory * size,
-            size,
-            rows[0],
-            columns[0],
-            rows[1],
-            columns[1],
-            position + ahead,
-            rows[2],
-            threads,
-            exponent,
-            ctypes.addressof(count),
+            *(base + memory * size, size, rows[0], columns[0], rows[1], columns[1]),
+            *(position + ahead, rows[2], threads, exponent, ctypes.addressof(count)),
         )
         if nonfinite is not None:
             nonfinite[0] += count.value
@@ -71,17 +62,8 @@ def _digest_tiles(
 ) -> int:
     tiles, rows, pairs, _ = dims if len(dims) == 4 else [(1, 0, 0), *dims]
     return int(
-        entry("digest_tiles", "pilllu" + "uuiup", "u")(
-            address(values),
-            values.element_size(),
-            tiles[0],
-            pairs[0],
-            tiles[1],
-            position,
-            tiles[2],
-            rows[2],
-            torch.get_num_threads(),
-            exponent,
-            ctypes.addressof(count),
+        entry("digest_tiles")(
+            *(address(values), values.element_size(), tiles[0], pairs[0], tiles[1], position),
+            *(tiles[2], rows[2], torch.get_num_threads(), exponent, ctypes.addressof(count)),
         )
     )

@@ -34,20 +34,10 @@ def filter_logits(
     best, top_k, top_p, min_p = (t.contiguous() for t in (best, top_k, top_p, min_p))
     edges = torch.empty(rows)
     sums, mass = (t.clone(memory_format=torch.contiguous_format) for t in (sums, mass))
-    entry("filter_logits", "plppppppppllii")(
-        logits.data_ptr(),
-        logits.stride(0),
-        None if temperature is None else temperature.data_ptr(),
-        best.data_ptr(),
-        top_k.data_ptr(),
-        top_p.data_ptr(),
-        min_p.data_ptr(),
-        edges.data_ptr(),
-        sums.data_ptr(),
-        mass.data_ptr(),
-        rows,
-        vocab,
-        bf16,
-        torch.get_num_threads(),
+    entry("filter_logits")(
+        *(logits.data_ptr(), logits.stride(0)),
+        *(None if temperature is None else temperature.data_ptr(), best.data_ptr()),
+        *(top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), edges.data_ptr()),
+        *(sums.data_ptr(), mass.data_ptr(), rows, vocab, bf16, torch.get_num_threads()),
     )
     return edges, sums, mass

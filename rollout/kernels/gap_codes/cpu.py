@@ -15,11 +15,11 @@ def encode_gaps(positions: Tensor) -> tuple[Tensor, int]:
     assert positions.dtype == torch.int64
     positions = positions.contiguous()
     lengths = torch.empty(len(WIDTHS), dtype=torch.int64)
-    entry("gap_lengths", "plp")(positions.data_ptr(), len(positions), lengths.data_ptr())
+    entry("gap_lengths")(positions.data_ptr(), len(positions), lengths.data_ptr())
     sizes = dict(zip(WIDTHS, lengths.tolist(), strict=True))
     width = min(WIDTHS, key=lambda w: sizes[w])
     codes = torch.empty(sizes[width], dtype=torch.uint8)
-    entry("encode_gaps", "plip")(positions.data_ptr(), len(positions), width, codes.data_ptr())
+    entry("encode_gaps")(positions.data_ptr(), len(positions), width, codes.data_ptr())
     return codes, width
 
 
@@ -31,7 +31,7 @@ def decode_gaps(codes: Tensor, width: int, count: int, numel: int) -> Tensor | N
         return None
     codes = codes.contiguous()
     positions = torch.empty(count, dtype=torch.int64)
-    found = entry("decode_gaps", "plillp", "i")(
+    found = entry("decode_gaps")(
         codes.data_ptr(), len(codes) // width, width, count, numel, positions.data_ptr()
     )
     return positions if found else None

@@ -24,13 +24,13 @@ def available() -> bool:
 @functools.cache
 def level() -> int:
     """The best of this machine: 2 AMX, 1 AVX512-BF16, 0 plain vectors."""
-    return int(entry("linear_level", "", "i")())
+    return int(entry("linear_level")())
 
 
 @functools.cache
 def vector_width() -> int:
     """float32 lanes of the vectors that the native code was compiled for: 16, 8 or 4."""
-    return int(entry("vector_width", "", "i")())
+    return int(entry("vector_width")())
 
 
 def linear(
@@ -74,17 +74,9 @@ def multiply_tiles(
     out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype)
     if not out.numel():
         return out
-    entry("linear", "plpppllliii")(
-        flat.data_ptr(),
-        flat.stride(0),
-        storage.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        len(flat),
-        n,
-        k,
-        gated,
-        level() if at_level is None else at_level,
-        torch.get_num_threads(),
+    entry("linear")(
+        *(flat.data_ptr(), flat.stride(0), storage.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), len(flat), n, k, gated),
+        *(level() if at_level is None else at_level, torch.get_num_threads()),
     )
     return out

@@ -16,20 +16,13 @@ import torch
 
 from rollout.errors import WeightMismatch
 from rollout.kernels.native.build import BuildError, load
+from rollout.kernels.native.prototypes import bind
 
 _log = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20  # bytes
 
 INSTRUCTIONS = ("this CPU's least", "AVX2", "AVX512", "AVX512 with bf16", "Arm")
-
-_TYPES: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "l": ctypes.c_int64,
-    "u": ctypes.c_uint64,
-    "i": ctypes.c_int32,
-    "f": ctypes.c_float,
-}
 
 #: bfloat16 flag of the dtypes that C knows; others run the reference
 BF16 = {torch.float32: 0, torch.bfloat16: 1}
@@ -46,21 +39,18 @@ def native_status() -> str:
 
 
 @functools.cache
-def entry(name: str, arguments: str, result: str | None = None) -> Callable[..., Any]:
-    """The C function ``rollout_<name>``; one letter per argument: p(ointer) l u i f."""
+def entry(name: str) -> Callable[..., Any]:
+    """The C function ``rollout_<name>``, whose arguments are as its C prototype says."""
     lib = library()
     assert lib is not None, f"{name} was asked of a machine without native kernels"
-    function: Any = getattr(lib, f"rollout_{name}")
-    function.argtypes = [_TYPES[letter] for letter in arguments]
-    function.restype = _TYPES[result] if result else None
-    return function  # type: ignore[no-any-return]
+    return bind(lib, name)
 
 
 def use_huge_pages(tensor: torch.Tensor) -> None:
     """Ask for large pages below a tensor that nothing has touched yet: fewer TLB misses."""
     size = tensor.numel() * tensor.element_size()
     if tensor.device.type == "cpu" and size >= _HUGE_PAGE and library() is not None:
-        entry("use_huge_pages", "pl")(tensor.data_ptr(), size)
+        entry("use_huge_pages")(tensor.data_ptr(), size)
 
 
 def memory_fault(tensor: torch.Tensor) -> str | None:

@@ -22,13 +22,8 @@ def nontemporal_copy(into: Tensor, values: Tensor) -> Tensor:
     if rows is None:
         return op.reference(into, values)
     count, size, to_stride, from_stride = rows
-    entry("nontemporal_copy", "plpllli")(
-        into.data_ptr(),
-        to_stride,
-        address(values),
-        from_stride,
-        count,
-        size,
+    entry("nontemporal_copy")(
+        *(into.data_ptr(), to_stride, address(values), from_stride, count, size),
         torch.get_num_threads(),
     )
     return into

@@ -6,22 +6,10 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention import paged_attention as op
 
 MAX_DIM, MAX_GROUP = 256, 64  # head dimension, query heads of a KV head: MAX_DIM, ROWS there
-
-
-class _Problem(ctypes.Structure):
-    """``Problem`` in ops.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "starts", "lengths")),
-        ("tables", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "kv_block", "kv_head")),
-        *((name, ctypes.c_int32) for name in ("sequences", "heads", "kv_heads", "dim", "block")),
-        ("table_width", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-    )
 
 
 def available() -> bool:
@@ -60,27 +48,13 @@ def paged_attention(
         x.to(torch.int32).contiguous() for x in (query_starts, context_lens, block_tables)
     )
     out = torch.empty(q.shape, dtype=q.dtype)
-    problem = _Problem(
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        out.data_ptr(),
-        starts.data_ptr(),
-        lengths.data_ptr(),
-        tables.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        kv_heads * block * dim,
-        block * dim,
-        len(lengths),
-        heads,
-        kv_heads,
-        dim,
-        block,
-        tables.shape[1],
-        scale,
+    problem = structure("Problem")(
+        *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
+        *(starts.data_ptr(), lengths.data_ptr(), tables.data_ptr()),
+        *(q.stride(0), q.stride(1), kv_heads * block * dim, block * dim),
+        *(len(lengths), heads, kv_heads, dim, block, tables.shape[1], scale),
     )
-    run = entry("paged_attention", "pii", "i")
+    run = entry("paged_attention")
     if run(ctypes.addressof(problem), bf16, torch.get_num_threads()):
         raise MemoryError("paged_attention: no memory for its scratch")
     return out

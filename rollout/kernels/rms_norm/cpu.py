@@ -23,17 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     if not out.numel():
         return out
-    entry("rms_norm", "pllpplllfii")(
-        x.data_ptr(),
-        outer,
-        inner,
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.numel() // dim,
-        heads,
-        dim,
-        eps,
-        bf16,
-        torch.get_num_threads(),
+    entry("rms_norm")(
+        *(x.data_ptr(), outer, inner, weight.data_ptr(), out.data_ptr(), out.numel() // dim),
+        *(heads, dim, eps, bf16, torch.get_num_threads()),
     )
     return out

@@ -6,19 +6,8 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native.prototypes import structure
 from rollout.kernels.rope_and_cache import rope_and_cache as op
-
-
-class _Turn(ctypes.Structure):
-    """``Turn`` in ops.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("out", "k_cache", "v_cache", "slots")),
-        *((name, ctypes.c_int64) for name in ("q_outer", "q_inner", "k_outer", "k_inner")),
-        *((name, ctypes.c_int64) for name in ("v_outer", "v_inner", "tokens", "heads")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "width", "block")),
-    )
 
 
 def available() -> bool:
@@ -52,12 +41,12 @@ def rope_and_cache(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
-    turn = _Turn(
+    turn = structure("Turn")(
         *(x.data_ptr() for x in (q, k, v, cos, sin, out, k_cache, v_cache, slots)),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(tokens, heads, kv_heads, dim, cos.shape[1], block),
     )
-    run = entry("rope_and_cache", "piii")
+    run = entry("rope_and_cache")
     wide = int(cos.dtype == torch.float32)
     run(ctypes.addressof(turn), BF16[q.dtype], wide, torch.get_num_threads())
     return out

@@ -27,17 +27,10 @@ def scan_logits(
         assert temperature.dtype == torch.float32, "temperatures are float32"
         assert temperature.shape == (rows,), f"{temperature.shape} for {rows} rows"
         temperature = temperature.contiguous()
-    entry("scan_logits", "plpppppllii")(
-        logits.data_ptr(),
-        logits.stride(0),
-        None if temperature is None else temperature.data_ptr(),
-        best.data_ptr(),
-        ids.data_ptr(),
-        sums.data_ptr(),
-        mass.data_ptr(),
-        rows,
-        vocab,
-        bf16,
+    entry("scan_logits")(
+        *(logits.data_ptr(), logits.stride(0)),
+        *(None if temperature is None else temperature.data_ptr(), best.data_ptr()),
+        *(ids.data_ptr(), sums.data_ptr(), mass.data_ptr(), rows, vocab, bf16),
         torch.get_num_threads(),
     )
     return best, ids, sums, mass

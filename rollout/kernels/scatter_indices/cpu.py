@@ -26,20 +26,9 @@ def scatter_indices(
     (put_row, put_column), _ = _matrix(slot.put)
     tile_rows = layout.rows if isinstance(layout, TileLayout) else 0
     kept, places = torch.empty_like(positions), torch.empty_like(positions)
-    count = entry("scatter_indices", "pl" + "l" * 9 + "pp", "l")(
-        positions.data_ptr(),
-        len(positions),
-        slot.shape[-1],
-        row,
-        end_row,
-        column,
-        end_column,
-        put_row,
-        put_column,
-        shape[-1],
-        tile_rows,
-        kept.data_ptr(),
-        places.data_ptr(),
+    count = entry("scatter_indices")(
+        *(positions.data_ptr(), len(positions), slot.shape[-1], row, end_row, column, end_column),
+        *(put_row, put_column, shape[-1], tile_rows, kept.data_ptr(), places.data_ptr()),
     )
     if count == len(positions):
         return slice(0, count), places

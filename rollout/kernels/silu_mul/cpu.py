@@ -24,7 +24,7 @@ def silu_mul(x: Tensor) -> Tensor:
         return out
     stride = x.stride(0) if x.dim() == 2 else 2 * dim
     rows = out.numel() // dim
-    entry("silu_mul", "plpllii")(
+    entry("silu_mul")(
         x.data_ptr(), stride, out.data_ptr(), rows, dim, bf16, torch.get_num_threads()
     )
     return out
