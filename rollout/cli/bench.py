@@ -21,6 +21,7 @@ from rollout.cli.flags import (
     engine_config,
     model_of,
 )
+from rollout.cli.tables import print_table
 from rollout.errors import ConfigError, DeadlineExceeded, EngineError
 from rollout.generation import Request, SamplingParams
 
@@ -76,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
         found = measure(core, args)
     finally:
         core.close()
-    print(json.dumps(found) if args.json else "\n".join(_lines(found)), flush=True)
+    if args.json:
+        print(json.dumps(found), flush=True)
+    else:
+        _print(found)
     return 0
 
 
@@ -246,42 +250,41 @@ def _by_op(
 # ---- for people ----
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
+def _print(found: Mapping[str, Any]) -> None:
     speeds = sorted(found["tokens_per_s"])
-    lines = [
+    print(
         f"{found['model']}, {found['dtype']} on {found['device']}, {found['ranks']} rank(s) of "
-        f"{found['num_threads']} thread(s)",
+        f"{found['num_threads']} thread(s)\n"
         f"{found['sequences']} sequences of {found['prompt_tokens']} + {found['new_tokens']} "
-        f"tokens, {len(speeds)} round(s)",
+        f"tokens, {len(speeds)} round(s)\n"
         f"generation   {statistics.median(speeds):.1f} tokens/s ({speeds[0]:.1f} to "
-        f"{speeds[-1]:.1f}), first token after {found['first_token_s']:.3f} s",
-    ]
+        f"{speeds[-1]:.1f}), first token after {found['first_token_s']:.3f} s"
+    )
     if "profile" not in found:
-        return lines
+        return
     most = found["profile"]["read_bytes_per_s"]
     for kind, figures in sorted(found["profile"]["kinds"].items()):
-        lines += ["", *_kind_lines(kind, figures, most)]
-    lines += [f"memory reads at {most / GB:.1f} GB/s where nothing else is done"]
-    return lines
+        print()
+        _print_kind(kind, figures, most)
+    print(f"memory reads at {most / GB:.1f} GB/s where nothing else is done")
 
 
-def _kind_lines(kind: str, figures: Mapping[str, Any], most: float) -> list[str]:
+def _print_kind(kind: str, figures: Mapping[str, Any], most: float) -> None:
     whole = sum(figures["parts_ms"].values())
-    lines = [f"{kind} step, mean of {figures['steps']:<12} {'ms':>10} {'share':>8} {'calls':>7}"]
 
-    def row(name: str, ms: float, calls: float | None = None) -> None:
-        text = "" if calls is None else f"{calls:7.1f}"
-        lines.append(f"{name:32} {ms:10.3f} {100 * ms / whole:7.1f}% {text}".rstrip())
+    def row(name: str, ms: float, calls: float | None = None) -> tuple[str, ...]:
+        share = f"{100 * ms / whole:.1f}%"
+        return name, f"{ms:.3f}", share, "" if calls is None else f"{calls:.1f}"
 
+    rows = []
     for name, ms in figures["parts_ms"].items():
-        row(name, ms)
-        for op, own in figures["ops"].get(name, {}).items():
-            row(f"  {op}", own["ms"], own.get("calls"))
-    row("step", whole)
+        ops = figures["ops"].get(name, {}).items()
+        rows += [row(name, ms), *(row(f"  {op}", own["ms"], own.get("calls")) for op, own in ops)]
+    head = f"{kind} step, mean of {figures['steps']}"
+    print_table([*rows, row("step", whole)], head, "ms", "share", "calls")
     speed = figures["read_bytes_per_s"]
-    lines.append(
+    print(
         f"forward reads {figures['weight_bytes'] / GB:.3f} GB of weights and "
         f"{figures['kv_bytes'] / GB:.3f} GB of KV at {speed / GB:.1f} GB/s, "
         f"{100 * speed / most:.0f} % of what memory gives"
     )
-    return lines

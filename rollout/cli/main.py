@@ -31,6 +31,7 @@ from rollout.cli.flags import (
 from rollout.cli.logs import LEVELS, configure_logging
 from rollout.cli.plan import add_plan
 from rollout.cli.serve import add_serve
+from rollout.cli.tables import print_table
 from rollout.errors import ConfigError, RolloutError
 from rollout.weight_sync.protocol.codec import receipt_to_wire
 
@@ -283,10 +284,8 @@ def info(args: argparse.Namespace) -> int:
         print(json.dumps({**told, "receipts": [receipt_to_wire(r) for r in receipts]}))
         return 0
     facts["memory"] = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in weights.memory.items())
-    for name, value in facts.items():
-        print(f"{name:17} {'-' if value is None else value}")
-    for receipt in receipts:
-        print(f"{'receipt':17} {_receipt_line(receipt)}")
+    rows = [(name, "-" if value is None else value) for name, value in facts.items()]
+    print_table([*rows, *(("receipt", _receipt_line(receipt)) for receipt in receipts)])
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rollout.cli.tables import print_table
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import ConfigError
 from rollout.weights import Box, Shape, TensorMeta
@@ -95,7 +95,10 @@ def run(args: argparse.Namespace) -> int:
         bucket_bytes=args.bucket_mib << 20,
         bandwidths=args.bandwidth,
     )
-    sys.stdout.write((json.dumps(asdict(traffic)) if args.json else _text(traffic)) + "\n")
+    if args.json:
+        print(json.dumps(asdict(traffic)))
+    else:
+        print_table(_rows_of(traffic))
     return 0
 
 
@@ -306,7 +309,7 @@ def _links(
     return links
 
 
-def _text(traffic: Traffic) -> str:
+def _rows_of(traffic: Traffic) -> list[tuple[str, str]]:
     def size(nbytes: float) -> str:
         for unit in ("B", "kB", "MB", "GB", "TB"):
             if nbytes < 1000 or unit == "TB":
@@ -315,22 +318,22 @@ def _text(traffic: Traffic) -> str:
         raise AssertionError
 
     volumes = sorted(n for _, _, n in traffic.links)
-    src, dst, most = traffic.busiest_link
-    rows = [
-        f"weights        {size(traffic.weight_bytes)} in {traffic.tensors} tensors",
-        f"trainer        {traffic.trainer_ranks} ranks",
-        f"rollout        {traffic.engines} engines of {traffic.tensor_parallel_size} ranks",
-        f"on the wire    {size(traffic.total_bytes)}, the least that those ranks need",
-        f"links          {len(volumes)} of each engine: {size(volumes[0])} to {size(volumes[-1])},"
-        f" median {size(volumes[len(volumes) // 2])}",
-        f"busiest link   {size(most)}, trainer rank {src} to rank {dst} of each engine",
-        f"busiest sender {size(traffic.busiest_sender[1])}, trainer rank"
-        f" {traffic.busiest_sender[0]}, to all engines",
-        f"busiest taker  {size(traffic.busiest_receiver[1])}, rank"
-        f" {traffic.busiest_receiver[0]} of each engine",
-        f"rounds         {traffic.rounds} at least, per engine",
-        f"peak memory    {size(traffic.trainer_peak_bytes)} more on a trainer rank,"
-        f" {size(traffic.rollout_peak_bytes)} on an engine's (its shadow included)",
-        *(f"at {rate:>4} GB/s   {seconds:.3g} s" for rate, seconds in traffic.seconds.items()),
-    ]
-    return "\n".join(rows)
+    middle, engines = volumes[len(volumes) // 2], traffic.engines
+    (src, dst, most), (sender, sent) = traffic.busiest_link, traffic.busiest_sender
+    receiver, taken = traffic.busiest_receiver
+    spread = f"{size(volumes[0])} to {size(volumes[-1])}, median {size(middle)}"
+    peaks = size(traffic.trainer_peak_bytes), size(traffic.rollout_peak_bytes)
+    return [
+        ("weights", f"{size(traffic.weight_bytes)} in {traffic.tensors} tensors"),
+        ("trainer", f"{traffic.trainer_ranks} ranks"),
+        ("rollout", f"{engines} engines of {traffic.tensor_parallel_size} ranks"),
+        ("on the wire", f"{size(traffic.total_bytes)}, the least that those ranks need"),
+        ("links", f"{len(volumes)} of each engine: {spread}"),
+        ("busiest link", f"{size(most)}, trainer rank {src} to rank {dst} of each engine"),
+        ("busiest sender", f"{size(sent)}, trainer rank {sender}, to all engines"),
+        ("busiest receiver", f"{size(taken)}, rank {receiver} of each engine"),
+        ("rounds", f"{traffic.rounds} at least, per engine"),
+        ("peak memory", f"{peaks[0]} more on a trainer rank, {peaks[1]} on an engine's, its "
+         "shadow included"),
+        *((f"at {rate} GB/s", f"{seconds:.3g} s") for rate, seconds in traffic.seconds.items()),
+    ]  # fmt: skip
