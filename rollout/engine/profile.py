@@ -1,4 +1,4 @@
-"""Where the time of a step goes in the engine, around its ranks (see ``rank_profile``)."""
+"""Where the time of a step goes in the engine, around its ranks (see ``worker/profile.py``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import rollout.engine.loop as loop_module
-from rollout.engine.profile_spans import Spans, Watched
 from rollout.engine.sequence import ScheduledBatch
 from rollout.engine.tokenizer import Detokenizer
-from rollout.engine.worker.profile import DECODE, PREFILL, KindTotals
+from rollout.engine.worker.profile import DECODE, PREFILL, KindTotals, Spans, Watched
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineCore
