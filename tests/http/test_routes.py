@@ -193,6 +193,7 @@ def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client) -> None
         next(lines)
         assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
         assert http.get("/is_paused").json() == {"is_paused": True}
+        assert http.get("/load").json() == {"server_load": 1}
         assert http.get("/health").json() == {"status": "paused"}
         assert http.get("/live").status_code == 200
         assert http.post("/resume").json() == {"status": "resumed"}

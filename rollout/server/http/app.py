@@ -102,6 +102,13 @@ async def metrics(rollout: Engine) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+@routes.on("GET", "/load", Access.GENERATION)
+async def load(rollout: Engine) -> dict[str, int]:
+    """vLLM's figure for routers: requests that run or wait."""
+    stats = await rollout.metrics()
+    return {"server_load": stats.running + stats.waiting}
+
+
 @routes.on("GET", "/v1/models", Access.GENERATION)
 async def models(rollout: Engine) -> dict[str, Any]:
     info = await rollout.server_info()
