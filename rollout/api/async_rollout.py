@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -120,7 +121,7 @@ class AsyncRollout:
         whole. Raises a ``RequestError`` or ``EngineError``.
         """
         outputs = self.stream_many(prompts, params, request_ids=request_ids, stream=False)
-        return await _in_order(outputs)
+        return await in_order(outputs)
 
     async def chat(
         self,
@@ -131,18 +132,16 @@ class AsyncRollout:
     ) -> list[RequestOutput]:
         """Continue one conversation or several, rendered by the model's chat template."""
         outputs = self.stream_chat(messages, params, request_ids=request_ids, stream=False)
-        return await _in_order(outputs)
+        return await in_order(outputs)
 
     async def stream(
         self, prompt: PromptInput, params: OneParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
         outputs = self.stream_many([prompt], params)
-        try:
+        async with aclosing(outputs):
             async for _, output in outputs:
                 yield output
-        finally:
-            await _close(outputs)
 
     async def stream_many(
         self,
@@ -151,17 +150,15 @@ class AsyncRollout:
         *,
         request_ids: Sequence[str] | None = None,
         stream: bool = True,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> Outputs:
         """(index of the prompt, output) as they come; with ``stream`` cumulative ones."""
         await self.start()
         each = _as_prompts(prompts, self.backend.max_model_len)
         ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
         outputs = self.backend.generate(each, many, ids, stream=stream)
-        try:
+        async with aclosing(outputs):
             async for item in outputs:
                 yield item
-        finally:
-            await _close(outputs)
 
     async def stream_chat(
         self,
@@ -170,17 +167,15 @@ class AsyncRollout:
         *,
         request_ids: Sequence[str] | None = None,
         stream: bool = True,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> Outputs:
         """As ``stream_many``, for conversations."""
         await self.start()
         each = _as_conversations(messages)
         ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
         outputs = self.backend.chat(each, many, ids, stream=stream)
-        try:
+        async with aclosing(outputs):
             async for item in outputs:
                 yield item
-        finally:
-            await _close(outputs)
 
     async def tokenize(
         self, prompt: str | Messages, *, add_special_tokens: bool | None = None
@@ -308,21 +303,13 @@ class AsyncRollout:
         await self.shutdown()
 
 
-async def _in_order(outputs: Outputs) -> list[RequestOutput]:
+async def in_order(outputs: Outputs) -> list[RequestOutput]:
+    """Finished outputs in the order of the prompts; closing early aborts what still runs."""
     finished: dict[int, RequestOutput] = {}
-    try:
+    async with aclosing(outputs):
         async for index, output in outputs:
             finished[index] = output
-    finally:
-        await _close(outputs)
     return [finished[index] for index in sorted(finished)]
-
-
-async def _close(outputs: Outputs) -> None:
-    """Close an iterator now, not when it is collected: closing is what aborts its requests."""
-    close = getattr(outputs, "aclose", None)
-    if close is not None:
-        await close()
 
 
 def _as_prompts(prompts: Any, max_model_len: int) -> list[PromptInput]:

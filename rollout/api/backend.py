@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
@@ -12,7 +12,8 @@ from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel, 
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
 from rollout.wire.version import ServerInfo
 
-Outputs = AsyncIterator[tuple[int, RequestOutput]]  # (index of the prompt in the call, output)
+# (Index of the prompt in the call, output); closing it aborts what still runs.
+Outputs = AsyncGenerator[tuple[int, RequestOutput]]
 
 
 class Backend(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 import rollout
@@ -81,7 +81,7 @@ class EmbeddedBackend:
         request_ids: Sequence[str],
         *,
         stream: bool,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         ids = await self._token_ids(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         async for item in self._run(ids, texts, params, request_ids, stream):
@@ -98,7 +98,7 @@ class EmbeddedBackend:
         request_ids: Sequence[str],
         *,
         stream: bool,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         tokenizer = self._tokenizer("chat")
         texts = [tokenizer.render_chat(conversation) for conversation in conversations]
         for text in texts:
@@ -255,7 +255,7 @@ class EmbeddedBackend:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
         stream: bool,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         requests = [
             Request(request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text)
             for i, ids, p, text in zip(request_ids, prompt_ids, params, texts, strict=True)

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
@@ -112,7 +112,7 @@ class Rollout:
         self, prompt: PromptInput, params: OneParams | None = None
     ) -> Iterator[RequestOutput]:
         """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
-        outputs = cast(AsyncGenerator[RequestOutput], self._async.stream(prompt, params))
+        outputs = self._async.stream(prompt, params)
         try:
             while True:
                 try:

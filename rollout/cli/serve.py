@@ -24,7 +24,6 @@ from rollout.cli.flags import (
 )
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, RolloutError
-from rollout.metrics import EngineCounters
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 
@@ -227,7 +226,7 @@ async def _following(
     from rollout.rpc.client import RolloutClient
     from rollout.weight_sync.versions.follower import Follower
 
-    counters = at.counters or EngineCounters()
+    counters = at.counters
     counters.following = directory
 
     def note(error: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,7 +83,7 @@ class RolloutClient:
         request_ids: Sequence[str],
         *,
         stream: bool,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt."""
         request = pb.GenerateRequest(
             prompts=map(prompt_to_proto, prompts, request_ids),
@@ -99,7 +99,7 @@ class RolloutClient:
         request_ids: Sequence[str],
         *,
         stream: bool,
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         request = pb.ChatRequest(
             conversations=map(conversation_to_proto, conversations, request_ids),
             params=map(params_to_proto, params),
@@ -269,7 +269,7 @@ class RolloutClient:
 
     async def _outputs(
         self, method: Callable[[], Any], request: Any
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         call = method()(request, metadata=self._metadata)
         try:
             with self._errors():

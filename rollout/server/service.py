@@ -41,9 +41,9 @@ class Addresses:
 
     http: str
     grpc: str
-    memory: str = ""
-    died: asyncio.Future[WorkerDied] | None = None
-    counters: EngineCounters | None = None
+    memory: str
+    died: asyncio.Future[WorkerDied]
+    counters: EngineCounters
 
 
 @asynccontextmanager
@@ -76,6 +76,9 @@ async def serving(
         check_encrypted(open_routes.host, tls=tls is not None, insecure=insecure)
     context = None if tls is None else tls.context()
     rollout = AsyncRollout(**config.to_dict())
+    backend = rollout.backend
+    assert isinstance(backend, EmbeddedBackend)
+    core = backend.core
     async with contextlib.AsyncExitStack() as stack:
         main = stack.enter_context(listen(host, port, "HTTP"))
         apps = [(main, _app(rollout, tokens, logprobs_mode, max_body_bytes))]
@@ -88,7 +91,7 @@ async def serving(
             _warn_of(open_routes, beside)
         stack.push_async_callback(rollout.shutdown)
         for sock, app in apps:  # before the load, so that /health can say that it goes on
-            await stack.enter_async_context(_http(rollout, app, sock, context))
+            await stack.enter_async_context(_http(backend, app, sock, context))
         await rollout.start()
         grpc_address = await rollout.serve(
             host,
@@ -103,9 +106,9 @@ async def serving(
         yield Addresses(
             _join(host, http_port),
             grpc_address,
-            _memory(rollout),
-            _death(rollout),
-            _counters(rollout),
+            str(core.memory),
+            asyncio.wrap_future(core.died),
+            core.counters,
         )
 
 
@@ -150,7 +153,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 @asynccontextmanager
 async def _http(
-    rollout: AsyncRollout, app: FastAPI, sock: socket.socket, context: ssl.SSLContext | None
+    backend: EmbeddedBackend, app: FastAPI, sock: socket.socket, context: ssl.SSLContext | None
 ) -> AsyncIterator[None]:
     settings = uvicorn.Config(
         app,
@@ -174,27 +177,9 @@ async def _http(
         server.should_exit = True  # no request is taken from here on
         # What runs is ended: an open stream would hold the server until its grace is over. It ends
         # with an error: a sample cut short would look like a good one to who does not ask.
-        backend = rollout.backend
-        if isinstance(backend, EmbeddedBackend) and not backend.is_loading:
+        if not backend.is_loading:
             backend.end_calls(EngineClosed("the service was stopped while the call ran"))
         await task
-
-
-def _death(rollout: AsyncRollout) -> asyncio.Future[WorkerDied] | None:
-    backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend):
-        return None
-    return asyncio.wrap_future(backend.core.died)
-
-
-def _memory(rollout: AsyncRollout) -> str:
-    backend = rollout.backend
-    return str(backend.core.memory) if isinstance(backend, EmbeddedBackend) else ""
-
-
-def _counters(rollout: AsyncRollout) -> EngineCounters | None:
-    backend = rollout.backend
-    return backend.core.counters if isinstance(backend, EmbeddedBackend) else None
 
 
 def _token_text(rollout: AsyncRollout) -> TokenText:

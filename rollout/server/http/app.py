@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
+from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
@@ -135,7 +136,7 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
     style = _style(body, params, model, request.app.state.defaults, chat=False)
     ids = _ids(style, len(prompts))
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
-    return await _respond(request, body, style, outputs, len(prompts))
+    return await _respond(request, body, style, outputs)
 
 
 @routes.on("POST", "/v1/chat/completions", Access.GENERATION)
@@ -145,7 +146,7 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     style = _style(body, params, model, request.app.state.defaults, chat=True)
     ids = _ids(style, 1)
     outputs = rollout.stream_chat(body.conversation(), params, request_ids=ids, stream=body.stream)
-    return await _respond(request, body, style, outputs, 1)
+    return await _respond(request, body, style, outputs)
 
 
 @routes.on("POST", "/tokenize", Access.GENERATION)
@@ -195,10 +196,10 @@ def _ids(style: AnswerStyle, prompts: int) -> list[str]:
 
 
 async def _respond(
-    request: Request, body: SamplingBody, style: AnswerStyle, outputs: Outputs, prompts: int
+    request: Request, body: SamplingBody, style: AnswerStyle, outputs: Outputs
 ) -> Response:
     if not body.stream:
-        done = await _unless_disconnected(request, _collect(outputs, prompts))
+        done = await _unless_disconnected(request, in_order(outputs))
         if done is None:
             return Response(status_code=499)  # nobody reads it: the client has gone
         return JSONResponse(answer(done, style))
@@ -225,15 +226,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _collect(outputs: Outputs, prompts: int) -> list[RequestOutput]:
-    """Finished outputs in the order of the prompts; closing early aborts what still runs."""
-    found: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(_generator(outputs)) as items:
-        async for index, output in items:
-            found[index] = output
-    return [found[index] for index in range(prompts)]
-
-
 async def _first(outputs: Outputs) -> tuple[int, RequestOutput]:
     try:
         return await anext(outputs)
@@ -245,11 +237,11 @@ async def _events(
     first: tuple[int, RequestOutput], outputs: Outputs, stream: Stream, wants_usage: bool
 ) -> AsyncGenerator[str]:
     """Server-sent events; an error after the first output becomes an event and ends the stream."""
-    async with contextlib.aclosing(_generator(outputs)) as items:
+    async with contextlib.aclosing(outputs):
         try:
             for chunk in stream.chunks(*first):
                 yield _event(chunk)
-            async for index, output in items:
+            async for index, output in outputs:
                 for chunk in stream.chunks(index, output):
                     yield _event(chunk)
         except RolloutError as error:
@@ -262,11 +254,6 @@ async def _events(
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
-
-
-def _generator(outputs: Outputs) -> Any:
-    """Backends yield from async generators, whose ``aclose`` aborts what still runs."""
-    return outputs
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
