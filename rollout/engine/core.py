@@ -224,17 +224,6 @@ class EngineCore:
         admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))
         admitted.add_done_callback(lambda future: self._admitted(future, requests, call))
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text prompt; ``InvalidRequest`` without a tokenizer."""
-        return self.need_tokenizer().encode(prompt)
-
-    def need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest(
-                "this engine has no tokenizer: send token ids, or start it with tokenizer=PATH"
-            )
-        return self.tokenizer
-
     def stats(self) -> EngineStats:
         """One moment; takes no lock and waits for nobody."""
         count = self.counters
@@ -271,7 +260,7 @@ class EngineCore:
 
     def drain(self, timeout: float) -> None:
         """Return when nothing that has begun is left; nothing is admitted until ``undrain``."""
-        self.loop.wait_drained("drain", timeout)
+        self.loop.ask_drained("drain", timeout).result()
 
     def undrain(self) -> None:
         """Admit again, from the next boundary on; never waits and never raises."""
@@ -279,7 +268,7 @@ class EngineCore:
 
     def hold(self, timeout: float) -> None:
         """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
-        self.loop.between_steps("hold", lambda: self.loop.pause_state.freeze("hold"), timeout)
+        self.loop.ask("hold", lambda: self.loop.pause_state.freeze("hold"), timeout).result()
 
     def release(self) -> None:
         """Step again, from the next boundary on; never waits and never raises."""

@@ -134,10 +134,6 @@ class StepLoop:
             raise WorkerDied(str(self.dead))
         return Asked(self.at_boundary(fn), what, timeout)
 
-    def between_steps(self, what: str, fn: Callable[[], T], timeout: float) -> T:
-        """``ask``, and wait for it in this thread."""
-        return self.ask(what, fn, timeout).result()
-
     def ask_drained(self, gate: str, timeout: float) -> Asked[None]:
         """Shut ``gate`` once nothing that has begun is left, and admit nothing until then.
 
@@ -161,10 +157,6 @@ class StepLoop:
             raise WorkerDied(str(self.dead))
         self.at_boundary(shut).add_done_callback(refused)
         return Asked(drained, f"{gate}: running requests", timeout, give_up)
-
-    def wait_drained(self, gate: str, timeout: float) -> None:
-        """``ask_drained``, and wait for it in this thread."""
-        self.ask_drained(gate, timeout).result()
 
     def _tell_to_end(self) -> None:
         self.closed = True
