@@ -5,7 +5,7 @@
 
 They share no parameter. The shadow is built by the first staged update. After a level 2 sleep
 there is no live instance until a full update has been committed. Where going back must outlive
-the shadow, ``undo`` says what is kept beside the two; see ``undo.py``.
+the shadow, ``undo`` says what is kept beside the two; see ``rollback.py``.
 """
 
 from __future__ import annotations
