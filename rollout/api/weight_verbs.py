@@ -14,7 +14,7 @@ from rollout.weight_sync.trainer.preflight import WeightReport
 from rollout.weight_sync.trainer.preflight import check_weights as check
 from rollout.weight_sync.trainer.preflight import preflight as preflight_source
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.trainer.survey import PlanCache
+from rollout.weight_sync.trainer.shard_layout import PlanCache
 
 
 class WeightVerbs:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.versions.reader import VersionSource
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter

@@ -10,7 +10,7 @@ from rig import fill_prefix_cache, outcome
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.agreement import Agreement
 from rollout.weights import TensorMeta
 
 BUCKET = 16 << 10

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout import Rollout, RolloutError
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.codec import receipt_to_wire
-from rollout.weight_sync.trainer.sources.detect import agreement_for, source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 
 ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -35,10 +35,10 @@ class Dying:
     """A source that kills its own process as it reaches an item."""
 
     def __init__(self, model: Any, at: int, timeout: float) -> None:
-        self.agreement = agreement_for(model, timeout=timeout)
+        self.agreement = detect(model).rank_group(timeout)
         self._at = at
-        self._inner = source_for(
-            model, aliases=ALIASES, dtype=torch.float32, agreement=self.agreement
+        self._inner = detect(model).source(
+            aliases=ALIASES, dtype=torch.float32, group=self.agreement
         )
 
     def metadata(self) -> Any:

@@ -22,7 +22,7 @@ from rollout.models.config import ModelConfig
 from rollout.models.weight_table import check_tables
 from rollout.weight_sync.protocol.digests import combine, slot_rows
 from rollout.weight_sync.protocol.fit import differences
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
@@ -57,10 +57,10 @@ def spelled(moe, layout: str, wanted) -> Iterator[tuple[str, Tensor | LazyTensor
         with open_checkpoint(str(moe.files if layout == "files" else moe.fused)) as checkpoint:
             yield from checkpoint.items()
     elif layout == "live module":
-        yield from source_for(moe.model, aliases={}, dtype=torch.float32, tensors=wanted)
+        yield from detect(moe.model).source(aliases={}, dtype=torch.float32, tensors=wanted)
     elif layout == "live iterable":
         items = iter(moe.memory.items())
-        yield from source_for(items, aliases={}, dtype=torch.float32, tensors=wanted)
+        yield from detect(items).source(aliases={}, dtype=torch.float32, tensors=wanted)
     elif layout == "reverted by transformers":
         yield from revert_weight_conversion(moe.model, dict(moe.memory)).items()
     elif layout == "memory names":
@@ -158,7 +158,9 @@ def expert_name(model) -> str:
 
 def test_a_source_announces_and_sends_the_same_file_form(moe):
     model = ranks_of(moe, 1, False)[0]
-    source = source_for(moe.model, aliases={}, dtype=torch.float32, tensors=model.weight_metadata())
+    source = detect(moe.model).source(
+        aliases={}, dtype=torch.float32, tensors=model.weight_metadata()
+    )
     announced = source.metadata()
     assert {(m.name, m.shape) for m in announced} == {
         (m.name, m.shape) for m in model.weight_metadata()
@@ -268,9 +270,9 @@ def test_a_fused_tensor_of_another_shape_is_refused(moe):
     weights = {**moe.memory, fused: torch.zeros(5, 48, 64)}
     wanted = model.weight_metadata()
     with pytest.raises(WeightMismatch, match=r"has shape \(5, 48, 64\)"):
-        source_for(weights, aliases={}, dtype=torch.float32, tensors=wanted).metadata()
+        detect(weights).source(aliases={}, dtype=torch.float32, tensors=wanted).metadata()
     with pytest.raises(WeightMismatch, match=r"has shape \(5, 48, 64\)"):
-        list(source_for(weights, aliases={}, dtype=torch.float32, tensors=wanted))
+        list(detect(weights).source(aliases={}, dtype=torch.float32, tensors=wanted))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.codec import receipt_to_wire
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.trainer.survey import PlanCache
+from rollout.weight_sync.trainer.shard_layout import PlanCache
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.survey import PlanCache
+from rollout.weight_sync.trainer.shard_layout import PlanCache
 from rollout.weights import Box, TensorMeta
 
 

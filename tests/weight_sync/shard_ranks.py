@@ -9,7 +9,7 @@ from trainer import BUCKET
 
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.trainer.survey import PlanCache
+from rollout.weight_sync.trainer.shard_layout import PlanCache
 
 
 class Gathered(Boxes):

@@ -10,7 +10,7 @@ from ranks import Engine, same
 from trainer import By, Trainer, fresh
 
 from rollout.errors import TransferFailed
-from rollout.weight_sync.trainer.bucket_sender import Beside
+from rollout.weight_sync.trainer.bucket_sender import BackgroundWorker
 from rollout.weight_sync.transports.inline import InlineSender
 
 LARGE = 128 << 10  # bytes: more than the largest tensor
@@ -18,7 +18,7 @@ LARGE = 128 << 10  # bytes: more than the largest tensor
 
 @pytest.fixture
 def beside():
-    worker = Beside("beside-test")
+    worker = BackgroundWorker("beside-test")
     yield worker
     worker.close()
 
@@ -47,7 +47,7 @@ def test_nothing_runs_after_the_first_error_which_is_raised(beside) -> None:
 
 
 def test_nothing_is_begun_after_it_is_closed() -> None:
-    beside, reached, done = Beside("beside-test"), threading.Event(), []
+    beside, reached, done = BackgroundWorker("beside-test"), threading.Event(), []
     beside.do(reached.wait)
     beside.do(lambda: done.append(1))
     beside.close()

@@ -2,6 +2,8 @@
 
 import pytest
 
+from rollout.weight_sync.trainer import session
+from rollout.weight_sync.trainer.shard_layout import ShardLayout
 from rollout.weight_sync.transports.broadcast import choose_backend
 
 
@@ -16,3 +18,21 @@ from rollout.weight_sync.transports.broadcast import choose_backend
 )
 def test_nccl_needs_devices_on_both_sides(device: str, cuda_here: bool, backend: str) -> None:
     assert choose_backend(device, cuda_here) == backend
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reached_by", "expected"),
+    [
+        (("a", "b"), "127.0.0.1", "10.1.2.3"),
+        (("a", "a"), "127.0.0.1", "127.0.0.1"),
+        (("a", "b"), "10.9.9.9", "10.9.9.9"),
+    ],
+)
+def test_ranks_of_several_hosts_meet_where_all_of_them_can(
+    monkeypatch, hosts, reached_by, expected
+) -> None:
+    """An engine within the first rank, or reached by loopback, knows no address for the others."""
+    monkeypatch.setattr(session, "job_address", lambda: "10.1.2.3")
+    layout = ShardLayout(None, hosts=hosts)
+    assert session.meeting_host(reached_by, layout) == expected
+    assert session.meeting_host(reached_by, None) == reached_by

@@ -6,10 +6,10 @@ import pytest
 import torch
 from ranks import Engine
 
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.preflight import preflight
 from rollout.weight_sync.trainer.publisher import publish
-from rollout.weight_sync.trainer.rank_group import Agreement
 from rollout.weights import TensorMeta
 
 DEADLINE = 5.0

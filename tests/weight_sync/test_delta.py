@@ -96,13 +96,14 @@ def test_what_is_no_shorter_goes_whole() -> None:
 def test_the_copy_follows_what_was_sent() -> None:
     committed = Committed()
     values = torch.zeros(64, 64, dtype=torch.bfloat16)
-    assert committed.delta("x", values, 1 << 20) is None
+    box = Box.full((64, 64))
+    assert committed.change("x", box, values, 1 << 20) is None
     values[3, 5] = 1
     for expected in (1, 0):
-        found = committed.delta("x", values, 1 << 20)
+        found = committed.change("x", box, values, 1 << 20)
         assert found is not None
         assert len(found.values) == expected
-    assert committed.values["x"].data_ptr() != values.data_ptr()
+    assert committed.values["x", box].data_ptr() != values.data_ptr()
 
 
 def entry(**changes) -> tuple[BucketHeader, torch.Tensor]:
@@ -239,7 +240,8 @@ def test_a_wrong_base_of_the_sender_cannot_pass(engine, checkpoints) -> None:
     trainer = Trainer(engine, "inline")
     trainer.send(checkpoints[2], encoding="delta")
     committed = trainer.base.take()
-    committed.values["model.norm.weight"][3] += 1  # the copy is not what was committed
+    (norm,) = [held for (name, _), held in committed.values.items() if name == "model.norm.weight"]
+    norm[3] += 1  # the copy is not what was committed
     trainer.base.put(committed)
     before = engine.live()
     weights = {n: t.clone() for n, t in checkpoints[2].items()}

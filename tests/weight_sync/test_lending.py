@@ -7,7 +7,7 @@ import torch
 from ranks import Engine, same
 from trainer import By, Trainer, fresh
 
-from rollout.weight_sync.trainer import bucket_sender as shipment
+from rollout.weight_sync.trainer import bucket_sender
 from rollout.weight_sync.transports.inline import InlineSender
 
 SMALL = 4 << 10  # bytes of a bucket: most tensors are cut
@@ -42,7 +42,7 @@ class Noting(InlineSender):
 def test_a_source_may_reuse_the_memory_that_it_lends(
     engine, checkpoints, monkeypatch, least, lent
 ) -> None:
-    monkeypatch.setattr(shipment, "MIN_LENT", least)
+    monkeypatch.setattr(bucket_sender, "MIN_ZERO_COPY", least)
     weights, sender = checkpoints[2 if lent else 1], Noting()
     buffer = torch.empty(max(t.numel() for t in weights.values()))
 
@@ -61,7 +61,7 @@ def test_a_source_may_reuse_the_memory_that_it_lends(
 
 
 def test_what_is_not_dense_is_copied_between_what_is_lent(engine, checkpoints, monkeypatch) -> None:
-    monkeypatch.setattr(shipment, "MIN_LENT", 1)
+    monkeypatch.setattr(bucket_sender, "MIN_ZERO_COPY", 1)
     weights, sender = checkpoints[2], Noting()
     mixed = {
         name: tensor.t().contiguous().t() if tensor.dim() == 2 and i % 2 else tensor

@@ -170,10 +170,10 @@ def test_a_flipped_bit_or_a_wrong_copy_cannot_pass(engine, checkpoints) -> None:
     assert same(engine.live(), before)
     ranks.send(checkpoints[2])
     # A copy that is not what was committed, at an element that moves to just that value.
-    copies = ranks.bases[1].take_shards()
+    copies = ranks.bases[1].take()
     (name, box), held = next(iter(copies.values.items()))
     held.view(-1)[0] += 1
-    ranks.bases[1].put_shards(copies)
+    ranks.bases[1].put(copies)
     moved = {n: t.clone() for n, t in checkpoints[2].items()}
     moved[name][box.starts] += 1
     with pytest.raises(ChecksumMismatch, match=name.replace(".", r"\.")):

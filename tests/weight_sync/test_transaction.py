@@ -399,7 +399,7 @@ class OwnSource:
     """A trainer's own source that raises in one of its methods."""
 
     def __init__(self, where: str) -> None:
-        from rollout.weight_sync.trainer.rank_group import Agreement
+        from rollout.weight_sync.agreement import Agreement
 
         self.agreement, self._where = Agreement(), where
 

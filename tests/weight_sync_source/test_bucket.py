@@ -192,7 +192,7 @@ def test_what_is_written_to_its_room_is_not_copied_and_arrives() -> None:
     assert list(packer.add("first", first)) == []
     (full,) = packer.begin(second.nbytes)  # it does not fit beside the first
     assert [entry.name for entry in full[0].entries] == ["first"]
-    room = packer.room(torch.float32, (6, 8))
+    room = packer.buffer_for(torch.float32, (6, 8))
     assert room is not None
     room.copy_(second.view(6, 8))
     assert list(packer.add("second", room)) == []
@@ -206,5 +206,5 @@ def test_a_tensor_that_will_be_cut_has_no_room() -> None:
     packer = BucketPacker(256)
     list(packer.add("first", torch.zeros(4)))
     assert list(packer.begin(400)) == []
-    assert packer.room(torch.float32, (100,)) is None
-    assert packer.room(torch.float32, (0, 7)) is None
+    assert packer.buffer_for(torch.float32, (100,)) is None
+    assert packer.buffer_for(torch.float32, (0, 7)) is None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.errors import SourceFailed
 from rollout.loader import open_checkpoint
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.versions.follower import check_checkpoint
 from rollout.weights import Box
 
@@ -92,7 +92,7 @@ def test_an_update_reads_what_a_cold_start_reads(
 ) -> None:
     write(tmp_path, state)
     (tmp_path / "config.json").write_text("{}")
-    source = source_for(tmp_path, aliases={}, dtype=torch.float32)
+    source = detect(tmp_path).source(aliases={}, dtype=torch.float32)
     sent = {name: tensor.clone() for name, tensor in source}
     assert [meta.name for meta in source.metadata() or ()] == list(sent)
     with open_checkpoint(str(tmp_path)) as checkpoint:
@@ -119,12 +119,12 @@ def test_a_file_of_no_use_is_named(tmp_path: Path, file: str, data: bytes) -> No
     (tmp_path / file).write_bytes(data)
     named = file if file != "training_args.bin" else r"holds no .*safetensors"
     with pytest.raises(SourceFailed, match=named):
-        source_for(tmp_path, aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(aliases={}, dtype=torch.float32)
 
 
 def test_what_breaks_after_the_look_is_named_too(state: State, tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
-    source = source_for(tmp_path, aliases={}, dtype=torch.float32)
+    source = detect(tmp_path).source(aliases={}, dtype=torch.float32)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SourceFailed, match=str(tmp_path)):
         list(source)
@@ -133,8 +133,8 @@ def test_what_breaks_after_the_look_is_named_too(state: State, tmp_path: Path) -
 def test_a_pickle_of_other_things_is_refused(tmp_path: Path, state: State) -> None:
     torch.save({**state, "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceFailed, match=r"pytorch_model\.bin is no state dict"):
-        source_for(tmp_path, aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(aliases={}, dtype=torch.float32)
     sparse = {**state, "model.a.weight": torch.eye(3).to_sparse()}
     torch.save(sparse, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceFailed, match=r"pytorch_model\.bin is no state dict of tensors"):
-        source_for(tmp_path, aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(aliases={}, dtype=torch.float32)

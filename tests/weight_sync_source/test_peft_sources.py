@@ -16,8 +16,8 @@ from weight_sync_source.jobs.lora import adapted, merged
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.names import named_weights
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def streamed(obj: Any, dtype: torch.dtype = FP32, **settings: Any) -> dict[str, Tensor]:
-    source = source_for(obj, aliases={}, dtype=dtype, **settings)
+    source = detect(obj).source(aliases={}, dtype=dtype, **settings)
     found = {name: tensor.clone() for name, tensor in source}
     wanted = [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in found.items()]
     assert list(source.metadata() or ()) == wanted
@@ -195,7 +195,7 @@ def test_a_stream_of_an_adapters_own_tensors_is_refused_with_the_remedy() -> Non
     assert file_form("a.base_model.model.b") == "a.base_model.model.b"
     for stream in (dict(named_weights(adapted())), iter(named_weights(adapted()))):
         with pytest.raises(WeightMismatch, match=r"lora_A.*pass the PEFT model itself"):
-            list(source_for(stream, aliases={}, dtype=FP32))
+            list(detect(stream).source(aliases={}, dtype=FP32))
 
 
 def test_at_most_three_of_the_largest_tensor_are_held_beside_the_model() -> None:
@@ -212,7 +212,7 @@ def test_at_most_three_of_the_largest_tensor_are_held_beside_the_model() -> None
         return sum(tensors.values())
 
     gc.collect()
-    source = source_for(model, aliases={}, dtype=FP32)
+    source = detect(model).source(aliases={}, dtype=FP32)
     before, most, total = live(), 0, 0
     for _, tensor in source:
         most, total = max(most, live() - before), total + tensor.nbytes
@@ -227,7 +227,7 @@ def test_an_exception_in_the_middle_leaves_the_base_untouched() -> None:
     layer.scaling["default"] = "no number"
     with pytest.raises(TypeError):
         streamed(model)
-    items = iter(source_for(adapted(), aliases={}, dtype=FP32))
+    items = iter(detect(adapted()).source(aliases={}, dtype=FP32))
     next(items)
     items.close()
     assert_equal(bits(model), before)
@@ -235,7 +235,7 @@ def test_an_exception_in_the_middle_leaves_the_base_untouched() -> None:
 
 def test_a_rank_that_only_follows_merges_nothing() -> None:
     follower = Agreement(rank=1, ranks=(0, 1))
-    source = source_for(adapted(), aliases=ALIASES, dtype=BF16, agreement=follower)
+    source = detect(adapted()).source(aliases=ALIASES, dtype=BF16, group=follower)
     found = [(n, t.device.type, t.dtype, tuple(t.shape)) for n, t in source]
-    alone = source_for(adapted(), aliases=ALIASES, dtype=BF16)
+    alone = detect(adapted()).source(aliases=ALIASES, dtype=BF16)
     assert found == [(n, "meta", t.dtype, tuple(t.shape)) for n, t in alone]

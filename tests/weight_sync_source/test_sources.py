@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from weight_sync_source.jobs.tiny import ALIASES, Tiny, expected
 
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.trainer.sources.base import WeightSource
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.names import bind
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
@@ -27,7 +27,7 @@ OWNER = "model.embed_tokens.weight"
 
 def streamed(obj: Any, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    source = source_for(obj, aliases=ALIASES, dtype=dtype)
+    source = detect(obj).source(aliases=ALIASES, dtype=dtype)
     metadata = source.metadata()
     for name, tensor in source:
         assert name not in found
@@ -103,7 +103,7 @@ def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
         yield "a", torch.zeros(1)
         raise ZeroDivisionError("no luck")
 
-    source = source_for(broken(), aliases={}, dtype=FP32)
+    source = detect(broken()).source(aliases={}, dtype=FP32)
     with pytest.raises(SourceFailed, match=r"'a'.*no luck") as caught:
         list(source)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -112,23 +112,23 @@ def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
 @pytest.mark.parametrize("item", ["a", ("a",), ("a", 1), (1, torch.zeros(1))])
 def test_items_that_are_no_pairs_are_named(item: object) -> None:
     with pytest.raises(SourceFailed, match="expected"):
-        list(source_for([item], aliases={}, dtype=FP32))
+        list(detect([item]).source(aliases={}, dtype=FP32))
 
 
 def test_a_source_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
     for empty in (nn.ReLU(), {}):
         with pytest.raises(SourceFailed, match="no tensor"):
-            source_for(empty, aliases={}, dtype=FP32)
+            detect(empty).source(aliases={}, dtype=FP32)
     with pytest.raises(SourceFailed, match="no tensor"):
-        list(source_for(iter([]), aliases={}, dtype=FP32))
+        list(detect(iter([])).source(aliases={}, dtype=FP32))
     with pytest.raises(SourceFailed, match="safetensors"):
-        source_for(tmp_path, aliases={}, dtype=FP32)
+        detect(tmp_path).source(aliases={}, dtype=FP32)
 
 
 @pytest.mark.parametrize("odd", [3, None, torch.zeros(2), b"bytes", "no/such/directory"])
 def test_an_unknown_object_is_refused_naming_what_is_accepted(odd: object) -> None:
     with pytest.raises(ConfigError, match="FSDP2"):
-        source_for(odd, aliases={}, dtype=FP32)
+        detect(odd).source(aliases={}, dtype=FP32)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
@@ -149,13 +149,13 @@ def test_a_directory_sends_its_checkpoint(tmp_path: Path, form: str) -> None:
 def test_a_broken_checkpoint_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
     with pytest.raises(SourceFailed, match=r"model\.safetensors"):
-        source_for(tmp_path, aliases={}, dtype=FP32)
+        detect(tmp_path).source(aliases={}, dtype=FP32)
 
 
 def test_a_weight_source_is_taken_as_it_is() -> None:
-    inner = source_for(Tiny(), aliases={}, dtype=FP32)
+    inner = detect(Tiny()).source(aliases={}, dtype=FP32)
     assert isinstance(inner, WeightSource)
-    assert source_for(inner, aliases={}, dtype=FP32) is inner
+    assert detect(inner).source(aliases={}, dtype=FP32) is inner
 
 
 def test_a_rank_outside_the_source_is_told_so(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_rank_outside_the_source_is_told_so(tmp_path: Path) -> None:
 
 def test_a_rank_that_only_follows_holds_no_values() -> None:
     follower = Agreement(rank=1, ranks=(0, 1))
-    source = source_for(Tiny(), aliases=ALIASES, dtype=BF16, agreement=follower)
+    source = detect(Tiny()).source(aliases=ALIASES, dtype=BF16, group=follower)
     assert all(t.device.type == "meta" and t.dtype == BF16 for _, t in source)
 
 

@@ -67,7 +67,7 @@ class BucketPacker:
         if self._entries and not self._fits(nbytes) and nbytes <= self.bucket_bytes:
             yield self._finish()
 
-    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+    def buffer_for(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
         """Where ``add`` will put the next tensor, uninitialised; None where it will be cut.
 
         ``add`` copies nothing if the tensor was written there.
@@ -120,7 +120,7 @@ class BucketPacker:
                 rest = _without(box, row)
                 pending += [rest, row] if rest.numel else [row]
 
-    def lend(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketHeader, Tensor]]:
+    def zero_copy(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketHeader, Tensor]]:
         """Buckets of this tensor alone, whose payloads are its own memory: nothing is copied.
 
         ``tensor``: contiguous, on ``device``, and not to be overwritten before the last of these
@@ -138,14 +138,6 @@ class BucketPacker:
             at += nbytes
         self.num_tensors += 1
         self.num_bytes += at
-
-    def add_part(
-        self, name: str, part: CodedDelta | TensorPiece
-    ) -> Iterator[tuple[BucketHeader, Tensor]]:
-        """Copy in what a box of a tensor holds, or what changed there."""
-        if isinstance(part, CodedDelta):
-            return self.add_delta(name, part)
-        return self.add(name, part.values, (part.shape, part.box))
 
     def add_delta(self, name: str, delta: CodedDelta) -> Iterator[tuple[BucketHeader, Tensor]]:
         """Copy changes in, at most ``bucket_bytes`` of them; they are never cut."""

@@ -7,8 +7,8 @@ shortest. An entry's payload:
     values  count x dtype | 0..3 bytes | codes, little-endian, 1, 2 or 4 bytes each
 
 or that, its values' bytes sorted by significance, as one zstd frame. The sender compares with a
-copy that it keeps in host memory: of each rank's own part where the source is distributed
-(``shards``), else of the tensors as they come. Nothing here loops over elements in Python.
+copy that it keeps in host memory: of each rank's own shards where the source is distributed, else
+of the tensors as they come. Nothing here loops over elements in Python.
 """
 
 from __future__ import annotations
@@ -171,61 +171,40 @@ def codes_offset(count: int, dtype: torch.dtype) -> int:
 
 @dataclass(slots=True)
 class Committed:
-    """What one engine held after a commit: the values sent, as they were sent."""
+    """What one rank sent of the version that an engine holds, as it was sent, by (tensor, box).
+
+    ``layout``: how the ranks' shards were cut, "" for whole tensors that one rank sent alone.
+    """
 
     epoch: int = 0
     version: int = -1
-    since_anchor: int = 0  # commits since the last full one
-    values: dict[str, Tensor] = field(default_factory=dict)
-
-    def is_live(self, epoch: int, version: int) -> bool:
-        return bool(self.values) and (self.epoch, self.version) == (epoch, version)
-
-    def delta(self, name: str, tensor: Tensor, max_bytes: int) -> EncodedDelta | None:
-        """The change of ``name`` against its copy, which becomes ``tensor``; None: send it whole.
-
-        ``tensor`` is in host memory. An update that then fails must drop this object.
-        """
-        held = self.values.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            self.keep(name, tensor)
-            return None
-        return encode(held, tensor.contiguous(), max_bytes)
-
-    def keep(self, name: str, tensor: Tensor) -> None:
-        held = self.values.get(name)
-        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            nontemporal_copy(held, tensor)
-        else:
-            self.values[name] = torch.empty_like(
-                tensor, device="cpu", memory_format=torch.contiguous_format
-            ).copy_(tensor)
-
-
-@dataclass(slots=True)
-class ShardCopies:
-    """What one trainer rank holds of a committed version: its own boxes, in the wire dtype."""
-
-    epoch: int = 0
-    version: int = -1
-    layout: str = ""  # of all ranks' boxes
-    since_anchor: int = 0
+    layout: str = ""
+    since_full: int = 0  # commits since the last full one
     values: dict[tuple[str, Box], Tensor] = field(default_factory=dict)
 
-    def delta(self, name: str, box: Box, values: Tensor) -> EncodedDelta | None:
+    def is_live(self, epoch: int, version: int, layout: str = "") -> bool:
+        return (self.epoch, self.version, self.layout) == (epoch, version, layout)
+
+    def change(self, name: str, box: Box, values: Tensor, max_bytes: int) -> EncodedDelta | None:
         """The change of a box against its copy, which becomes ``values``; None: send it whole.
 
-        ``values``: in host memory, contiguous, shaped like the box.
+        An update that then fails must drop this object.
         """
         held = self.values.get((name, box))
         if held is None or held.dtype != values.dtype:
-            self.values[name, box] = values.clone()
+            self.keep(name, box, values)
             return None
-        return encode(held, values, values.nbytes)
+        return encode(held, values.cpu().contiguous(), max_bytes)
+
+    def keep(self, name: str, box: Box, values: Tensor, into: Tensor | None = None) -> None:
+        """Copy a box, ``into`` memory that is no longer needed where that is like it."""
+        if into is None or into.dtype != values.dtype:
+            into = torch.empty(box.shape, dtype=values.dtype)
+        self.values[name, box] = nontemporal_copy(into, values)
 
 
 class DeltaBase:
-    """The last committed version of one engine, as its sender knows it: one copy in host memory.
+    """The last committed version of one engine, as this rank knows it: one copy in host memory.
 
     Belongs to whoever talks to the engine (``WeightVerbs``) and lives between updates. An update
     takes the copy out and puts it back when it has committed; one that fails leaves none, and the
@@ -235,7 +214,6 @@ class DeltaBase:
 
     def __init__(self) -> None:
         self._committed: Committed | None = None
-        self._shards: ShardCopies | None = None
         self._lock = threading.Lock()
         self.rest = 0
 
@@ -248,20 +226,9 @@ class DeltaBase:
         with self._lock:
             self._committed = committed
 
-    def take_shards(self) -> ShardCopies:
-        """The same for the copies of this rank's own part; every rank has its own."""
-        with self._lock:
-            taken, self._shards = self._shards, None
-        return taken if taken is not None else ShardCopies()
-
-    def put_shards(self, copies: ShardCopies) -> None:
-        with self._lock:
-            self._shards = copies
-
     @property
     def nbytes(self) -> int:
         """Host memory held now."""
         with self._lock:
-            held = [*(self._committed.values.values() if self._committed is not None else ())]
-            held += self._shards.values.values() if self._shards is not None else ()
+            held = self._committed.values.values() if self._committed is not None else ()
             return sum(tensor.nbytes for tensor in held)

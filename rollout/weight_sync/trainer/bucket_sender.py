@@ -1,99 +1,106 @@
-"""What the sender's buckets carry: packed on one thread, digested and sent beside it, counted."""
+"""Buckets of pieces: packed on one thread, digested and sent on another, to wherever a rank can."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
-from rollout.kernels import digest
 from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
 from rollout.weight_sync.protocol.delta import CodedDelta
-from rollout.weight_sync.protocol.digests import total
-from rollout.weight_sync.protocol.messages import BucketHeader, WeightChannel
-from rollout.weight_sync.trainer.encoder import Encoder
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, Seal, WeightChannel
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.base import Sender
-from rollout.weights import Box, Shape, TensorMeta, TensorPiece
+from rollout.weights import Shape
+from rollout.wire.frames import flat_bytes
 
-MIN_LENT = 4 << 20  # bytes; shorter tensors are copied together into one bucket
+MIN_ZERO_COPY = 4 << 20  # bytes; shorter tensors are copied together into one bucket
 
 Packed = Iterator[tuple[BucketHeader, Tensor]]
 
 
-@dataclass(slots=True)
-class Books:
-    """Counts and seconds of one trainer rank; what the seal and the receipt say is from here."""
+class BucketSink(Protocol):
+    """Where a rank's pieces go; an error is kept in ``failure`` for the next vote."""
 
-    digests: dict[str, int] = field(default_factory=dict)
-    num_bytes: int = 0  # of the tensors
-    wire_bytes: int = 0
-    num_buckets: int = 0
-    changed: int = 0  # elements sent
-    sent: list[int] = field(default_factory=list)  # bytes by trainer rank, where each sends
-    gather_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    digest_seconds: float = 0.0
-    of_own_boxes: bool = False  # digests are of what each rank holds, not of what was gathered
+    @property
+    def bucket_bytes(self) -> int: ...
 
-    def digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> int:
-        """Add the digest of a box to its tensor's, and return it."""
-        started = time.perf_counter()
-        found = digest(values, shape, box)
-        self.digests[name] = total([self.digests.get(name, 0), found])
-        self.digest_seconds += time.perf_counter() - started
-        return found
+    @property
+    def failure(self) -> RolloutError | None: ...
 
-    def digest_bucket(self, header: BucketHeader, payload: Tensor) -> None:
-        """The digests of a bucket that holds whole tensors and boxes of them, no changes."""
-        for entry in header.entries:
-            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-            self.digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+    def add(self, name: str, part: Piece | CodedDelta) -> None: ...
 
-    def end(
-        self,
-        metadata: Sequence[TensorMeta],
-        digests: Mapping[str, int],
-        sent: Sequence[int],
-    ) -> None:
-        """Everything has been sent: the digests of all ranks' parts, and (none where the first rank
-        alone sent) the bytes that each of them has.
-        """
-        self.digests, self.of_own_boxes = dict(digests), True
-        self.num_bytes = sum(meta.nbytes for meta in metadata)
-        if sent:
-            self.wire_bytes, self.sent = sum(sent), list(sent)
+    def exchange(self) -> None:
+        """After a vote that has passed, on every rank."""
+        ...
+
+    def flush(self) -> None:
+        """Until everything that was added has been taken by every engine rank."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """From the watchdog's thread: free the engine's side; this side is in a collective."""
+        ...
 
 
-class Shipment:
-    """The sender's buckets on their way; an error is kept in ``failure`` for the next vote.
+class NoSink:
+    """Of a rank that takes part in the gathers alone."""
+
+    bucket_bytes, failure = 0, None
+
+    def add(self, name: str, part: Piece | CodedDelta) -> None:
+        raise AssertionError(f"{name}: only the first rank has what was gathered")
+
+    def exchange(self) -> None:
+        return None
+
+    def flush(self) -> None:
+        return None
+
+    def give_up(self, reason: str) -> None:
+        return None
+
+
+class BucketSender:
+    """One rank's buckets on their way to the engine.
 
     Digests are taken and buckets announced, sent and waited for on a thread beside the caller's,
-    while the next bucket is gathered. Before ``pack`` it takes rounds alone, as they come.
+    while the next bucket is gathered.
+    ``digests``: whether to digest buckets as they are sent. ``zero_copy``: whether large tensors
+    may be read where they lie. ``joined``: this is not the update's first stream, and ends alone.
     """
 
     def __init__(
-        self, channel: WeightChannel, sender: Sender, encoder: Encoder, books: Books,
-        *, dtype: torch.dtype, timeout: float, digests: bool = True,
+        self, channel: WeightChannel, sender: Sender, stats: TransferStats, *,
+        bucket_bytes: int, timeout: float, digests: bool = False, zero_copy: bool = False,
+        joined: bool = False,
     ) -> None:  # fmt: skip
-        """``digests``: whether to take them here, of what is packed."""
+        self._channel, self._sender, self._stats = channel, sender, stats
+        self._timeout, self._joined = timeout, joined
         self._digests = digests
-        self._channel, self._sender, self._encoder = channel, sender, encoder
-        self._books, self._dtype, self._timeout = books, dtype, timeout
-        self._packer: BucketPacker | None = None
-        self._beside = Beside("update-sender")
-        self._room = 0  # the address of the last room given
-        self._by_bucket = False  # whether tensors are digested as they are sent
+        self._zero_copy = zero_copy and sender.bytes_go == "channel" and channel.reads_in_place
+        self._packer = BucketPacker(
+            min([bucket_bytes, *(buffer.numel() for buffer in sender.buffers)]),
+            device=sender.device,
+            wait_free=self._wait_free,
+            buffers=sender.buffers,
+        )
+        self.bucket_bytes = self._packer.bucket_bytes
+        self._worker = BackgroundWorker("update-sender")
+        self._given_out = 0  # the address of the last memory that a tensor may be gathered to
         self._gave_up: str | None = None
         self.failure: RolloutError | None = None
 
@@ -101,59 +108,34 @@ class Shipment:
         """Meet the engine's ranks, and the other members of a group that trainer ranks form."""
         self._sender.connect(self._channel, self._timeout)
 
-    def pack(self, bucket_bytes: int) -> None:
-        """Take tensors from now on, into the sender's own buffers where it has some."""
-        buffers = self._sender.buffers
-        self._packer = BucketPacker(
-            min([bucket_bytes, *(buffer.numel() for buffer in buffers)]),
-            device=self._sender.device,
-            wait_free=self._wait_free,
-            buffers=buffers,
-        )
+    # ---- pieces ----
 
-    # ---- tensors, or parts of them ----
-
-    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
-        """Where the next tensor may be gathered to."""
-        if self.failure is not None or self._packer is None or self._encoder.encoding == "delta":
-            return None  # of a delta the changes alone will be packed
+    def buffer_for(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+        """Where the next tensor may be gathered to: its place in the bucket."""
+        if self.failure is not None:
+            return None
         started = time.perf_counter()
         try:
-            for header, payload in self._packer.begin(prod(shape) * dtype.itemsize):
-                self._later(partial(self._ship, header, payload))
-            room = self._packer.room(dtype, shape)
-            self._room = 0 if room is None else room.data_ptr()
-            return room
+            self._ship_all(self._packer.begin(prod(shape) * dtype.itemsize))
+            buffer = self._packer.buffer_for(dtype, shape)
+            self._given_out = 0 if buffer is None else buffer.data_ptr()
+            return buffer
         except Exception as error:  # noqa: BLE001 - as in ``_attempt``
             self._fail(error, "a bucket")
             return None
         finally:
-            self._books.gather_seconds -= time.perf_counter() - started  # it waits inside a gather
+            self._stats.gather_seconds -= time.perf_counter() - started  # waits inside a gather
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Pack one tensor and have full buckets sent."""
-        self._attempt(name, lambda packer: self._packed(packer, name, tensor))
+    def add(self, name: str, part: Piece | CodedDelta) -> None:
+        """Pack a piece, or what changed of it, and have full buckets sent."""
+        self._attempt(repr(name), lambda: self._ship_all(self._packed(name, part)))
 
-    def add_part(self, name: str, part: CodedDelta | TensorPiece) -> None:
-        """Pack and send what a trainer rank has coded of its part."""
-        self._attempt(name, lambda packer: packer.add_part(name, part))
+    def exchange(self) -> None:
+        return None
 
     def flush(self) -> None:
         """Send what is left and wait until every rank has taken every bucket."""
-        if self.failure is not None:
-            return
-        try:
-            for header, payload in self._packer.flush() if self._packer is not None else ():
-                self._later(partial(self._ship, header, payload))
-            self._beside.wait()
-            for index in range(max(0, self._books.num_buckets - 2), self._books.num_buckets):
-                self._taken(index)
-        except Exception as error:  # noqa: BLE001 - as in ``_attempt``
-            self._fail(error, "the last buckets")
-
-    def sent(self) -> list[int]:
-        """Buckets, bytes and elements that this rank has sent so far."""
-        return [self._books.num_buckets, self._books.wire_bytes, self._books.changed]
+        self._attempt("the last buckets", self._flush)
 
     # ---- rounds ----
 
@@ -173,69 +155,72 @@ class Shipment:
     # ---- its end ----
 
     def give_up(self, reason: str) -> None:
-        """From the watchdog's thread: free the engine's side; this side is in a collective."""
         self._gave_up = reason
         self._channel.abort(reason)
 
     def close(self) -> None:
-        self._beside.close()
-        self._packer = None  # its buffers go now, not when the cycle of callbacks is collected
+        self._worker.close()
+        if self._joined:
+            self._channel.close()
+        self._packer.wait_free = None  # or its buffers stay until the cycle is collected
 
     # ---- inside ----
 
-    def _attempt(self, name: str, pack: Callable[[BucketPacker], Packed]) -> None:
+    def _attempt(self, what: str, act: Callable[[], None]) -> None:
+        """Keep an error, as one of the tree, for the next vote."""
         if self.failure is not None:
             return
-        assert self._packer is not None
         try:
             if self._gave_up is not None:
                 raise DeadlineExceeded(self._gave_up)
-            self._beside.check()
-            for header, payload in pack(self._packer):
-                self._later(partial(self._ship, header, payload))
+            self._worker.check()
+            act()
         except Exception as error:  # noqa: BLE001 - it must wait for the next vote, whatever it is
-            self._fail(error, repr(name))
+            self._fail(error, what)
 
     def _fail(self, error: Exception, what: str) -> None:
-        """Keep the error, as one of the tree, for the next vote."""
         if isinstance(error, RolloutError):
             self.failure = error
             return
         self.failure = TransferFailed(f"sending {what} failed: {error}")
         self.failure.__cause__ = error
 
-    def _packed(self, packer: BucketPacker, name: str, tensor: Tensor) -> Packed:
-        tensor = tensor.detach()
-        if tensor.is_floating_point() and tensor.dtype != self._dtype:
-            tensor = tensor.to(self._dtype)
-        self._by_bucket = self._encoder.encoding == "full"
-        if self._digests and not self._by_bucket:  # of the whole tensor, which may not travel
-            shape = tuple(tensor.shape)
-            self._books.digest(name, tensor, shape, Box.full(shape))
-        self._books.num_bytes += tensor.nbytes
-        delta = self._encoder.delta(name, tensor, packer.bucket_bytes)
-        if delta is not None:
-            return packer.add_delta(name, delta)
-        return self._lent(packer, name, tensor) if self._lends(tensor) else packer.add(name, tensor)
+    def _packed(self, name: str, part: Piece | CodedDelta) -> Packed:
+        if isinstance(part, CodedDelta):
+            return self._packer.add_delta(name, part)
+        if self._reads_in_place(part.values):
+            return self._in_place(name, part.values)
+        return self._packer.add(name, part.values, (part.shape, part.box))
 
-    def _lends(self, tensor: Tensor) -> bool:
+    def _reads_in_place(self, tensor: Tensor) -> bool:
         """Whether the engine, in this process, is to read the tensor where it lies."""
-        here = self._sender.bytes_go == "channel" and self._channel.reads_in_place
         dense = tensor.device.type == "cpu" and tensor.is_contiguous()
-        if not (here and dense and self._by_bucket and tensor.nbytes >= MIN_LENT):
+        if not (self._zero_copy and dense and tensor.nbytes >= MIN_ZERO_COPY):
             return False
-        return tensor.data_ptr() != self._room  # else it lies in its bucket already
+        return tensor.data_ptr() != self._given_out  # else it lies in its bucket already
 
-    def _lent(self, packer: BucketPacker, name: str, tensor: Tensor) -> Packed:
-        for header, payload in packer.lend(name, tensor):
+    def _in_place(self, name: str, tensor: Tensor) -> Packed:
+        for header, payload in self._packer.zero_copy(name, tensor):
             yield header, payload
             if header.index:  # at most two are under way, as with buffers
                 self._wait_free(header.index - 1)
-        self._wait_free(packer.num_buckets - 1)  # whoever yielded the tensor may write to it then
+        self._wait_free(self._packer.num_buckets - 1)  # its owner may write to it then
+
+    def _ship_all(self, made: Packed) -> None:
+        for header, payload in made:
+            self._later(partial(self._ship, header, payload))
+
+    def _flush(self) -> None:
+        self._ship_all(self._packer.flush())
+        self._worker.wait()
+        count = self._stats.num_buckets
+        for index in range(max(0, count - 2), count):
+            self._taken(index)
+        if self._joined:
+            self._channel.seal(Seal(num_buckets=count, digests={}))
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run ``task`` beside this thread, on the device's stream that this thread packs on."""
-        assert self._packer is not None
         stream: AbstractContextManager[Any] = nullcontext()
         if self._packer.device.type == "cuda":
             stream = torch.cuda.stream(torch.cuda.current_stream())
@@ -244,34 +229,100 @@ class Shipment:
             with stream:
                 task()
 
-        self._beside.do(run)
+        self._worker.do(run)
 
     def _ship(self, header: BucketHeader, payload: Tensor) -> None:
         """Digest what a bucket holds of whole tensors, before others can reach it, and send it."""
-        if self._digests and self._by_bucket:
-            self._books.digest_bucket(header, payload)
+        if self._digests:
+            self._stats.digest_bucket(header, payload)
         self._send(header, payload)
 
     def _send(self, header: BucketHeader, payload: Tensor) -> None:
-        books, started = self._books, time.perf_counter()
+        stats, started = self._stats, time.perf_counter()
         self._sender.send(self._channel, header, payload)
-        books.num_buckets = header.index + 1
-        books.changed += sum(e.count if e.sparse else e.box.numel for e in header.entries)
-        books.wire_bytes += header.nbytes
-        books.transfer_seconds += time.perf_counter() - started
+        stats.num_buckets = header.index + 1
+        stats.changed += sum(e.count if e.sparse else e.box.numel for e in header.entries)
+        stats.wire_bytes += header.nbytes
+        stats.transfer_seconds += time.perf_counter() - started
 
     def _wait_free(self, index: int) -> None:
         """Until a bucket's buffer may be packed again."""
         self._later(partial(self._taken, index))
-        self._beside.wait()
+        self._worker.wait()
 
     def _taken(self, index: int) -> None:
         started = time.perf_counter()
         self._sender.wait(self._channel, index, self._timeout)
-        self._books.transfer_seconds += time.perf_counter() - started
+        self._stats.transfer_seconds += time.perf_counter() - started
 
 
-class Beside:
+class ThroughFirst:
+    """Pieces of all ranks by way of the first one, where it alone can reach the engine.
+
+    The one place where weights travel over the rank group's own sockets: changes, mostly, after
+    each vote. ``sender``: the first rank's; None on the others.
+    """
+
+    def __init__(
+        self, group: RankGroup, sender: BucketSender | None, stats: TransferStats,
+        *, bucket_bytes: int, timeout: float,
+    ) -> None:  # fmt: skip
+        self._group, self._sender, self._stats = group, sender, stats
+        self.bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._entries: list[BucketEntry] = []
+        self._blobs: list[Tensor] = []
+        self._end = 0
+
+    @property
+    def failure(self) -> RolloutError | None:
+        return None if self._sender is None else self._sender.failure
+
+    def add(self, name: str, part: Piece | CodedDelta) -> None:
+        if isinstance(part, CodedDelta):
+            dtype, blob = part.dtype, part.data
+            coded = (part.width, part.count, part.inflated)
+        else:
+            dtype, blob = part.values.dtype, flat_bytes(part.values.cpu().contiguous())
+            coded = (0, 0, 0)
+        entry = BucketEntry(name, dtype, part.shape, part.box, self._end, len(blob), *coded)
+        self._entries.append(entry)
+        self._blobs += [blob, blob.new_zeros(-len(blob) % 8)]
+        self._end += -(-len(blob) // 8) * 8
+
+    def exchange(self) -> None:
+        """Collective: hand what was added to the first rank, which packs it in rank order."""
+        started = time.perf_counter()
+        header = header_to_wire(BucketHeader(0, tuple(self._entries), self._end))
+        data = torch.cat(self._blobs) if self._blobs else torch.empty(0, dtype=torch.uint8)
+        self._entries, self._blobs, self._end = [], [], 0
+        come = self._group.collect([header], data, self._timeout, "changes")
+        self._stats.gather_seconds += time.perf_counter() - started
+        for (one,), payload in come:
+            for entry in header_from_wire(one).entries:
+                self._forward(entry, payload[entry.offset : entry.offset + entry.nbytes])
+
+    def flush(self) -> None:
+        if self._sender is not None:
+            self._sender.flush()
+
+    def give_up(self, reason: str) -> None:
+        if self._sender is not None:
+            self._sender.give_up(reason)
+
+    def _forward(self, entry: BucketEntry, blob: Tensor) -> None:
+        assert self._sender is not None
+        part: Piece | CodedDelta
+        if entry.sparse:
+            part = CodedDelta(
+                entry.dtype, entry.shape, entry.box, entry.count, entry.sparse, blob, entry.inflated
+            )
+        else:
+            values = blob.view(entry.dtype).view(entry.box.shape)
+            part = Piece(entry.name, entry.shape, entry.box, values)
+        self._sender.add(entry.name, part)
+
+
+class BackgroundWorker:
     """Runs tasks one after the other; after the first error none of them.
 
     ``do``, ``check`` and ``wait`` are for one thread, ``close`` for any. The tasks have deadlines

@@ -1,15 +1,17 @@
-"""Full or delta, for one update: what the caller wants, what the engine holds, what is worth it."""
+"""Full or delta: what the caller wants, what the engine holds, and what is worth it."""
 
 from __future__ import annotations
 
 import os
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.delta import CodedDelta, Committed, DeltaBase
-from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.trainer.local_shards import LocalShards
 from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.trainer.shard_layout import ShardLayout
+from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.transports import is_near, same_host
 
 DENSE = 0.5  # of full's bytes: above it "auto" finds that deltas are not worth their memory
@@ -17,126 +19,147 @@ REST = 8  # updates before "auto" tries again
 _MEMORY_SHARE = 4  # "auto" keeps a copy where it takes at most 1 / this of the free memory
 
 
-class Encoder:
-    """Chooses the encoding of one update and of each of its tensors; the sender's alone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How one update is encoded; the first rank chooses, and every rank follows.
 
-    ``base`` None: nothing lives between updates, so everything is full. ``settle`` after the
-    commit; an encoder that is dropped before leaves no copy behind.
+    ``keeps``: whose copy of what was sent is the base of the next delta: "first", the first rank's,
+    of everything; "each", every rank's, of its own shards; "" where nothing is kept.
     """
 
-    def __init__(self, options: UpdateOptions, info: WeightInfo, base: DeltaBase | None) -> None:
-        self._info, self._base, self._options = info, base, options
-        self._keeps, self.reason = _keeps(options, info, base)
-        self._held = base.take() if base is not None else Committed()
-        self.encoding = "full"
-        self.spread = False  # every trainer rank keeps and compares its own part
-        self.compress = options.encoding == "delta-zstd" and zstd.available() and info.zstd
-        if not self._keeps:
-            self._held = Committed()
-        else:
-            self._judge(self._held.is_live(info.epoch, info.version), self._held.since_anchor)
+    name: str  # full | delta
+    reason: str
+    keeps: str = ""
+    compress: bool = False
 
     @property
-    def may_spread(self) -> bool:
-        """Whether it is worth asking trainer ranks for what they hold of the weights."""
-        return self._keeps and not self._options.partial
+    def title(self) -> str:
+        """As the receipt names it."""
+        return self.name + ("-zstd" if self.compress and self.name == "delta" else "")
 
-    def spread_over(self, live: bool, since_anchor: int) -> None:
-        """Every trainer rank has a copy of its own part, all of them ``live`` or not."""
-        self._held, self.spread = Committed(), True
-        self._judge(live, since_anchor)
-        self.reason += "; each trainer rank compares its own part"
+    def full(self, reason: str) -> Encoding:
+        """Send everything instead."""
+        return replace(self, name="full", reason=reason)
 
-    def _judge(self, live: bool, since_anchor: int) -> None:
-        every = self._options.anchor_every
-        if not live or self._info.state == "broken":
-            self.fall_back("the engine does not hold what this sender last committed")
-        elif self._options.staging == "none":
-            self.fall_back("a delta needs staging")
-        elif 0 < every <= since_anchor + 1:
-            self.encoding, self.reason = "full", f"an anchor, every {every}"
-        else:
-            self.encoding, self.reason = "delta", "built on the live version"
-            if self._options.encoding == "delta-zstd" and not self.compress:
-                where = "here" if not zstd.available() else "on the engine's host"
-                self.reason += f", not compressed: zstd is not installed {where}"
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether this sender keeps a copy of everything, which has to pass by here for it."""
-        return self._keeps and not self.spread
+def choose_encoding(
+    options: UpdateOptions,
+    info: WeightInfo,
+    base: DeltaBase | None,
+    copies: Committed,
+    layout: ShardLayout | None,
+) -> Encoding:
+    """On the first rank. ``copies``: its own; ``layout``: what all ranks hold, where they said."""
+    why_not = _why_nothing_is_kept(options, info, base)
+    if why_not is not None:
+        return Encoding(name="full", reason=why_not)
+    compress = options.encoding == "delta-zstd" and zstd.available() and info.zstd
+    if layout is not None and layout.problem is None and not options.partial:
+        live = (info.epoch, info.version, layout.cut(options.bucket_bytes))
+        agreed = all(tuple(held[:3]) == live for held in layout.copies)
+        name, reason = _full_or_delta(options, info, agreed, layout.copies[0][3], compress)
+        reason += "; each trainer rank compares its own part"
+        return Encoding(name=name, reason=reason, keeps="each", compress=compress)
+    live_here = copies.is_live(info.epoch, info.version)
+    name, reason = _full_or_delta(options, info, live_here, copies.since_full, compress)
+    return Encoding(name=name, reason=reason, keeps="first", compress=compress)
 
-    @property
-    def compressed(self) -> bool:
-        return self.compress and self.encoding == "delta"
 
-    @property
-    def base(self) -> tuple[int, int] | None:
-        """What the engine must hold for this update to fit, (epoch, version)."""
-        # Copies are those of the live version, or there is no delta.
-        return (self._info.epoch, self._info.version) if self.encoding == "delta" else None
+def _full_or_delta(
+    options: UpdateOptions, info: WeightInfo, live: bool, since_full: int, compress: bool
+) -> tuple[str, str]:
+    every = options.anchor_every
+    if not live or info.state == "broken":
+        return "full", "the engine does not hold what this sender last committed"
+    if options.staging == "none":
+        return "full", "a delta needs staging"
+    if 0 < every <= since_full + 1:
+        return "full", f"an anchor, every {every}"
+    reason = "built on the live version"
+    if options.encoding == "delta-zstd" and not compress:
+        where = "here" if not zstd.available() else "on the engine's host"
+        reason += f", not compressed: zstd is not installed {where}"
+    return "delta", reason
 
-    def fall_back(self, reason: str) -> None:
-        """Send everything; before the first tensor alone."""
-        self.encoding, self.reason = "full", reason
-        self._held = Committed()
 
-    def send_whole(self, reason: str) -> None:
-        """Send everything and keep nothing: whole tensors do not pass by here."""
-        self.fall_back(reason)
-        self._keeps = self.spread = False
+class Encoder:
+    """One rank's pieces, as they travel, and its copies of them: gone unless the update commits."""
 
-    def delta(self, name: str, tensor: Tensor, max_bytes: int) -> CodedDelta | None:
-        """The change of one tensor, or None to send it whole; its copy is brought up to date."""
+    def __init__(
+        self, options: UpdateOptions, info: WeightInfo, base: DeltaBase | None, copies: Committed,
+        encoding: Encoding, *, is_first: bool,
+    ) -> None:  # fmt: skip
+        self._options, self._aliases, self._base = options, info.aliases, base
+        delta = encoding.name == "delta"
+        self._copies = copies if delta else Committed()
+        self._memory = {} if delta else copies.values  # of old copies, for new ones
+        self.encoding = encoding
+        self._keeps = encoding.keeps == "each" or (encoding.keeps == "first" and is_first)
+
+    def encode(self, piece: Piece, max_bytes: int) -> Piece | CodedDelta:
+        """What changed of a piece since the last commit, or the piece where that is no shorter."""
+        by_shards = self.encoding.keeps == "each"
         # An alias is compared with its owner by the engine: it goes whole, and is not kept.
-        if not self._keeps or self.spread or name in self._info.aliases:
-            return None
-        if self.encoding == "delta":
-            found = self._held.delta(name, tensor.cpu(), max_bytes)
-            return None if found is None else found.coded(compress=self.compress)
-        self._held.keep(name, tensor)
-        return None
+        if not self._keeps or piece.name in self._aliases:
+            return piece
+        if self.encoding.name == "full":
+            if not by_shards:  # they are kept when the update has committed
+                self._keep(piece)
+            return piece
+        change = self._copies.change(piece.name, piece.box, piece.values, max_bytes)
+        if change is None:
+            return piece
+        return change.coded(piece.shape, piece.box, compress=self.encoding.compress)
 
-    def settle(self, epoch: int, version: int, wire_bytes: int, num_bytes: int) -> None:
-        """The update is live: what was kept is the base of the next one."""
+    def settle(self, receipt: UpdateReceipt, shards: LocalShards | None) -> None:
+        """The update is live: what was sent is the base of the next one."""
         if self._base is None:
             return
         self._base.rest = max(0, self._base.rest - 1)
         if not self._keeps:
             return
-        if self.encoding == "delta" and too_dense(self._options, wire_bytes, num_bytes):
+        delta, copies = self.encoding.name == "delta", self._copies
+        if delta and self._too_dense(receipt):
             self._base.rest = REST
             return
-        if self.spread:
-            return
-        held = self._held
-        held.since_anchor = held.since_anchor + 1 if self.encoding == "delta" else 0
-        held.epoch, held.version = epoch, version
-        self._base.put(held)
+        if self.encoding.keeps == "each":
+            assert shards is not None
+            copies.layout = shards.layout
+            if not delta:
+                for piece in shards.pieces():
+                    if not piece.values.is_meta:
+                        self._keep(piece)
+        copies.since_full = copies.since_full + 1 if delta else 0
+        copies.epoch, copies.version = receipt.epoch, receipt.version
+        self._base.put(copies)
+
+    def _keep(self, piece: Piece) -> None:
+        into = self._memory.pop((piece.name, piece.box), None)
+        self._copies.keep(piece.name, piece.box, piece.values, into)
+
+    def _too_dense(self, receipt: UpdateReceipt) -> bool:
+        """Whether "auto" stops keeping copies, as most elements of this update changed."""
+        return self._options.encoding == "auto" and receipt.wire_bytes > DENSE * receipt.num_bytes
 
 
-def too_dense(options: UpdateOptions, wire_bytes: int, num_bytes: int) -> bool:
-    """Whether "auto" stops keeping copies, as most elements of this update's delta changed."""
-    return options.encoding == "auto" and wire_bytes > DENSE * num_bytes
-
-
-def _keeps(options: UpdateOptions, info: WeightInfo, base: DeltaBase | None) -> tuple[bool, str]:
-    """Whether to keep a copy of what is sent, and if not, why."""
+def _why_nothing_is_kept(
+    options: UpdateOptions, info: WeightInfo, base: DeltaBase | None
+) -> str | None:
     if options.encoding == "full":
-        return False, "asked for"
+        return "asked for"
     if base is None:
-        return False, "nothing is kept between updates here"
+        return "nothing is kept between updates here"
     if options.encoding in ("delta", "delta-zstd"):
-        return True, ""
+        return None
     if same_host(info) or is_near(info):
-        return False, "on one host the bytes are cheaper than finding out which of them changed"
+        return "on one host the bytes are cheaper than finding out which of them changed"
     if not info.device.startswith("cpu"):
-        return False, "the engine's device takes full tensors faster than its host finds changes"
+        return "the engine's device takes full tensors faster than its host finds changes"
     if base.rest:
-        return False, "most elements changed lately"
+        return "most elements changed lately"
     if sum(meta.nbytes for meta in info.tensors) * _MEMORY_SHARE > _free_memory():
-        return False, "memory for a copy of the weights is short"
-    return True, ""
+        return "memory for a copy of the weights is short"
+    return None
 
 
 def _free_memory() -> int:

@@ -6,85 +6,104 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from math import prod
 from types import TracebackType
 from typing import Self
 
-from torch import Tensor
-
 from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.sources.detect import Detected
 from rollout.weight_sync.trainer.sources.values import Incoming
 
 
 def watchdog(
-    agreement: Agreement, timeout: float, give_up: Callable[[str], None] = lambda reason: None
+    group: RankGroup, timeout: float, give_up: Callable[[str], None] = lambda reason: None
 ) -> Watchdog:
     """One for this rank: at its deadline it tells the other ranks, and calls ``give_up``."""
 
     def failed(error: RolloutError) -> None:
         give_up(str(error))
-        agreement.give_up(error)
+        group.give_up(error)
 
-    who = f"trainer rank {agreement.ranks[agreement.rank]}"
-    return Watchdog(who, timeout, failed, agreement.heard)
+    who = f"trainer rank {group.ranks[group.rank]}"
+    return Watchdog(who, timeout, failed, group.heard)
+
+
+def agreed_source(
+    found: Detected, info: WeightInfo, group: RankGroup, timeout: float, *, partial: bool = False
+) -> Incoming:
+    """The source that all ranks have opened; collective, and raises the first error on all."""
+    source: Incoming | None = None
+    failure: Exception | None = None
+    try:
+        source = found.read(info, group, partial=partial)
+    except RolloutError as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
+        failure = source_failed(error, "")
+    group.vote(failure, timeout, "source")
+    assert source is not None
+    return source
 
 
 class Walk:
-    """One walk; ``run`` is collective over the source's ranks.
+    """One walk over a source's pieces; ``run`` is collective over its ranks.
 
-    ``take`` gets every (name, tensor) on every rank; what it raises ends no gather alone: nothing
-    more is taken here, and the next vote hears of it, as of ``failed()``. There is a vote after
-    every ``step_bytes``. ``seconds`` counts the time in the source.
+    ``take`` gets every piece on every rank; what it raises ends no gather alone: nothing more is
+    taken here, and the next vote hears of it, as of ``failed()``. There is a vote after every
+    ``step_bytes`` of whole tensors, and ``after_vote`` is called when it has passed. ``seconds``
+    counts the time in the source.
     """
 
     def __init__(
         self,
-        source: Incoming,
-        agreement: Agreement,
+        pieces: Generator[Piece],
+        group: RankGroup,
         watch: Watchdog,
         *,
         timeout: float,
         step_bytes: int,
-        take: Callable[[str, Tensor], None],
+        take: Callable[[Piece], None],
         failed: Callable[[], RolloutError | None] = lambda: None,
+        after_vote: Callable[[], None] = lambda: None,
+        phase: str = "gather",
     ) -> None:
-        self._source, self._agreement, self._watch = source, agreement, watch
+        self._pieces, self._group, self._watch, self._phase = pieces, group, watch, phase
         self._timeout, self._step_bytes = timeout, step_bytes
-        self._take, self._failed = take, failed
+        self._take, self._failed, self._after_vote = take, failed, after_vote
         self._error: RolloutError | None = None
         self._last = ""
         self.seconds = 0.0
+        self.num_bytes = 0  # of the tensors that have passed
 
     def run(self, flush: Callable[[], None] = lambda: None) -> None:
-        """To the source's end, and a last vote; ``flush`` comes before that if nothing failed."""
-        items, since = _items(self._source), 0
-        ended: RolloutError | None = None
+        """To the source's end; then ``flush``, and a last vote."""
+        voted = 0
         try:
             while True:
-                item, ended = self._next(items)
-                if item is None:
+                piece, ended = self._next()
+                if piece is None:
                     break
-                self._last = item[0]
-                self._hand_over(*item)
-                since += item[1].numel() * item[1].element_size()
-                failure = self._failure()
-                if since >= self._step_bytes or (failure and self._agreement.size == 1):
-                    self._agreement.vote(failure, self._timeout, "bucket")
-                    since = 0
-            if ended is None and self._failure() is None:
-                flush()
-            phase = f"end, after {self._last!r}"
-            self._agreement.vote(ended or self._failure(), self._timeout, phase)
+                self._last = piece.name
+                self._hand_over(piece)
+                if piece.last:
+                    self.num_bytes += prod(piece.shape) * piece.values.dtype.itemsize
+                    if self.num_bytes - voted >= self._step_bytes or self._fails_alone():
+                        self._vote(self._failure(), "bucket")
+                        voted = self.num_bytes
+            self._vote(ended or self._failure(), f"end, after {self._last!r}")
+            flush()
+            self._group.vote(self._failure(), self._timeout, "last buckets")
         finally:
-            items.close()
+            self._pieces.close()
 
-    def _next(
-        self, items: Generator[tuple[str, Tensor]]
-    ) -> tuple[tuple[str, Tensor] | None, RolloutError | None]:
+    def _next(self) -> tuple[Piece | None, RolloutError | None]:
         started = time.perf_counter()
         try:
-            with self._watch.over("gather", self._last):
-                return next(items, None), None
+            with self._watch.over(self._phase, self._last):
+                return next(self._pieces, None), None
         except RolloutError as error:
             return None, error
         except Exception as error:  # noqa: BLE001 - whatever the trainer's code raises
@@ -92,15 +111,23 @@ class Walk:
         finally:
             self.seconds += time.perf_counter() - started
 
-    def _hand_over(self, name: str, tensor: Tensor) -> None:
+    def _vote(self, failure: RolloutError | None, phase: str) -> None:
+        self._group.vote(failure, self._timeout, phase)
+        self._after_vote()
+
+    def _fails_alone(self) -> bool:
+        """Whether there is nobody to wait for."""
+        return self._group.size == 1 and self._failure() is not None
+
+    def _hand_over(self, piece: Piece) -> None:
         if self._error is not None:
             return
         try:
-            self._take(name, tensor)
+            self._take(piece)
         except RolloutError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - the trainer's code may run in here, too
-            self._error = source_failed(error, name)
+            self._error = source_failed(error, piece.name)
 
     def _failure(self) -> RolloutError | None:
         return self._error or self._failed()
@@ -112,11 +139,6 @@ def source_failed(error: Exception, last: str) -> SourceFailed:
     failed = SourceFailed(f"the source raised{after}: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed
-
-
-def _items(source: Incoming) -> Generator[tuple[str, Tensor]]:
-    """So that an ``__iter__`` that raises does it at the first ``next``, like any other."""
-    yield from source
 
 
 def _nothing() -> RolloutError | None:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rollout.config import DEFAULT_BUCKET_BYTES
-from rollout.errors import RolloutError, SourceFailed, WeightMismatch, from_wire, to_wire
+from rollout.errors import RolloutError, SourceFailed, WeightMismatch
 from rollout.kernels import digest
 from rollout.weight_sync.protocol.codec import (
     info_from_wire,
@@ -21,17 +20,16 @@ from rollout.weight_sync.protocol.codec import (
     receipt_from_wire,
     receipt_to_wire,
 )
-from rollout.weight_sync.protocol.digests import combine
+from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
-from rollout.weight_sync.trainer.bucket_sender import Books
-from rollout.weight_sync.trainer.lockstep import Walk, source_failed, watchdog
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.reshard import HeldBoxes
-from rollout.weight_sync.trainer.sources.base import LocalSource
-from rollout.weight_sync.trainer.sources.detect import agreement_for, incoming, opened, source_for
+from rollout.weight_sync.trainer.local_shards import LocalBoxes
+from rollout.weight_sync.trainer.lockstep import Walk, agreed_source, source_failed, watchdog
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
+from rollout.weight_sync.trainer.sources.detect import Detected, detect
 from rollout.weight_sync.trainer.sources.values import Incoming
-from rollout.weight_sync.trainer.survey import PlanCache, survey
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, same_host, ways
 from rollout.weights import Box, TensorMeta
 
@@ -81,12 +79,12 @@ def preflight(
     be refused before a byte is read is a problem, too; of a source that cannot be looked at before
     it is sent (a generator, which is not touched) the one problem says so.
     """
-    agreement = agreement_for(obj, timeout=timeout)
-    with closing(agreement):
-        said = _said(agreement, timeout, lambda: _standing(connect()))
-        info = info_from_wire(said["info"])
-        receipts = [receipt_from_wire(row) for row in said["receipts"]]
-        metadata, problems = _foreseen(obj, info, agreement)
+    found = detect(obj, take_first=False)
+    with closing(found.rank_group(timeout)) as group:
+        info, receipts = group.first_does(
+            lambda: _standing(connect()), timeout, "check", _standing_to_wire, _standing_from_wire
+        )
+        metadata, problems = _foreseen(found, info, group)
         cost = expected_cost(metadata, info, receipts, bucket_bytes=bucket_bytes)
         return WeightReport(
             version=info.version,
@@ -99,26 +97,19 @@ def preflight(
 
 
 def _foreseen(
-    obj: Any, info: WeightInfo, agreement: Agreement
+    found: Detected, info: WeightInfo, group: RankGroup
 ) -> tuple[tuple[TensorMeta, ...], list[str]]:
-    """What ``obj`` would send, and what is wrong with it; reads no values and takes no item."""
+    """What would be sent, and what is wrong with it; reads no values and takes no item."""
     try:
-        source = source_for(
-            obj,
-            aliases=info.aliases,
-            dtype=info.dtype,
-            agreement=agreement,
-            tensors=info.tensors,
-        )
-        metadata = incoming(source, info.dtype, aliases=info.aliases).metadata()
+        metadata = found.read(info, group).metadata()
     except WeightMismatch as error:
         return (), list(error.problems)
     except SourceFailed as error:
         return (), [str(error)]
     if metadata is None:
         return (), [
-            f"cannot tell: what a {type(obj).__name__} will send is known only as it comes; pass "
-            "a dict, a list or the module to have it checked"
+            f"cannot tell: what a {type(found.obj).__name__} will send is known only as it "
+            "comes; pass a dict, a list or the module to have it checked"
         ]
     wanted = {meta.name: meta for meta in info.tensors}
     return metadata, differences(metadata, wanted, info.aliases)
@@ -130,76 +121,66 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
     Collective over the source's ranks, like an update, but only digests cross the wire. Raises
     ``ChecksumMismatch`` when copies of one box differ between the engine's own ranks.
     """
-    obj = opened(obj)
-    agreement = agreement_for(obj, timeout=timeout)
-    with closing(agreement):
-        info = _shared_info(agreement, connect, timeout)
-        source, failure = _source(obj, info, agreement)
-        agreement.vote(failure, timeout, "source")
-        assert source is not None
-        mine, num_bytes = _digests(source, agreement, timeout)
-        said = _said(agreement, timeout, lambda: _verdict(mine, info, connect().digests(timeout)))
+    found = detect(obj)
+    with closing(found.rank_group(timeout)) as group:
+        info = group.first_does(
+            lambda: connect().info(), timeout, "check", info_to_wire, info_from_wire
+        )
+        source = agreed_source(found, info, group, timeout)
+        stats, by_boxes, num_bytes = _digested(source, group, timeout)
+
+        def verdict() -> dict[str, Any]:
+            reports = [stats.report()]
+            if by_boxes:
+                reports = group.collect_rows(reports[0], timeout, "digests")
+            return _verdict(stats.add_up(reports), info, connect().digests(timeout))
+
+        if by_boxes and not group.is_sender:
+            group.collect_rows(stats.report(), timeout, "digests")
+        said = group.first_does(verdict, timeout, "check", _as_it_is, _as_it_is)
         return WeightReport(
             version=info.version,
             epoch=info.epoch,
             differing=tuple(said["differing"]),
             problems=tuple(said["problems"]),
-            num_tensors=len(mine),
+            num_tensors=said["num_tensors"],
             num_bytes=num_bytes,
         )
 
 
-def _source(
-    obj: Any, info: WeightInfo, agreement: Agreement
-) -> tuple[Incoming | None, RolloutError | None]:
-    try:
-        source = source_for(
-            obj, aliases=info.aliases, dtype=info.dtype, agreement=agreement, tensors=info.tensors
-        )
-        found = incoming(source, info.dtype, tensors=info.tensors, aliases=info.aliases)
-    except RolloutError as error:
-        return None, error
-    except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
-        return None, source_failed(error, "")
-    return found, None
+def _digested(
+    source: Incoming, group: RankGroup, timeout: float
+) -> tuple[TransferStats, bool, int]:
+    """Digests of the source in the engine's dtype, whether every rank has some, and its bytes.
 
-
-def _digests(source: Incoming, agreement: Agreement, timeout: float) -> tuple[dict[str, int], int]:
-    """Digest per tensor of the source in the engine's dtype, and the bytes of all of them.
-
-    On every rank where each can read its own boxes, and then nothing is gathered; else as it is
-    gathered, on the sender alone.
+    They do where each can read its own boxes, and then nothing is gathered; else the first rank
+    digests what is gathered.
     """
-    found = survey(source, agreement, timeout, PlanCache()) if agreement.size > 1 else None
-    with watchdog(agreement, timeout) as watch:
-        if found is not None and found.problem is None:
-            held = HeldBoxes(cast(LocalSource, source), found, agreement.rank, Books(), watch)
-            failure = None
+    stats = TransferStats()
+    several = group.size > 1
+    layout = exchange_layout(source, group, timeout, PlanCache(), Committed()) if several else None
+    with watchdog(group, timeout) as watch:
+        if layout is not None and layout.problem is None:
+            failure: Exception | None = None
             try:
-                held.finish()
+                LocalBoxes(source, layout, group.rank).digest_all(stats, watch)
             except RolloutError as error:
                 failure = error
             except Exception as error:  # noqa: BLE001 - the trainer's own code
                 failure = source_failed(error, "")
-            agreement.vote(failure, 2 * timeout, "digests")
-            rows = agreement.exchange({"digests": held.rows()}, timeout, "digests")
-            return (
-                combine([reply["digests"] for reply in rows]),
-                sum(meta.nbytes for meta in found.metadata),
-            )
-        mine: dict[str, int] = {}
-        sizes: list[int] = []
+            group.vote(failure, 2 * timeout, "digests")
+            return stats, True, sum(meta.nbytes for meta in layout.metadata)
 
-        def take(name: str, tensor: Tensor) -> None:
-            if agreement.is_sender:
-                shape = tuple(tensor.shape)
-                mine[name] = digest(tensor, shape, Box.full(shape))
-                sizes.append(tensor.nbytes)
-
-        Walk(
-            source, agreement, watch, timeout=timeout, step_bytes=DEFAULT_BUCKET_BYTES, take=take
-        ).run()
-        return mine, sum(sizes)
+        walk = Walk(
+            source.pieces(),
+            group,
+            watch,
+            timeout=timeout,
+            step_bytes=DEFAULT_BUCKET_BYTES,
+            take=stats.digest_piece,
+        )
+        walk.run()
+        return stats, False, walk.num_bytes
 
 
 def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> dict[str, Any]:
@@ -207,35 +188,24 @@ def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> di
     unknown = [f"{name} is unknown" for name, owner in owners.items() if owner not in held]
     missing = [f"{name} is missing" for name in held if name not in set(owners.values())]
     differing = [n for n, owner in owners.items() if owner in held and held[owner] != mine[n]]
-    return {"differing": differing, "problems": unknown + missing}
+    return {"differing": differing, "problems": unknown + missing, "num_tensors": len(mine)}
 
 
-def _standing(link: CheckLink) -> dict[str, Any]:
-    receipts = [receipt_to_wire(receipt) for receipt in link.receipts()[-_RECENT:]]
-    return {"info": info_to_wire(link.info()), "receipts": receipts}
-
-
-def _shared_info(
-    agreement: Agreement, connect: Callable[[], CheckLink], timeout: float
-) -> WeightInfo:
-    said = _said(agreement, timeout, lambda: {"info": info_to_wire(connect().info())})
-    return info_from_wire(said["info"])
-
-
-def _said(
-    agreement: Agreement, timeout: float, act: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """What ``act`` returned on the sender, on every rank; its error is raised on every rank."""
-    said: dict[str, Any] | None = None
-    if agreement.is_sender:
-        try:
-            said = act()
-        except RolloutError as error:
-            said = {"error": to_wire(error)}
-    said = agreement.broadcast(said, 2 * timeout, "check")
-    if "error" in said:
-        raise from_wire(said["error"])
+def _as_it_is(said: dict[str, Any]) -> dict[str, Any]:
     return said
+
+
+def _standing(link: CheckLink) -> tuple[WeightInfo, list[UpdateReceipt]]:
+    return link.info(), list(link.receipts()[-_RECENT:])
+
+
+def _standing_to_wire(standing: tuple[WeightInfo, list[UpdateReceipt]]) -> dict[str, Any]:
+    info, receipts = standing
+    return {"info": info_to_wire(info), "receipts": [receipt_to_wire(one) for one in receipts]}
+
+
+def _standing_from_wire(said: dict[str, Any]) -> tuple[WeightInfo, list[UpdateReceipt]]:
+    return info_from_wire(said["info"]), [receipt_from_wire(row) for row in said["receipts"]]
 
 
 PROBE = 4 << 20  # elements of float32 that the rates are measured on

@@ -1,4 +1,4 @@
-"""Agreement of the ranks of one distributed trainer: they go on together or fail together."""
+"""RankGroup of the ranks of one distributed trainer: they go on together or fail together."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rollout import errors
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, DeadlineExceeded, SourceFailed, TransferFailed
-from rollout.weight_sync.trainer.meeting import meet
+from rollout.weight_sync.trainer.rendezvous import meet
 from rollout.wire import frames
+
+T = TypeVar("T")
 
 GRACE = 0.5  # seconds that the centre still listens once it knows that the update failed
 
 
-class Agreement:
+class RankGroup:
     """A star of sockets over the ranks of one source, for the length of one update.
 
     Member 0 (``is_sender``) decides and sends; every method is collective: all members call the
     same ones in the same order, with the same ``phase``. A star rather than a gloo group because
     the centre sees at once *which* peer closed, and tells the others at once, where gloo frees
     only a dead rank's neighbours before the timeout. Members meet through the job's own store
-    (``Agreement.over``); no listening socket outlives that meeting.
+    (``RankGroup.over``); no listening socket outlives that meeting.
 
     Errors: ``TransferFailed`` (a peer died or is out of step), ``DeadlineExceeded`` (a peer is
     late); both name the ranks of the trainer's job and the phase. After an error the agreement is
@@ -60,7 +63,7 @@ class Agreement:
         return self.rank == 0
 
     @classmethod
-    def over(cls, ranks: Sequence[int], timeout: float) -> Agreement:
+    def over(cls, ranks: Sequence[int], timeout: float) -> RankGroup:
         """Meet the other ``ranks`` of this ``torch.distributed`` job within ``timeout`` seconds."""
         here = dist.get_rank()
         if here not in ranks:
@@ -109,6 +112,42 @@ class Agreement:
         mine = dict(obj or {}) if self.is_sender else {}
         return self.exchange({"obj": mine}, timeout, phase)[0]["obj"]  # type: ignore[no-any-return]
 
+    def first_does(
+        self,
+        act: Callable[[], T],
+        timeout: float,
+        phase: str,
+        to_wire: Callable[[T], dict[str, Any]],
+        from_wire: Callable[[dict[str, Any]], T],
+    ) -> T:
+        """What ``act`` returned on the first rank, as it travels to the others (JSON-able).
+
+        Its error is raised on every rank. ``timeout`` bounds the first rank's own wait; the others
+        allow for it to say so.
+        """
+        failure: errors.RolloutError | None = None
+        said: dict[str, Any] = {}
+        if self.is_sender:
+            try:
+                done = act()
+                said = {"done": to_wire(done)} if self.size > 1 else {}
+            except errors.RolloutError as error:
+                failure = error
+            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear how it went
+                failure = errors.from_wire(errors.to_wire(error))
+                failure.__cause__ = error
+        if self.size > 1:
+            if failure is not None:
+                said = {"error": errors.to_wire(failure)}
+            said = self.broadcast(said, 2 * timeout, phase)
+        if failure is not None:
+            raise failure
+        if self.is_sender:
+            return done
+        if "error" in said:
+            raise errors.from_wire(said["error"])
+        return from_wire(said["done"])
+
     def collect(
         self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
     ) -> list[tuple[list[Any], Tensor]]:
@@ -121,6 +160,11 @@ class Agreement:
             if self._given_up is not None:
                 raise self._given_up
             return self._collected(rows, data, timeout, phase)
+
+    def collect_rows(self, row: Mapping[str, Any], timeout: float, phase: str) -> list[Any]:
+        """Every member's ``row`` (JSON-able) on the first rank, as ``collect``."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return [rows[0] for rows, _ in self.collect([row], nothing, timeout, phase)]
 
     def _collected(
         self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
@@ -232,22 +276,6 @@ class Agreement:
             if said:
                 return errors.from_wire(said)
         return None
-
-    def dead_peers(self) -> tuple[int, ...]:
-        """Ranks (of the trainer's job) whose link has closed; for a watchdog, never blocks.
-
-        The sender sees every peer, the others see the sender.
-        """
-        dead = []
-        for index, link in list(self._links.items()):
-            try:
-                if link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
-                    dead.append(self.ranks[index])
-            except BlockingIOError:
-                continue
-            except OSError:
-                dead.append(self.ranks[index])
-        return tuple(dead)
 
     def close(self) -> None:
         """Close every link, which frees peers that wait for this rank. Idempotent."""

@@ -4,76 +4,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed
 from rollout.kernels import nontemporal_copy
-from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
-from rollout.weight_sync.trainer.bucket_sender import Books, Shipment
+from rollout.weight_sync.trainer.bucket_sender import BucketSender
+from rollout.weight_sync.trainer.local_shards import LocalBoxes
 from rollout.weight_sync.trainer.lockstep import Watchdog
-from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.session import Publication
-from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
-from rollout.weight_sync.trainer.survey import PlanCache, Survey
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.p2p import P2PMember, outgoing, payload_bytes
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box
 
 
-class Rounds:
+class BoxSending:
     """Collective over the source's ranks: they go from round to round together, or all fail.
 
-    The first rank alone talks to the engine. By the vote of round i it knows that round i - 1 has
-    arrived everywhere, so every rank may overwrite what it sent of it.
+    ``first``: the first rank's way to the engine, None on the others. By the vote of round i that
+    rank knows that round i - 1 has arrived everywhere, so every rank may overwrite what it sent of
+    it.
     """
 
     def __init__(
         self,
-        source: WeightSource,
-        survey: Survey,
-        agreement: Agreement,
-        options: UpdateOptions,
-        sending: Publication,
+        boxes: LocalBoxes,
+        group: RankGroup,
+        first: BucketSender | None,
+        stats: TransferStats,
+        timeout: float,
         watch: Watchdog,
     ) -> None:
-        self._agreement, self._timeout = agreement, options.timeout
-        self._survey, self._sending = survey, sending
-        self._bucket_bytes = options.bucket_bytes
-        local = cast(LocalSource, source)
-        self._held = HeldBoxes(local, survey, agreement.rank, sending.books, watch)
+        self._boxes, self._group, self._first = boxes, group, first
+        self._stats, self._timeout, self._watch = stats, timeout, watch
 
-    def run(self, offer: Mapping[str, Any], plans: PlanCache) -> None:
-        """Send everything; returns when it has arrived and all digests are known."""
-        rounds = plans.rounds(self._survey, self._bucket_bytes)
-        me, sending = self._agreement.rank, self._sending
-        buffers = _buffers(rounds, me)
-        with closing(P2PMember(offer, me)) as member:
-            sender = sending.shipment or _Follower(member, self._timeout)
+    def run(self, rounds: tuple[BucketHeader, ...], offer: Mapping[str, Any]) -> None:
+        """Send everything; returns when it has arrived and all boxes are digested.
+
+        ``offer``: the first rank's, which says where to meet.
+        """
+        rank = self._group.rank
+        buffers = _buffers(rounds, rank)
+        with ExitStack() as stack:
+            sender: BucketSender | _Follower
+            if self._first is not None:
+                sender = self._first
+            else:
+                member = P2PMember(offer, rank)
+                sender = _Follower(stack.enter_context(closing(member)), self._timeout)
             self._together("connect", sender.connect)
             for header in rounds:
-                self._together(
-                    f"round {header.index}", partial(self._send, sender, header, buffers)
-                )
+                buffer = buffers[header.index % 2]
+                self._together(f"round {header.index}", partial(self._send, sender, header, buffer))
             self._together("last round", sender.flush)
-            self._together("digests", self._held.finish)
-            status = {"digests": self._held.rows(), "sent": sender.sent_bytes}
-            said = self._agreement.exchange(status, 2 * self._timeout, "digests")
-        digests = combine([reply["digests"] for reply in said])
-        sending.books.end(self._survey.metadata, digests, [reply["sent"] for reply in said])
+            digest_rest = partial(self._boxes.digest_all, self._stats, self._watch)
+            self._together("digests", digest_rest)
+            self._stats.wire_bytes = sender.sent_bytes
 
-    def _send(
-        self, sender: Shipment | _Follower, header: BucketHeader, buffers: tuple[Tensor, Tensor]
-    ) -> None:
+    def _send(self, sender: BucketSender | _Follower, header: BucketHeader, into: Tensor) -> None:
         started = time.perf_counter()
-        payload = self._held.pack(header, buffers[header.index % 2])
-        self._sending.books.gather_seconds += time.perf_counter() - started
+        payload = self._pack(header, into)
+        self._stats.gather_seconds += time.perf_counter() - started
         sender.send_round(header, payload)
+
+    def _pack(self, header: BucketHeader, into: Tensor) -> Tensor:
+        """This rank's messages of one round, one after the other.
+
+        A tensor is read once, however many engine ranks take of it: reading casts.
+        """
+        wanted: dict[str, list[tuple[BucketEntry, int]]] = {}
+        for message, at in outgoing(header, self._group.rank):
+            for entry in message.entries:
+                where = at + entry.offset - message.start
+                wanted.setdefault(entry.name, []).append((entry, where))
+        for name in sorted(wanted, key=lambda name: not self._boxes.has_read(name)):
+            held = self._boxes.digest(name, self._stats, self._watch)
+            for entry, start in wanted[name]:
+                buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
+                nontemporal_copy(buffer, _values(held, entry))
+        return into[: payload_bytes(header, self._group.rank)]
 
     def _together(self, phase: str, act: Callable[[], None]) -> None:
         """Run ``act`` here and vote; the first error of any rank is raised on all."""
@@ -82,14 +96,14 @@ class Rounds:
             act()
         except Exception as error:  # noqa: BLE001 - the trainer's code runs in here, too
             failure = error
-        if self._agreement.is_sender:
-            failure = failure or self._sending.failure
-        # The sender may itself wait for the engine's ranks until its deadline.
-        self._agreement.vote(failure, 2 * self._timeout, phase)
+        if self._first is not None:
+            failure = failure or self._first.failure
+        # The first rank may itself wait for the engine's ranks until its deadline.
+        self._group.vote(failure, 2 * self._timeout, phase)
 
 
 class _Follower:
-    """What ranks other than the first do."""
+    """What ranks other than the first do, with links of their own to the engine's ranks."""
 
     def __init__(self, member: P2PMember, timeout: float) -> None:
         self._member, self._timeout = member, timeout
@@ -110,71 +124,11 @@ class _Follower:
         return None  # the first rank knows when the last round has arrived
 
 
-class HeldBoxes:
-    """What this rank holds: packs parts of it, and digests each box when it is first read."""
-
-    def __init__(
-        self, source: LocalSource, survey: Survey, rank: int, books: Books, watch: Watchdog
-    ) -> None:
-        self._source, self._rank, self._books, self._watch = source, rank, books, watch
-        self._boxes = survey.have[rank]
-        self._metadata: Mapping[str, TensorMeta] = {m.name: m for m in survey.metadata}
-        self._digests: dict[str, list[int]] = {}
-        self._last: tuple[str, list[tuple[Box, Tensor]]] = ("", [])
-
-    def pack(self, header: BucketHeader, into: Tensor) -> Tensor:
-        """This rank's messages of one round, one after the other.
-
-        A tensor is read once, however many engine ranks take of it: reading casts.
-        """
-        wanted: dict[str, list[tuple[BucketEntry, int]]] = {}
-        for message, at in outgoing(header, self._rank):
-            for entry in message.entries:
-                where = at + entry.offset - message.start
-                wanted.setdefault(entry.name, []).append((entry, where))
-        for name in sorted(wanted, key=lambda name: name != self._last[0]):  # what is read, first
-            for entry, start in wanted[name]:
-                part = into[start : start + entry.nbytes]
-                room = part.view(entry.dtype).view(entry.box.shape)
-                nontemporal_copy(room, self._values(entry))
-        return into[: payload_bytes(header, self._rank)]
-
-    def finish(self) -> None:
-        """Digest what no engine rank took."""
-        for name in self._boxes:
-            if name not in self._digests:
-                self._read(name)
-
-    def rows(self) -> list[list[Any]]:
-        """Name, box and digest of every box of this rank, as they travel."""
-        return [
-            [name, list(box.starts), list(box.stops), value]
-            for name, boxes in self._boxes.items()
-            for box, value in zip(boxes, self._digests[name], strict=True)
-        ]
-
-    def _values(self, entry: BucketEntry) -> Tensor:
-        for box, values in self._read(entry.name):
-            if box.intersect(entry.box) == entry.box:
-                return values[entry.box.shifted(tuple(-n for n in box.starts)).slices]
-        raise SourceFailed(f"{entry.name}: the source no longer holds the boxes it announced")
-
-    def _read(self, name: str) -> list[tuple[Box, Tensor]]:
-        if self._last[0] == name:
-            return self._last[1]
-        meta = self._metadata[name]
-        with self._watch.over(f"read {name}", self._last[0]):
-            found = self._source.local_values(name)
-        if tuple(box for box, _ in found) != tuple(self._boxes.get(name, ())) or any(
-            tuple(values.shape) != box.shape or values.dtype != meta.dtype for box, values in found
-        ):
-            raise SourceFailed(f"{name}: the source no longer holds the boxes it announced")
-        if name not in self._digests:
-            self._digests[name] = [
-                self._books.digest(name, values, meta.shape, box) for box, values in found
-            ]
-        self._last = (name, found)
-        return found
+def _values(held: Mapping[Box, Tensor], entry: BucketEntry) -> Tensor:
+    for box, values in held.items():
+        if box.intersect(entry.box) == entry.box:
+            return values[entry.box.shifted(tuple(-n for n in box.starts)).slices]
+    raise SourceFailed(f"{entry.name}: the source no longer holds the boxes it announced")
 
 
 def _buffers(rounds: tuple[BucketHeader, ...], rank: int) -> tuple[Tensor, Tensor]:

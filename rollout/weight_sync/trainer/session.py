@@ -1,13 +1,13 @@
-"""One update between trainer and engine: meet, agree on how, seal and commit."""
+"""An update that is open: how it goes, decided on the first rank, and what that rank does of it."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from ipaddress import ip_address
 from typing import Any
-
-from torch import Tensor
 
 from rollout.errors import (
     ConfigError,
@@ -20,138 +20,248 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.protocol.codec import (
-    info_to_wire,
-    receipt_to_wire,
     request_to_wire,
 )
-from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
 from rollout.weight_sync.protocol.messages import (
     Seal,
+    UpdateReceipt,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
-from rollout.weight_sync.trainer.bucket_sender import Books, Shipment
-from rollout.weight_sync.trainer.encoder import Encoder
+from rollout.weight_sync.trainer.bucket_sender import BucketSender
+from rollout.weight_sync.trainer.encoder import Encoding
 from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.sources.base import WeightSource
-from rollout.weight_sync.trainer.survey import PlanCache, Survey, shard_layout
+from rollout.weight_sync.trainer.rendezvous import job_address
+from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, asked, ways
 from rollout.weight_sync.transports.base import Opening, Sender, Transport
 from rollout.weights import TensorMeta
 
-# What the digests of a receipt are of.
-OWN = "each trainer rank's own boxes, taken where they lie"
-PACKED = "the tensors as the sender packed them"
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
+    """What every trainer rank has to know of an open update.
 
-class Publication:
-    """The sender's open update; on the other ranks it stays unopened, but for its books.
-
-    ``shipment``: what the sender sends, once the update is open; None on the other ranks.
+    ``pieces``: "gathered", whole tensors come to the first rank; "shards", each rank sends what it
+    holds; "boxes", and straight to the engine's ranks that want it. ``own_digests``: each rank
+    digests what it holds, not the first one what was gathered. ``join``: how a rank opens a stream
+    of its own, where it has one. ``meet``: where ranks meet for boxes, and which of them go where.
     """
 
-    def __init__(
-        self, options: UpdateOptions, base: DeltaBase | None, plans: PlanCache | None = None
-    ) -> None:
-        self._options, self._base = options, base
-        self._plans = plans if plans is not None else PlanCache()
-        self._encoder: Encoder | None = None
-        self._way: Way | None = None
-        self._link: WeightLink | None = None
-        self._connect: Callable[[], WeightLink] | None = None
-        self._channel: WeightChannel | None = None
-        self._sender: Sender | None = None
-        self._info: WeightInfo | None = None
-        self._survey: Survey | None = None
-        self._update_id = uuid.uuid4().hex
-        self.books = Books()
-        self.shipment: Shipment | None = None
+    pieces: str
+    encoding: Encoding
+    own_digests: bool = False
+    join: Mapping[str, Any] | None = None
+    meet: Mapping[str, Any] | None = None
 
     @property
-    def failure(self) -> RolloutError | None:
-        """What the next vote is to hear of the sender's buckets."""
-        return None if self.shipment is None else self.shipment.failure
+    def each_sends(self) -> bool:
+        """Whether bytes leave every rank, and not the first one alone."""
+        return self.join is not None or self.meet is not None
 
-    def meet(self, connect: Callable[[], WeightLink]) -> dict[str, Any]:
-        self._connect = connect
-        self._link = connect()
-        self._info = self._link.info()
-        self._encoder = Encoder(self._options, self._info, self._base)
-        chosen = asked(self._options.transport, self._info)
-        look = chosen is not None and chosen.senders == "all"
-        return {"info": info_to_wire(self._info), "look": look}
+    @property
+    def needs_shards(self) -> bool:
+        """Whether ranks read what they hold, to send, digest or keep it."""
+        digests = self.pieces == "gathered" and self.own_digests
+        return self.pieces == "shards" or digests or self.encoding.keeps == "each"
 
-    def begin(self, source: WeightSource, survey: Survey | None = None) -> dict[str, Any]:
-        """Open the update on the best transport and in the best encoding that the engine takes.
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> UpdatePlan:
+        return cls(**{**wire, "encoding": Encoding(**wire["encoding"])})
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSession:
+    """On the first rank, which alone talks to the engine: an open update, until it is closed."""
+
+    plan: UpdatePlan
+    request: UpdateRequest
+    way: Way
+    channel: WeightChannel
+    sender: Sender
+    buckets: BucketSender
+    stats: TransferStats
+    options: UpdateOptions
+    connect: Callable[[], WeightLink]
+
+    def gathered(self, piece: Piece) -> Piece:
+        """A piece of the source, as it is to be packed."""
+        return replace(piece, values=self.sender.gathered(piece.values))
+
+    def commit(self, digests: Mapping[str, int], sent: list[int]) -> UpdateReceipt:
+        """Seal and commit. ``sent``: bytes by trainer rank, where each sends."""
+        self.sender.close()
+        if isinstance(self.options.transport, Transport):
+            self.options.transport.check_sent(self.sender)
+        stats = self.stats
+        self.channel.seal(
+            Seal(
+                num_buckets=stats.num_buckets,
+                digests=digests,
+                gather_seconds=stats.gather_seconds,
+                transfer_seconds=stats.transfer_seconds,
+                wire_bytes=stats.wire_bytes,
+                details=self._details(sent),
+            )
+        )
+        try:
+            return self.channel.commit()
+        except (DeadlineExceeded, EngineClosed, RequestAborted, TransferFailed) as error:
+            wait = 5 * self.options.timeout
+            return receipt_of(self.connect, self.request.update_id, error, wait)
+
+    def close(self) -> None:
+        """Abort what did not commit, and let go of the sender and the channel."""
+        for part in (self.buckets, self.sender, self.channel):
+            part.close()
+
+    def _details(self, sent: list[int]) -> dict[str, str]:
+        """What the receipt says about how it went."""
+        stats, encoding = self.stats, self.plan.encoding
+        details = {"sent_bytes": ",".join(map(str, sent))} if sent else {}
+        if encoding.name == "delta":
+            details["sent_elements"] = str(stats.changed)
+        own = self.plan.own_digests
+        return {
+            **details,
+            "digests": "each trainer rank's own boxes, taken where they lie"
+            if own
+            else "the tensors as the sender packed them",
+            "digest_seconds": f"{stats.digest_seconds:.6f}",
+            "transport_reason": self.way.reason,
+            "encoding": encoding.title,
+            "encoding_reason": encoding.reason,
+        }
+
+
+def by_boxes(transport: str | Transport, info: WeightInfo) -> bool:
+    """Whether the caller has chosen a transport by which all trainer ranks send their own boxes."""
+    chosen = asked(transport, info)
+    return chosen is not None and chosen.senders == "all"
+
+
+def meeting_host(local_address: str, boxes: ShardLayout | None) -> str:
+    """The address of this machine as the engine, and for boxes other trainer ranks, reach it.
+
+    ``local_address``: as the engine does. One in this process, or reached by loopback, says nothing
+    about other hosts.
+    """
+    if boxes is None or boxes.num_hosts == 1 or not ip_address(local_address).is_loopback:
+        return local_address
+    return job_address()
+
+
+@dataclass(frozen=True, slots=True)
+class Opener:
+    """What the first rank knows when it opens an update.
+
+    ``layout``: what trainer ranks hold, where that was looked into.
+    """
+
+    connect: Callable[[], WeightLink]
+    link: WeightLink
+    info: WeightInfo
+    options: UpdateOptions
+    layout: ShardLayout | None
+    plans: PlanCache
+    stats: TransferStats
+
+    def open(self, source: Incoming, encoding: Encoding) -> UpdateSession:
+        """Open on the best transport and in the best encoding that the engine takes.
 
         Nothing of the source is read before that: what fails here is tried in the next best way.
-        ``survey``: what trainer ranks hold, where that was looked into.
         """
-        assert self._info is not None
-        assert self._encoder is not None
         try:
             metadata = source.metadata()
         except RolloutError:
             raise
         except Exception as error:  # the trainer's own code
             raise source_failed(error, "") from error
-        self._survey = survey
-        self._spread_changes(survey)
-        chosen = asked(self._options.transport, self._info)
-        boxes = chosen is not None and chosen.senders == "all"
         # Changes are spread over the trainer's ranks by themselves.
-        holding = survey if boxes or self._encoder.encoding == "full" else None
-        left = list(ways(self._options.transport, self._info, holding))
+        boxes = encoding.name == "full" or by_boxes(self.options.transport, self.info)
+        left = list(ways(self.options.transport, self.info, self.layout if boxes else None))
         while True:
             try:
-                return self._open(left[0], metadata)
+                return self._try(left[0], encoding, metadata)
             except (VersionConflict, EngineBroken) as error:
-                self._give_back()
-                if self._encoder.encoding == "full":
+                if encoding.name == "full":
                     raise
-                self._encoder.fall_back(f"the engine refused a delta: {error}")
+                encoding = encoding.full(f"the engine refused a delta: {error}")
             except (TransferFailed, ConfigError, DeadlineExceeded) as error:
-                self._give_back()
                 if len(left) == 1:
                     raise
                 del left[0]
                 left[0] = Way(left[0].transport, f"{left[0].reason}: {error}")
 
-    def _open(self, way: Way, metadata: tuple[TensorMeta, ...] | None) -> dict[str, Any]:
-        assert self._link is not None
-        assert self._info is not None
-        assert self._encoder is not None
-        options, timeout = self._options, self._options.timeout
-        self._update_id = uuid.uuid4().hex
-        self._way, transport = way, way.transport
-        survey = self._survey if transport.senders == "all" else None
-        if survey is not None:
-            if options.transport == "auto":
-                self._encoder.fall_back("boxes go straight from rank to rank")
-            else:
-                self._encoder.send_whole(
-                    f"{transport.name} carries whole boxes, straight from rank to rank: changes "
-                    "need another transport"
-                )
-        streams = 1 if survey is not None else self._streams(transport)
+    def _try(
+        self, way: Way, encoding: Encoding, metadata: tuple[TensorMeta, ...] | None
+    ) -> UpdateSession:
+        options, transport = self.options, way.transport
+        boxes = self.layout if transport.senders == "all" else None
+        if boxes is not None:
+            encoding = self._whole(encoding, transport)
+        streams = 1 if boxes is not None else self._streams(transport, encoding)
         opening = Opening(
-            info=self._info,
-            timeout=timeout,
+            info=self.info,
+            timeout=options.timeout,
             bucket_bytes=options.bucket_bytes,
-            host=self._link.local_address,
-            senders=streams if survey is None else len(survey.have),
-            known="" if survey is None else self._plans.layout,
+            host=meeting_host(self.link.local_address, boxes),
+            senders=streams if boxes is None else len(boxes.have),
+            known="" if boxes is None else self.plans.layout,
         )
-        sender = self._sender = transport.open(opening)
-        channel = self._channel = self._link.open()
-        request = UpdateRequest(
-            update_id=self._update_id,
+        with ExitStack() as undo:
+            sender = transport.open(opening)
+            undo.callback(sender.close)
+            channel = self.link.open()
+            undo.callback(channel.close)
+            request = self._request(transport, sender, encoding, metadata)
+            begun = channel.begin(request)
+            if boxes is not None:
+                meet = {"offer": dict(sender.offer), **self.plans.wants_for(begun, boxes)}
+                plan = UpdatePlan(pieces="boxes", encoding=encoding, own_digests=True, meet=meet)
+            else:
+                plan = self._plan(encoding, request, channel, streams)
+            full = encoding.name == "full"
+            buckets = BucketSender(
+                channel,
+                sender,
+                self.stats,
+                bucket_bytes=options.bucket_bytes,
+                timeout=options.timeout,
+                digests=full and not plan.own_digests,
+                zero_copy=full and plan.pieces == "gathered",
+            )
+            undo.callback(buckets.close)
+            if boxes is None:  # else every trainer rank connects, after it has been told where
+                buckets.connect()
+            undo.pop_all()
+        return UpdateSession(
+            plan, request, way, channel, sender, buckets, self.stats, options, self.connect
+        )
+
+    def _request(
+        self,
+        transport: Transport,
+        sender: Sender,
+        encoding: Encoding,
+        metadata: tuple[TensorMeta, ...] | None,
+    ) -> UpdateRequest:
+        options = self.options
+        return UpdateRequest(
+            update_id=uuid.uuid4().hex,
             version=options.version,
-            base=self._encoder.base,
-            encoding=self._encoder.encoding,
+            # Copies are those of the live version, or there is no delta.
+            base=(self.info.epoch, self.info.version) if encoding.name == "delta" else None,
+            encoding=encoding.name,
             metadata=metadata,
             partial=options.partial,
             transport=transport.name,
@@ -160,124 +270,36 @@ class Publication:
             staging=options.staging,
             in_flight=options.in_flight,
             label=options.label,
-            timeout=timeout,
+            timeout=options.timeout,
         )
-        begun = channel.begin(request)
-        attested = self._survey is not None and self._survey.divided
-        self.shipment = Shipment(
-            channel,
-            sender,
-            self._encoder,
-            self.books,
-            dtype=self._info.dtype,
-            timeout=timeout,
-            digests=not attested,
+
+    def _whole(self, encoding: Encoding, transport: Transport) -> Encoding:
+        """For boxes, which go straight from rank to rank."""
+        if self.options.transport == "auto":
+            return encoding.full("boxes go straight from rank to rank")
+        return Encoding(
+            name="full",
+            reason=f"{transport.name} carries whole boxes, straight from rank to rank: changes "
+            "need another transport",
         )
-        if survey is not None:
-            # Every trainer rank connects, after it has been told where.
-            wants = self._plans.wants_for(begun, survey)
-            return {"rounds": {"offer": dict(sender.offer), **wants}, **self._changes()}
-        self.shipment.connect()
-        self.shipment.pack(options.bucket_bytes)
-        told = {"version": begun.version, "attested": attested, **self._changes()}
+
+    def _streams(self, transport: Transport, encoding: Encoding) -> int:
+        """How many streams will carry the update: one of each trainer rank that can read its own
+        boxes, unless the first rank compares for all.
+        """
+        layout = self.layout
+        if layout is None or layout.problem is not None or encoding.keeps == "first":
+            return 1
+        return len(layout.have) if transport.streams and self.link.joins else 1
+
+    def _plan(
+        self, encoding: Encoding, request: UpdateRequest, channel: WeightChannel, streams: int
+    ) -> UpdatePlan:
+        join = None
         if streams > 1:
             wire = request_to_wire(replace(request, metadata=None))
-            told["lanes"] = {"request": wire, "secret": getattr(channel, "secret", "")}
-        return told
-
-    def _streams(self, transport: Transport) -> int:
-        """How many streams will carry the update: one of each trainer rank that can read its part.
-
-        The first rank compares for all where it keeps the copies.
-        """
-        assert self._encoder is not None
-        found, encoder = self._survey, self._encoder
-        assert self._link is not None
-        alone = found is None or found.problem is not None or encoder.keeps_all
-        if found is None or alone or not transport.streams or not self._link.joins:
-            return 1
-        return len(found.have)
-
-    def _spread_changes(self, survey: Survey | None) -> None:
-        """Let every trainer rank compare its own part, where all of them can read theirs."""
-        assert self._encoder is not None
-        assert self._info is not None
-        if not self._encoder.may_spread or survey is None or survey.problem is not None:
-            return
-        layout = shard_layout(survey.layout, self._options.bucket_bytes)
-        live = [self._info.epoch, self._info.version, layout]
-        agreed = all(list(mark[:3]) == live for mark in survey.copies)
-        self._encoder.spread_over(agreed, survey.copies[0][3])
-
-    def _changes(self) -> dict[str, Any]:
-        """What the trainer ranks have to know of the encoding."""
-        assert self._encoder is not None
-        encoder = self._encoder
-        spread = "" if not encoder.spread else "send" if encoder.encoding == "delta" else "keep"
-        return {"changes": spread, "compress": encoder.compress}
-
-    def _give_back(self) -> None:
-        """Let go of an attempt that failed before anything was sent."""
-        self.close()
-        self._sender = self._channel = self.shipment = None
-
-    def finish(self) -> dict[str, Any]:
-        """Seal and commit."""
-        assert self._channel is not None
-        assert self._sender is not None
-        assert self._encoder is not None
-        books = self.books
-        self._sender.close()
-        if isinstance(self._options.transport, Transport):
-            self._options.transport.check_sent(self._sender)
-        self._channel.seal(
-            Seal(
-                num_buckets=books.num_buckets,
-                digests=books.digests,
-                gather_seconds=books.gather_seconds,
-                transfer_seconds=books.transfer_seconds,
-                wire_bytes=books.wire_bytes,
-                details=self._details(),
-            )
-        )
-        try:
-            receipt = self._channel.commit()
-        except (DeadlineExceeded, EngineClosed, RequestAborted, TransferFailed) as error:
-            assert self._connect is not None
-            receipt = receipt_of(self._connect, self._update_id, error, 5 * self._options.timeout)
-        self._encoder.settle(receipt.epoch, receipt.version, books.wire_bytes, books.num_bytes)
-        return {"receipt": receipt_to_wire(receipt)}
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """On the sender: what the source has yielded, as it is to be packed."""
-        assert self._sender is not None
-        return self._sender.gathered(tensor)
-
-    def give_up(self, reason: str) -> None:
-        """From the watchdog's thread: free the engine's side; this side is in a collective."""
-        shipment = self.shipment
-        if shipment is not None:
-            shipment.give_up(reason)
-
-    def close(self) -> None:
-        """Abort what did not commit, and let go of the sender and the channel."""
-        for part in (self.shipment, self._sender, self._channel):
-            if part is not None:
-                part.close()
-
-    def _details(self) -> dict[str, str]:
-        """What the receipt says about how it went."""
-        assert self._encoder is not None
-        assert self._way is not None
-        books = self.books
-        sent = {"sent_bytes": ",".join(map(str, books.sent))} if books.sent else {}
-        if self._encoder.encoding == "delta":
-            sent["sent_elements"] = str(books.changed)
-        return {
-            **sent,
-            "digests": OWN if books.of_own_boxes else PACKED,
-            "digest_seconds": f"{books.digest_seconds:.6f}",
-            "transport_reason": self._way.reason,
-            "encoding": self._encoder.encoding + ("-zstd" if self._encoder.compressed else ""),
-            "encoding_reason": self._encoder.reason,
-        }
+            join = {"request": wire, "secret": getattr(channel, "secret", "")}
+        if streams > 1 or (encoding.keeps == "each" and encoding.name == "delta"):
+            return UpdatePlan(pieces="shards", encoding=encoding, own_digests=True, join=join)
+        own = self.layout is not None and self.layout.divided
+        return UpdatePlan(pieces="gathered", encoding=encoding, own_digests=own)

@@ -32,7 +32,7 @@ from rollout.kernels import digest
 from rollout.weight_sync.protocol.bucket import Unpacked, unpack
 from rollout.weight_sync.protocol.codec import MAX_DIGEST, header_from_wire, meta_from_wire
 from rollout.weight_sync.protocol.messages import BucketHeader
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.versions.store import LocalStore, Store
 from rollout.weights import Box, SparsePatch, TensorMeta, TensorPiece
@@ -66,7 +66,7 @@ class VersionSource:
     """
 
     def __init__(self, store: Store, version: int, *, dtype: torch.dtype | None = None) -> None:
-        self.agreement = Agreement()
+        self.agreement = RankGroup()
         self._store, self._dtype = store, dtype
         self.manifest = read_manifest(store, version)
 

@@ -24,11 +24,12 @@ from rollout.weight_sync.protocol.bucket import ALIGNMENT, BucketPacker
 from rollout.weight_sync.protocol.codec import header_to_wire, meta_to_wire
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import BucketHeader
-from rollout.weight_sync.trainer.bucket_sender import Books
 from rollout.weight_sync.trainer.lockstep import Walk, watchdog
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.sources.detect import agreement_for, incoming, opened, source_for
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.versions.reader import (
     FORMAT,
     LENGTH,
@@ -77,25 +78,24 @@ class VersionWriter:
         Returns the manifest on the rank that wrote it, None on the others; raises the same error
         on every rank. A version that is complete already is a ``VersionConflict``.
         """
-        obj = opened(obj)
+        found = detect(obj)
         with ExitStack() as stack:
-            agreement = stack.enter_context(closing(agreement_for(obj, timeout=timeout)))
-            found = source_for(obj, aliases={}, dtype=self._dtype, agreement=agreement)
-            source = incoming(found, self._dtype, aliases={})
+            group = stack.enter_context(closing(found.rank_group(timeout)))
+            source = Incoming(found.source(aliases={}, dtype=self._dtype, group=group), self._dtype)
             committed, self._committed = self._committed, None
             if committed is not None and not (
-                committed.version < version and committed.since_anchor + 1 < self._anchor_every
+                committed.version < version and committed.since_full + 1 < self._anchor_every
             ):
                 committed = Committed(values=committed.values)
             writing = _Writing(self._store, version, label, self._bucket_bytes)
             stack.callback(writing.close)
             if self._delta:
                 writing.follow(committed or Committed())
-            if agreement.is_sender:
-                source.place_by(writing.room)
-            _stream(source, agreement, writing, timeout, self._bucket_bytes)
-            agreement.vote(_attempt(writing.finish, agreement), timeout, "manifest")
-        if not agreement.is_sender:
+            if group.is_sender:
+                source.place_by(writing.buffer_for)
+            _stream(source, group, writing, timeout, self._bucket_bytes)
+            group.vote(_attempt(writing.finish, group), timeout, "manifest")
+        if not group.is_sender:
             return None
         self._committed = writing.committed if writing.can_be_patched else None
         return writing.manifest
@@ -116,7 +116,7 @@ class _Writing:
         )
         self._sizes: list[int] = []
         self._tensors: list[TensorMeta] = []
-        self._books = Books()  # of its digests alone
+        self._stats = TransferStats()  # of its digests alone
         self._failure: Exception | None = None  # of making room, until the next tensor
         self._base: int | None = None
         self._below: Iterator[str] = iter(())  # names of the base that a reader has yet to meet
@@ -127,26 +127,29 @@ class _Writing:
         """Write changes against ``committed``, if it has been written; keep what is written."""
         self.committed = committed
         if committed.version >= 0:
-            self._base, self._below = committed.version, iter(list(committed.values))
+            self._base, self._below = (
+                committed.version,
+                iter([name for name, _ in committed.values]),
+            )
 
     @property
     def can_be_patched(self) -> bool:
         """Whether what is kept is this version: one with fewer tensors is nobody's base."""
         kept = () if self.committed is None else self.committed.values
-        return [meta.name for meta in self._tensors] == list(kept)
+        return [meta.name for meta in self._tensors] == [name for name, _ in kept]
 
     def begin(self) -> None:
         with suppress(IncompleteUpdate):
             read_manifest(self._store, self._version)
             raise VersionConflict(f"version {self._version} has been written already")
 
-    def room(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
+    def buffer_for(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
         """Where the next tensor may be gathered to: its bucket, unless changes alone go there."""
         if self.committed is not None or self._failure is not None:
             return None
         try:
             self._store_later(self._packer.begin(prod(shape) * dtype.itemsize))
-            return self._packer.room(dtype, shape)
+            return self._packer.buffer_for(dtype, shape)
         except Exception as error:  # noqa: BLE001 - a source's iteration is no place for it
             self._failure = error
             return None
@@ -156,17 +159,18 @@ class _Writing:
             raise self._failure
         tensor = tensor.detach().cpu()
         shape = tuple(tensor.shape)
+        box = Box.full(shape)
         self._tensors.append(TensorMeta(name, tensor.dtype, shape))
         if self.committed is None:
             self._store_later(self._packer.add(name, tensor))
             return
         # Of all of it, which may not be written.
-        self._books.digest(name, tensor, shape, Box.full(shape))
+        self._stats.digest(name, tensor, shape, box)
         change = None
         if name in self._below:  # a reader goes through both once
-            change = self.committed.delta(name, tensor, self._packer.bucket_bytes)
+            change = self.committed.change(name, box, tensor, self._packer.bucket_bytes)
         else:
-            self.committed.keep(name, tensor)
+            self.committed.keep(name, box, tensor, self.committed.values.get((name, box)))
         if change is None:
             made = self._packer.add(name, tensor)
         else:
@@ -185,12 +189,12 @@ class _Writing:
             "label": self._label,
             "buckets": self._sizes,
             "tensors": [meta_to_wire(meta) for meta in self._tensors],
-            "digests": self._books.digests,
+            "digests": self._stats.by_tensor(),
         }
         self._store.put(f"{folder(self._version)}/{MANIFEST}", json.dumps(document).encode())
         self.manifest = read_manifest(self._store, self._version)
         if self.committed is not None:
-            self.committed.since_anchor += 0 if self._base is None else 1
+            self.committed.since_full += 0 if self._base is None else 1
             self.committed.version = self._version
 
     def close(self) -> None:
@@ -203,7 +207,7 @@ class _Writing:
 
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
         if self.committed is None:
-            self._books.digest_bucket(header, payload)
+            self._stats.digest_bucket(header, payload)
         head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
         head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
         head = LENGTH.pack(len(head)) + head
@@ -213,24 +217,24 @@ class _Writing:
 
 
 def _stream(
-    source: Incoming, agreement: Agreement, writing: _Writing, timeout: float, step: int
+    source: Incoming, group: RankGroup, writing: _Writing, timeout: float, step: int
 ) -> None:
     """Iterate the source in lockstep; the writer's own failure waits for the next vote."""
-    failure = _attempt(writing.begin, agreement)
-    agreement.vote(failure, timeout, "write")
+    failure = _attempt(writing.begin, group)
+    group.vote(failure, timeout, "write")
 
-    def take(name: str, tensor: Tensor) -> None:
-        failure = _attempt(lambda: writing.add(name, tensor), agreement)
+    def take(piece: Piece) -> None:
+        failure = _attempt(lambda: writing.add(piece.name, piece.values), group)
         if failure is not None:
             raise failure
 
-    with watchdog(agreement, timeout) as watch:
-        Walk(source, agreement, watch, timeout=timeout, step_bytes=step, take=take).run()
+    with watchdog(group, timeout) as watch:
+        Walk(source.pieces(), group, watch, timeout=timeout, step_bytes=step, take=take).run()
 
 
-def _attempt(act: Any, agreement: Agreement) -> RolloutError | None:
+def _attempt(act: Any, group: RankGroup) -> RolloutError | None:
     """The error of what the sender does, the store's own included."""
-    if not agreement.is_sender:
+    if not group.is_sender:
         return None
     try:
         act()

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.trainer.sources.detect import detect
 
 if __name__ == "__main__":
     job = Rank()
@@ -20,7 +20,9 @@ if __name__ == "__main__":
         if job.rank == victim and index == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    source = source_for(fully_shard(Tiny()), aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT)
+    source = detect(fully_shard(Tiny())).source(
+        aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT
+    )
     job.failing("gather", source.agreement, source, lambda index: killed(1, index))
     agreement = Agreement.over((0, 2), TIMEOUT)
     job.failing("vote", agreement, range(100), lambda index: killed(0, index))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import TensorMeta
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     ]
     for make in (DistributedDataParallel, fsdp2, fsdp1, zero3):
         model = make(AutoModelForCausalLM.from_pretrained(directory))
-        source = source_for(model, aliases={}, dtype=BF16, timeout=TIMEOUT, tensors=wanted)
+        source = detect(model).source(aliases={}, dtype=BF16, timeout=TIMEOUT, tensors=wanted)
         metadata = source.metadata()
         found, names = {}, []
         for name, tensor in source:

@@ -15,7 +15,7 @@ from weight_sync_source.jobs.lora import adapted
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES
 
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,7 +73,7 @@ def documented(job: Rank) -> Any:
 
 def ended_early(model: nn.Module) -> None:
     """An update that ends between a weight and its factors, on all ranks alike."""
-    source = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    source = detect(model).source(aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
     items = iter(source)
     next(items), next(items), next(items)
     items.close()

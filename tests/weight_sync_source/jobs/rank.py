@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from weight_sync_source.jobs.tiny import ALIASES
 
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.protocol.bucket import BucketPacker
-from rollout.weight_sync.trainer.rank_group import Agreement
 from rollout.weight_sync.trainer.sources.base import LocalSource
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 
 TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
 SHORT = 3.0  # for what must fail at its deadline
@@ -36,7 +36,7 @@ class Rank:
 
     def gather(self, name: str, obj: Any, dtype: torch.dtype, partial: bool = False) -> None:
         """Stream ``obj`` as the publisher does: a vote after each bucket; the sender saves all."""
-        source = source_for(obj, aliases=ALIASES, dtype=dtype, timeout=TIMEOUT, partial=partial)
+        source = detect(obj).source(aliases=ALIASES, dtype=dtype, timeout=TIMEOUT, partial=partial)
         metadata = source.metadata()
         found: dict[str, Tensor] = {}
         headers = []

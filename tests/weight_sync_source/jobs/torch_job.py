@@ -15,12 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.trainer.sources.detect import (
-    agreement_for,
-    calls_alone,
-    opened,
-    source_for,
-)
+from rollout.weight_sync.trainer.sources.detect import detect
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.arange(12).view(2, 6)
@@ -62,7 +57,7 @@ def gathers(job: Rank) -> None:
     job.gather("fsdp2_items", list(sharded(Tiny()).state_dict().items()), FP32)
     model = sharded(Tiny(tied=False))
     buffers = [("model.correction", model.model.correction)]
-    job.gather("fsdp2_iterator", opened(chain(model.named_parameters(), buffers)), BF16)
+    job.gather("fsdp2_iterator", chain(model.named_parameters(), buffers), BF16)
     job.gather("fsdp2_untied", sharded(Tiny(tied=False)), BF16)
     job.gather("fsdp2_wrapped", fully_shard(wrapped()), BF16)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -78,16 +73,16 @@ def failures(job: Rank) -> None:
         if job.rank == 1 and index == 2:
             raise ValueError("the trainer tripped")
 
-    source = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    source = detect(model).source(aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
     job.failing("raises", source.agreement, list(source), on_rank_1)
 
-    agreement = agreement_for(model, timeout=TIMEOUT)
+    agreement = detect(model).rank_group(TIMEOUT)
     try:  # a rank that fails leaves its loop and votes elsewhere than those that go on
         agreement.vote(OSError("disk") if job.rank else None, TIMEOUT, "end" if job.rank else "b")
     except Exception as error:
         job.outcome["elsewhere"] = {"type": type(error).__name__, "message": str(error)}
 
-    agreement = agreement_for(model, timeout=TIMEOUT)
+    agreement = detect(model).rank_group(TIMEOUT)
     try:
         agreement.vote(None, TIMEOUT, "seal" if job.rank else "bucket 7")
     except Exception as error:
@@ -97,7 +92,7 @@ def failures(job: Rank) -> None:
         if job.rank == 1:
             time.sleep(SHORT + 1.5)
 
-    job.failing("late", agreement_for(model, timeout=TIMEOUT), [0], stuck, SHORT)
+    job.failing("late", detect(model).rank_group(TIMEOUT), [0], stuck, SHORT)
     dist.barrier()
 
     def fails(index: int) -> None:
@@ -106,10 +101,10 @@ def failures(job: Rank) -> None:
         else:
             raise ValueError("tripped alone")
 
-    job.failing("early", agreement_for(model, timeout=TIMEOUT), [0], fails)
+    job.failing("early", detect(model).rank_group(TIMEOUT), [0], fails)
     dist.barrier()
 
-    agreement = agreement_for(model, timeout=TIMEOUT)
+    agreement = detect(model).rank_group(TIMEOUT)
     job.outcome["broadcast"] = agreement.broadcast({"from": job.rank}, TIMEOUT)
     job.outcome["exchange"] = agreement.exchange({"rank": job.rank}, TIMEOUT)
     agreement.close()
@@ -118,7 +113,7 @@ def failures(job: Rank) -> None:
         dist.barrier()
     else:
         try:
-            agreement_for(model, timeout=0.5)
+            detect(model).rank_group(0.5)
         except Exception as error:
             job.outcome["absent"] = {"type": type(error).__name__, "message": str(error)}
         dist.barrier()
@@ -126,11 +121,11 @@ def failures(job: Rank) -> None:
         dist.barrier()
     else:
         try:
-            agreement_for(model, timeout=0.5)
+            detect(model).rank_group(0.5)
         except Exception as error:
             job.outcome["absent"] = {"type": type(error).__name__, "message": str(error)}
         dist.barrier()
-    agreement = agreement_for(model, timeout=TIMEOUT)
+    agreement = detect(model).rank_group(TIMEOUT)
     agreement.vote(None, TIMEOUT)
     agreement.close()
 
@@ -141,13 +136,13 @@ def who_calls(job: Rank) -> None:
     state = model.state_dict()
     alone = (Tiny(), Tiny().state_dict(), iter([]), str(job.out))
     together = (model, state, list(state.items()), DistributedDataParallel(Tiny()))
-    job.outcome["alone"] = [calls_alone(obj) for obj in alone]
-    job.outcome["together"] = [calls_alone(obj) for obj in together]
-    used = source_for(model, aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
-    assert agreement_for(used) is used.agreement
+    job.outcome["alone"] = [detect(obj).calls_alone() for obj in alone]
+    job.outcome["together"] = [detect(obj).calls_alone() for obj in together]
+    used = detect(model).source(aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    assert detect(used).rank_group() is used.agreement
     used.agreement.close()
     try:
-        agreement_for(used)
+        detect(used).rank_group()
     except Exception as error:
         job.outcome["used"] = {"type": type(error).__name__, "message": str(error)}
 

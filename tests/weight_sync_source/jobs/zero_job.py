@@ -8,7 +8,7 @@ import torch.distributed as dist
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
-from rollout.weight_sync.trainer.sources.detect import source_for
+from rollout.weight_sync.trainer.sources.detect import detect
 
 # Its shared-memory collective would be compiled with g++ first; gloo does the same.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     job.gather("zero2", engine(2, bf16=False), torch.bfloat16)
     job.gather("zero1_bf16", engine(1, bf16=True), torch.bfloat16)
 
-    source = source_for(three, aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT)
+    source = detect(three).source(aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT)
 
     def on_rank_1(index: int) -> None:
         if job.rank == 1 and index == 1:

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.errors import SourceFailed
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.names import NameOf, bind, wire_dtype
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.names import file_form
 
-Room = Callable[[torch.dtype, Shape], Tensor | None]
+BufferFor = Callable[[torch.dtype, Shape], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one tensor, as one rank sends it; ``values``, shaped like it, until the next piece.
+
+    A rank that has nothing to send of a tensor yields it whole on the meta device, so that all
+    ranks count alike. ``last``: no more of this tensor comes from this rank.
+    """
+
+    name: str
+    shape: Shape  # of the whole tensor
+    box: Box
+    values: Tensor
+    last: bool = True
+
+    @classmethod
+    def whole(cls, name: str, values: Tensor) -> Piece:
+        shape = tuple(values.shape)
+        return cls(name, shape, Box.full(shape), values)
 
 
 @runtime_checkable
 class WeightSource(Protocol):
     """A complete set of weights that can be streamed, possibly by several ranks together."""
 
-    agreement: Agreement
+    agreement: RankGroup
 
     def metadata(self) -> tuple[TensorMeta, ...] | None:
         """What ``__iter__`` will yield (file-form names, wire dtypes, full shapes), or None.
@@ -59,10 +83,38 @@ class LocalSource(WeightSource, Protocol):
 class PlacingSource(WeightSource, Protocol):
     """A source that can gather a tensor right to where it will be sent from."""
 
-    def place_by(self, room: Room) -> None:
-        """On the sender, before it iterates: ``room`` gives memory for the one tensor to come.
+    def place_by(self, buffer_for: BufferFor) -> None:
+        """On the sender, before it iterates: ``buffer_for`` gives memory for the tensor to come.
 
         Host memory, uninitialised, of that dtype and shape; None where the source has to find its
         own. It may block while what was sent before is still on its way, and never raises.
         """
         ...
+
+
+class BoundSource:
+    """What the gatherers of modules share: tensors under the names that the engine knows."""
+
+    def __init__(
+        self,
+        weights: object,
+        items: Iterable[tuple[str, Tensor]],
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        agreement: RankGroup,
+        name_of: NameOf = file_form,
+    ) -> None:
+        self.agreement = agreement
+        self._dtype = dtype
+        self._bound = bind(items, aliases, name_of)
+        if not self._bound:
+            raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        return tuple(
+            TensorMeta(name, wire_dtype(tensor.dtype, self._dtype), self._shape(tensor))
+            for name, tensor in self._bound.items()
+        )
+
+    def _shape(self, tensor: Tensor) -> Shape:
+        return tuple(tensor.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, SourceFailed
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weight_sync.trainer.sources.names import NameOf
-from rollout.weight_sync.trainer.sources.values import Incoming, LocalIncoming, is_dtensor
+from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
 from rollout.weights import TensorMeta
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import file_form
@@ -29,64 +31,167 @@ ACCEPTED = (
 _READ_TWICE = (list, tuple, ItemsView)  # what can be looked at before it is sent
 
 
-def source_for(
-    obj: Any,
-    *,
-    aliases: Mapping[str, str],
-    dtype: torch.dtype,
-    agreement: Agreement | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    tensors: Sequence[TensorMeta] = (),
-    partial: bool = False,
-) -> WeightSource:
-    """``obj`` as a ``WeightSource`` whose float tensors travel as ``dtype``.
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """What a trainer has passed: which kind of source it is, and which ranks hold it together.
 
-    ``aliases``: the engine's map from names that may be sent to the tensor that owns them.
-    ``agreement``: what ``agreement_for(obj)`` returned; formed here (collectively, within
-    ``timeout`` seconds) when absent. ``tensors``: what the engine wants, in file form: names that
-    spell them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
-    returned as it is where there is nothing to split. A PEFT model's adapters are merged weight by
-    weight; ``partial`` leaves out what they do not change. Raises ``ConfigError`` naming the
-    accepted kinds, or the layer that cannot be merged; ``SourceFailed`` when there is no tensor.
+    ``ranks``: of the trainer's job, the sender first; None where ``obj`` is this rank's alone.
     """
-    if kind_of(obj) == "source":
-        source: WeightSource = obj
-    else:
-        if agreement is None:
-            agreement = agreement_for(obj, timeout=timeout)
-        source = _merged(obj, aliases, dtype, agreement, partial)
-    spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
-    if not spellings:
-        return source
-    from rollout.weight_sync.trainer.sources.fused_experts import LocalSpelledSource, SpelledSource
 
-    kind = LocalSpelledSource if isinstance(source, LocalSource) else SpelledSource
-    return kind(source, spellings)
+    obj: Any
+    kind: str
+    ranks: tuple[int, ...] | None
+
+    def rank_group(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
+        """The group of the ranks that hold it; of this rank alone where it is not shared.
+
+        Collective over those ranks, which must all come within ``timeout`` seconds.
+        """
+        if self.kind != "source":
+            return RankGroup() if self.ranks is None else RankGroup.over(self.ranks, timeout)
+        held: RankGroup = self.obj.agreement
+        if held.is_closed:
+            raise SourceFailed(
+                f"this {type(self.obj).__name__} has been used: the agreement of its ranks ends "
+                "with the first update, check or preflight; make a new source for each"
+            )
+        return held
+
+    def source(
+        self,
+        *,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype,
+        group: RankGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        tensors: Sequence[TensorMeta] = (),
+        partial: bool = False,
+    ) -> WeightSource:
+        """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
+
+        ``aliases``: the engine's map from names that may be sent to the tensor that owns them.
+        ``group``: what ``rank_group`` returned; formed here (collectively, within ``timeout``
+        seconds) when absent. ``tensors``: what the engine wants, in file form: names that spell
+        them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
+        returned as it is where there is nothing to split. A PEFT model's adapters are merged
+        weight by weight; ``partial`` leaves out what they do not change. Raises ``ConfigError``
+        naming the layer that cannot be merged; ``SourceFailed`` when there is no tensor.
+        """
+        if self.kind == "source":
+            source: WeightSource = self.obj
+        else:
+            group = group if group is not None else self.rank_group(timeout)
+            source = self._merged(aliases, dtype, group, partial)
+        spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
+        if not spellings:
+            return source
+        from rollout.weight_sync.trainer.sources.fused_experts import (
+            LocalSpelledSource,
+            SpelledSource,
+        )
+
+        kind = LocalSpelledSource if isinstance(source, LocalSource) else SpelledSource
+        return kind(source, spellings)
+
+    def read(self, info: WeightInfo, group: RankGroup, *, partial: bool = False) -> Incoming:
+        """Its source as the engine that announced ``info`` wants it: checked, cast, in pieces."""
+        source = self.source(
+            aliases=info.aliases,
+            dtype=info.dtype,
+            group=group,
+            tensors=info.tensors,
+            partial=partial,
+        )
+        return Incoming(source, info.dtype, info.tensors, info.aliases)
+
+    def calls_alone(self) -> str | None:
+        """What a rank other than 0 should be told that sends what no other rank has a part in.
+
+        None where ``obj`` is the ranks' together, a ``WeightSource``, or there is one rank alone.
+        """
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return None
+        if dist.get_rank() == 0 or self.kind == "source" or self.ranks is not None:
+            return None
+        return (
+            f"trainer rank {dist.get_rank()} of {dist.get_world_size()} sends a "
+            f"{type(self.obj).__name__} of its own: every rank that does so makes a version of its "
+            "own. Call update_weights on rank 0 alone, or pass what the ranks hold together (DDP, "
+            "FSDP, ZeRO, DTensors)"
+        )
+
+    def _merged(
+        self,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype,
+        group: RankGroup,
+        partial: bool,
+    ) -> WeightSource:
+        """What streams it, with its adapters merged where it has any."""
+        if isinstance(self.obj, nn.Module):
+            from rollout.weight_sync.trainer.sources.lora import MergePlan
+
+            if (plan := MergePlan.of(_unwrapped(self.obj), partial)) is not None:
+                from rollout.weight_sync.trainer.sources.lora import MergedSource
+
+                inner = self._gatherer(aliases, None, group, plan.name_of)
+                return MergedSource(inner, plan, dtype)
+        return self._gatherer(aliases, dtype, group)
+
+    def _gatherer(
+        self,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        group: RankGroup,
+        name_of: NameOf = file_form,
+    ) -> WeightSource:
+        """What streams it; ``dtype`` None: a module's tensors go as they are held."""
+        obj = self.obj
+        if self.kind == "fsdp2":
+            from rollout.weight_sync.trainer.sources.fsdp2 import FSDP2Source
+
+            return FSDP2Source(obj, aliases, dtype, group, name_of)
+        if self.kind == "fsdp1":
+            from rollout.weight_sync.trainer.sources.fsdp1 import FSDP1Source
+
+            return FSDP1Source(obj, aliases, dtype, group, name_of)
+        if self.kind == "zero3":
+            from rollout.weight_sync.trainer.sources.zero import ZeroSource
+
+            return ZeroSource(_unwrapped(obj), aliases, dtype, group, name_of)
+        if self.kind == "directory":
+            from rollout.weight_sync.trainer.sources.directory import DirectorySource
+
+            return DirectorySource(Path(obj), aliases, dtype, group)
+        if self.kind == "iterable":
+            from rollout.weight_sync.trainer.sources.iterable import IterableSource
+
+            return IterableSource(obj, aliases, dtype, group)
+        from rollout.weight_sync.trainer.sources.plain import PlainSource
+
+        weights = _unwrapped(obj) if isinstance(obj, nn.Module) else obj
+        return PlainSource(weights, aliases, dtype, group, name_of)
 
 
-def incoming(
-    source: WeightSource,
-    dtype: torch.dtype,
-    *,
-    tensors: Sequence[TensorMeta] = (),
-    aliases: Mapping[str, str],
-) -> Incoming:
-    """``source`` as everything that sends, digests or writes it reads it: checked and cast.
+def detect(obj: Any, *, take_first: bool = True) -> Detected:
+    """Which source takes ``obj``; raises ``ConfigError`` naming the accepted kinds.
 
-    ``tensors``: what the engine wants, where there is one. See ``Incoming``.
+    Only the first item of an iterator tells whether ranks hold what comes together, so it is taken
+    here where a job has several ranks, unless told not to; DTensors become a list.
     """
-    kind = LocalIncoming if isinstance(source, LocalSource) else Incoming
-    return kind(source, dtype, {meta.name: meta for meta in tensors}, aliases)
+    kind = _kind_of(obj)
+    if kind == "iterable" and take_first and _several_ranks():
+        obj = _opened(obj)
+        kind = _kind_of(obj)
+    return Detected(obj, kind, _ranks_of(obj, kind))
 
 
-def opened(obj: Any) -> Any:
-    """``obj`` as the other functions take it: what an iterator of DTensors yields, as a list.
+def _opened(obj: Iterable[Any]) -> Any:
+    """What an iterator yields: DTensors as a list, which all ranks hold together.
 
-    Only the first item tells whether ranks hold what comes together, so it is taken here, where a
-    job has several ranks. Whatever it raises is raised again when the stream is read.
+    Whatever it raises at its first item is raised again when the stream is read.
     """
-    if kind_of(obj) != "iterable" or not _several_ranks():
-        return obj
     items = iter(obj)
     try:
         first = next(items)
@@ -129,79 +234,7 @@ def _holds_dtensors(obj: Any) -> bool:
     return isinstance(obj, _READ_TWICE) and any(map(_is_dtensor_pair, obj))
 
 
-def _merged(
-    obj: Any,
-    aliases: Mapping[str, str],
-    dtype: torch.dtype,
-    agreement: Agreement,
-    partial: bool,
-) -> WeightSource:
-    """What streams ``obj``, with its adapters merged where it has any."""
-    if isinstance(obj, nn.Module):
-        from rollout.weight_sync.trainer.sources.lora import MergePlan
-
-        if (plan := MergePlan.of(_unwrapped(obj), partial)) is not None:
-            from rollout.weight_sync.trainer.sources.lora import MergedSource
-
-            inner = _gatherer(obj, aliases, None, agreement, plan.name_of)
-            return MergedSource(inner, plan, dtype)
-    return _gatherer(obj, aliases, dtype, agreement)
-
-
-def _gatherer(
-    obj: Any,
-    aliases: Mapping[str, str],
-    dtype: torch.dtype | None,
-    agreement: Agreement,
-    name_of: NameOf = file_form,
-) -> WeightSource:
-    """What streams ``obj``; ``dtype`` None: module's tensors go as they are held."""
-    kind = kind_of(obj)
-    if kind == "fsdp2":
-        from rollout.weight_sync.trainer.sources.fsdp2 import FSDP2Source
-
-        return FSDP2Source(obj, aliases, dtype, agreement, name_of)
-    if kind == "fsdp1":
-        from rollout.weight_sync.trainer.sources.fsdp1 import FSDP1Source
-
-        return FSDP1Source(obj, aliases, dtype, agreement, name_of)
-    if kind == "zero3":
-        from rollout.weight_sync.trainer.sources.zero import ZeroSource
-
-        return ZeroSource(_unwrapped(obj), aliases, dtype, agreement, name_of)
-    if kind == "directory":
-        from rollout.weight_sync.trainer.sources.directory import DirectorySource
-
-        return DirectorySource(Path(obj), aliases, dtype, agreement)
-    if kind == "iterable":
-        from rollout.weight_sync.trainer.sources.iterable import IterableSource
-
-        return IterableSource(obj, aliases, dtype, agreement)
-    from rollout.weight_sync.trainer.sources.plain import PlainSource
-
-    weights = _unwrapped(obj) if isinstance(obj, nn.Module) else obj
-    return PlainSource(weights, aliases, dtype, agreement, name_of)
-
-
-def agreement_for(obj: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Agreement:
-    """The agreement over the ranks that hold ``obj``; of this rank alone where it is not shared.
-
-    Collective over those ranks, which must all come within ``timeout`` seconds. Call it first
-    where aliases and dtype are only known to the sender, and ``broadcast`` them.
-    """
-    if kind_of(obj) == "source":
-        held: Agreement = obj.agreement
-        if held.is_closed:
-            raise SourceFailed(
-                f"this {type(obj).__name__} has been used: the agreement of its ranks ends with "
-                "the first update, check or preflight; make a new source for each"
-            )
-        return held
-    ranks = shared_ranks(obj)
-    return Agreement() if ranks is None else Agreement.over(ranks, timeout)
-
-
-def kind_of(obj: Any) -> str:
+def _kind_of(obj: Any) -> str:
     """Which gatherer takes ``obj``; by whole class ancestry, without importing any trainer."""
     if isinstance(obj, nn.Module):
         return _kind_of_module(obj)
@@ -237,12 +270,8 @@ def _kind_of_module(module: nn.Module) -> str:
     return "plain"
 
 
-def shared_ranks(obj: Any) -> tuple[int, ...] | None:
-    """Ranks (of the default group) that hold ``obj`` together, the sender first; local.
-
-    None where ``obj`` is this rank's alone.
-    """
-    kind = kind_of(obj)
+def _ranks_of(obj: Any, kind: str) -> tuple[int, ...] | None:
+    """Ranks (of the default group) that hold ``obj`` together, the sender first; local."""
     if kind == "fsdp2":
         from rollout.weight_sync.trainer.sources import fsdp2
 
@@ -266,23 +295,6 @@ def shared_ranks(obj: Any) -> tuple[int, ...] | None:
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group))
-
-
-def calls_alone(obj: Any) -> str | None:
-    """What a rank other than 0 should be told that sends what no other rank has a part in.
-
-    None where ``obj`` is the ranks' together, a ``WeightSource``, or there is one rank alone.
-    """
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    if dist.get_rank() == 0 or kind_of(obj) == "source" or shared_ranks(obj) is not None:
-        return None
-    return (
-        f"trainer rank {dist.get_rank()} of {dist.get_world_size()} sends a {type(obj).__name__} "
-        "of its own: every rank that does so makes a version of its own. Call update_weights on "
-        "rank 0 alone, or pass what the ranks hold together (DDP, FSDP, ZeRO, DTensors)"
-    )
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")

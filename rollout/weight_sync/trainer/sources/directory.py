@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, SourceFailed
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import bind_stream, wire_dtype
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, TensorMeta
@@ -29,7 +29,7 @@ class DirectorySource:
         path: Path,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
-        agreement: Agreement,
+        agreement: RankGroup,
     ) -> None:
         self.agreement = agreement
         self._path, self._aliases, self._dtype = path, aliases, dtype

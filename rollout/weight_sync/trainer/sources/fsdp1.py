@@ -12,16 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
-from rollout.errors import ConfigError, SourceFailed
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.sources.names import NameOf, bind, wire_dtype
+from rollout.errors import ConfigError
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import BoundSource
+from rollout.weight_sync.trainer.sources.names import NameOf, wire_dtype
 from rollout.weight_sync.trainer.sources.values import readable
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box
 from rollout.weights.box import interval_boxes, interval_values
 from rollout.weights.names import file_form
 
 
-class FSDP1Source:
+class FSDP1Source(BoundSource):
     """Units in model order, each summoned on all ranks, cast by the sender, and freed again.
 
     A flat parameter is gathered whole and in its own dtype, so the cast follows the gather. Peak
@@ -37,22 +38,12 @@ class FSDP1Source:
         module: nn.Module,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
-        agreement: Agreement,
+        agreement: RankGroup,
         name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
-        self._dtype = dtype
         self._places = _places(module)
         items = [(place.name, stand_in) for stand_in, place in self._places.items()]
-        self._bound = bind(items, aliases, name_of)
-        if not self._bound:
-            raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
-
-    def metadata(self) -> tuple[TensorMeta, ...]:
-        return tuple(
-            TensorMeta(name, wire_dtype(t.dtype, self._dtype), tuple(t.shape))
-            for name, t in self._bound.items()
-        )
+        super().__init__(module, items, aliases, dtype, agreement, name_of)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         items = ((name, self._places[tensor]) for name, tensor in self._bound.items())

@@ -13,24 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rollout.errors import SourceFailed
 from rollout.kernels import nontemporal_copy
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.sources.base import Room
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
 from rollout.weight_sync.trainer.sources.names import (
     NameOf,
     Pairs,
-    bind,
     named_weights,
     pairs,
     wire_dtype,
 )
 from rollout.weight_sync.trainer.sources.values import check_all, readable
-from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights import Box, Shape
 from rollout.weights.names import file_form
 
 
-class FSDP2Source:
+class FSDP2Source(BoundSource):
     """Each rank casts its shard of one tensor and sends it to the sender; then the next tensor.
 
     Shards go straight into their box of the bucket that will be sent, or, where a tensor is larger
@@ -47,25 +45,15 @@ class FSDP2Source:
         weights: Weights,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
-        agreement: Agreement,
+        agreement: RankGroup,
         name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
-        self._dtype = dtype
         items = held_items(weights)
         check_all(items)
-        self._bound = bind(items, aliases, name_of)
+        super().__init__(weights, items, aliases, dtype, agreement, name_of)
         self._buffer: Tensor | None = None
         self._cast: tuple[Tensor | None, Tensor | None] = (None, None)  # a shard as last gathered
-        self._place: Room = lambda dtype, shape: None
-        if not self._bound:
-            raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
-
-    def metadata(self) -> tuple[TensorMeta, ...]:
-        return tuple(
-            TensorMeta(name, wire_dtype(t.dtype, self._dtype), tuple(t.shape))
-            for name, t in self._bound.items()
-        )
+        self._place: BufferFor = lambda dtype, shape: None
 
     @torch.no_grad()
     def _full(self, name: str, tensor: Tensor) -> Tensor:
@@ -111,7 +99,7 @@ class FSDP2Source:
             return torch.empty(tensor.shape, dtype=local.dtype, device="meta")
         full = self._place(local.dtype, tuple(tensor.shape))
         if full is None or full.device != local.device:
-            full = self._room(tensor.numel(), local).view(tensor.shape)
+            full = self._reused(tensor.numel(), local).view(tensor.shape)
         parts = {rank: full[box.slices] for rank, box in boxes.items() if box.numel}
         arriving = [
             dist.irecv(part, src=rank, group=group)
@@ -130,7 +118,7 @@ class FSDP2Source:
             work.wait()
         return full
 
-    def _room(self, numel: int, like: Tensor) -> Tensor:
+    def _reused(self, numel: int, like: Tensor) -> Tensor:
         """``numel`` elements of the reused buffer; a yielded tensor is valid until the next."""
         nbytes = numel * like.dtype.itemsize
         if self._buffer is None or self._buffer.numel() < nbytes:
@@ -141,8 +129,8 @@ class FSDP2Source:
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=like.device)
         return self._buffer[:nbytes].view(like.dtype)
 
-    def place_by(self, room: Room) -> None:
-        self._place = room
+    def place_by(self, buffer_for: BufferFor) -> None:
+        self._place = buffer_for
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:

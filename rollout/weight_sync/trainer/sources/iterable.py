@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed, WeightMismatch
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import bind_stream, wire_dtype
 from rollout.weight_sync.trainer.sources.values import is_dtensor, readable
 from rollout.weights import Box
@@ -26,7 +26,7 @@ class IterableSource:
         items: Iterable[Any],
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
-        agreement: Agreement,
+        agreement: RankGroup,
     ) -> None:
         self.agreement = agreement
         self._items, self._aliases, self._dtype = items, aliases, dtype

@@ -7,23 +7,21 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import SourceFailed
-from rollout.weight_sync.trainer.rank_group import Agreement
-from rollout.weight_sync.trainer.sources.base import Room
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
 from rollout.weight_sync.trainer.sources.names import (
     NameOf,
     Pairs,
-    bind,
     named_weights,
     pairs,
     wire_dtype,
 )
 from rollout.weight_sync.trainer.sources.values import check_all, readable
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box
 from rollout.weights.names import file_form
 
 
-class PlainSource:
+class PlainSource(BoundSource):
     """A module's parameters and persistent buffers, or a dict's or list's tensors, cast singly.
 
     Where several ranks hold the same weights (DDP), the sender's are sent and the others yield
@@ -35,26 +33,16 @@ class PlainSource:
         weights: nn.Module | Pairs,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
-        agreement: Agreement,
+        agreement: RankGroup,
         name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
-        self._dtype = dtype
-        self._place: Room = lambda dtype, shape: None
         items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
         check_all(items)
-        self._bound = bind(items, aliases, name_of)
-        if not self._bound:
-            raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
+        super().__init__(weights, items, aliases, dtype, agreement, name_of)
+        self._place: BufferFor = lambda dtype, shape: None
 
-    def metadata(self) -> tuple[TensorMeta, ...]:
-        return tuple(
-            TensorMeta(name, wire_dtype(t.dtype, self._dtype), tuple(t.shape))
-            for name, t in self._bound.items()
-        )
-
-    def place_by(self, room: Room) -> None:
-        self._place = room
+    def place_by(self, buffer_for: BufferFor) -> None:
+        self._place = buffer_for
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():

@@ -6,7 +6,7 @@ was announced; native code reads by address and relies on that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -16,8 +16,15 @@ from torch import Tensor
 from rollout.errors import WeightMismatch
 from rollout.kernels.native import memory_fault
 from rollout.weight_sync.protocol.fit import dtype_fault
+from rollout.weight_sync.trainer.sources.base import (
+    BufferFor,
+    LocalSource,
+    Piece,
+    PlacingSource,
+    WeightSource,
+)
 from rollout.weight_sync.trainer.sources.names import wire_dtype
-from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights import Box, TensorMeta
 from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
@@ -94,50 +101,64 @@ def local_part(tensor: Any) -> Any:
 
 
 class Incoming:
-    """A source as it is read: every tensor checked, plain floats cast to ``dtype``.
+    """A trainer's source as everything that sends or digests it reads it: checked, cast, in pieces.
 
-    ``wanted``: what the engine announced, by name (none where there is no engine), and its
-    ``aliases``. What cannot be cast to that sensibly is a ``WeightMismatch`` that names the tensor
-    and both dtypes. Values of other ranks than the sender are not read, unless locally.
+    ``dtype``: of plain floats. ``wanted``: what the engine announced (nothing where there is no
+    engine), and its ``aliases``. What cannot be cast to that sensibly is a ``WeightMismatch`` that
+    names the tensor and both dtypes. Values of other ranks than the first are not read, unless
+    locally.
     """
 
     def __init__(
         self,
-        inner: Any,
+        inner: WeightSource,
         dtype: torch.dtype,
-        wanted: Mapping[str, TensorMeta],
-        aliases: Mapping[str, str],
+        wanted: Sequence[TensorMeta] = (),
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self.inner, self.agreement = inner, inner.agreement
-        self._dtype, self._wanted, self._aliases = dtype, wanted, aliases
+        self.inner = inner
+        self._dtype, self._aliases = dtype, aliases or {}
+        self._wanted = {meta.name: meta for meta in wanted}
 
     def metadata(self) -> tuple[TensorMeta, ...] | None:
-        found: tuple[TensorMeta, ...] | None = self.inner.metadata()
+        found = self.inner.metadata()
         if found is None:
             return None
         return tuple(TensorMeta(m.name, wire_dtype(m.dtype, self._dtype), m.shape) for m in found)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        items = iter(self.inner)
+    def pieces(self) -> Generator[Piece]:
+        """Whole tensors, one gather after the other: in lockstep, with values on the first rank."""
+        items: Any = iter(self.inner)
         # An iterator that ends early must close the inner one: it may hold gathered parameters.
         with closing(items) if hasattr(items, "close") else nullcontext():
             for item in items:
                 name, tensor = _pair(item)
-                if self.agreement.is_sender:
-                    yield name, self._cast(name, readable(name, tensor))
+                if self.inner.agreement.is_sender:
+                    yield Piece.whole(name, self._cast(name, readable(name, tensor)))
                 else:
                     dtype = wire_dtype(tensor.dtype, self._dtype)
-                    yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
+                    yield Piece.whole(name, torch.empty(tensor.shape, dtype=dtype, device="meta"))
+
+    def place_by(self, buffer_for: BufferFor) -> None:
+        """Have the source gather into given memory, where it can (``PlacingSource``)."""
+        if isinstance(self.inner, PlacingSource):
+            self.inner.place_by(buffer_for)
+
+    @property
+    def reads_locally(self) -> bool:
+        """Whether each rank can read its own boxes."""
+        return isinstance(self.inner, LocalSource)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
-        found: list[tuple[str, list[Box]]] = self.inner.local_boxes()
-        return found
+        return self.inner.local_boxes()
 
-    def place_by(self, room: Any) -> None:
-        """Where the source gathers into given memory (``PlacingSource``), it is given ``room``."""
-        place = getattr(self.inner, "place_by", None)
-        if place is not None:
-            place(room)
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        """Of a source that reads locally: the values of its boxes of one tensor."""
+        assert isinstance(self.inner, LocalSource)
+        return [
+            (box, self._cast(name, readable(name, values)))
+            for box, values in self.inner.local_values(name)
+        ]
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         want = self._wanted.get(self._aliases.get(name, name))
@@ -148,21 +169,8 @@ class Incoming:
         return tensor.to(wire_dtype(tensor.dtype, self._dtype))
 
 
-class LocalIncoming(Incoming):
-    """The same, of a source that reads its own boxes."""
-
-    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
-        return [
-            (box, self._cast(name, readable(name, values)))
-            for box, values in self.inner.local_values(name)
-        ]
-
-
 def _pair(item: Any) -> tuple[str, Tensor]:
     name, tensor = item
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise TypeError(f"it yielded {item!r:.80}, not a pair (name, tensor)")
     return name, tensor
-
-
-__all__ = ["Incoming", "LocalIncoming", "Shape", "check_all", "fault", "readable"]

@@ -9,23 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import SourceFailed
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import BoundSource
 from rollout.weight_sync.trainer.sources.names import (
     NameOf,
-    bind,
     named_weights,
     wire_dtype,
 )
 from rollout.weight_sync.trainer.sources.values import readable
-from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights import Box, Shape
 from rollout.weights.box import interval_boxes, interval_values
 from rollout.weights.names import file_form
 
 GATHER_BYTES = 32 << 20  # small parameters are gathered together up to this much
 
 
-class ZeroSource:
+class ZeroSource(BoundSource):
     """Runs of parameters are gathered, cast by the sender, and given back before they are yielded.
 
     DeepSpeed gathers its own flat partitions in their own dtype, so the cast can only follow the
@@ -40,20 +39,13 @@ class ZeroSource:
         module: nn.Module,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
-        agreement: Agreement,
+        agreement: RankGroup,
         name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
-        self._dtype = dtype
-        self._bound = bind(named_weights(module), aliases, name_of)
-        if not self._bound:
-            raise SourceFailed(f"{type(module).__name__} holds no tensor; nothing can be sent")
+        super().__init__(module, named_weights(module), aliases, dtype, agreement, name_of)
 
-    def metadata(self) -> tuple[TensorMeta, ...]:
-        return tuple(
-            TensorMeta(name, wire_dtype(t.dtype, self._dtype), full_shape(t))
-            for name, t in self._bound.items()
-        )
+    def _shape(self, tensor: Tensor) -> Shape:
+        return full_shape(tensor)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for run in self._runs():

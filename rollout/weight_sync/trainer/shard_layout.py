@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rollout.weight_sync.protocol.codec import (
     wants_from_wire,
     wants_to_wire,
 )
+from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -22,45 +23,55 @@ from rollout.weight_sync.protocol.messages import (
     WeightInfo,
 )
 from rollout.weight_sync.trainer.lockstep import source_failed
-from rollout.weight_sync.trainer.rank_group import Agreement
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import Layout, gap, plan_rounds
-from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
+from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
 
-MAX_PART = (
-    16 << 20
-)  # bytes of a part that a rank compares at once; no transport has shorter buckets
+MAX_SHARD = 16 << 20  # bytes that a rank compares at once; no transport has shorter buckets
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """The boxes of every trainer rank; the same on all of them.
+class ShardLayout:
+    """Which boxes each trainer rank holds; the same on all of them.
 
-    ``problem``: why they cannot be sent from where they are, or None. ``split``: whether no rank
-    holds everything. ``knows``: per rank, the digest of the engine's wants that it remembers.
+    ``problem``: why they cannot be sent from where they are, or None. ``knows``: per rank, the
+    digest of the engine's wants that it remembers.
     """
 
     problem: str | None
     have: tuple[Layout, ...] = ()
     metadata: tuple[TensorMeta, ...] = ()
-    layout: str = ""
+    layout: str = ""  # digest of all that
     knows: tuple[str, ...] = ()
     copies: tuple[tuple[Any, ...], ...] = ()  # what each rank's copies are of, for deltas
+    hosts: tuple[str, ...] = ()  # where each rank runs
 
     @property
     def split(self) -> bool:
-        numel = sum(meta.numel for meta in self.metadata)
-        return all(
-            sum(box.numel for boxes in layout.values() for box in boxes) < numel
-            for layout in self.have
-        )
+        """Whether no rank holds everything."""
+        return max(self._sizes(), default=0) < self._numel()
 
     @property
     def divided(self) -> bool:
         """Whether every rank can read its own boxes, and some do not hold everything."""
-        numel = sum(meta.numel for meta in self.metadata)
-        sizes = [sum(b.numel for boxes in x.values() for b in boxes) for x in self.have]
-        return self.problem is None and len(self.have) > 1 and min(sizes) < numel
+        return self.problem is None and len(self.have) > 1 and min(self._sizes()) < self._numel()
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts the ranks are on."""
+        return len(set(self.hosts))
+
+    def cut(self, bucket_bytes: int) -> str:
+        """Names how ranks cut their boxes into the shards that they compare."""
+        return f"{self.layout}/{shard_bytes(bucket_bytes)}"
+
+    def _numel(self) -> int:
+        return sum(meta.numel for meta in self.metadata)
+
+    def _sizes(self) -> list[int]:
+        return [sum(b.numel for boxes in x.values() for b in boxes) for x in self.have]
 
 
 class PlanCache:
@@ -73,64 +84,57 @@ class PlanCache:
     def __init__(self) -> None:
         self.layout = ""  # digest of ``wants``
         self._wants: Wants = ()
-        self._aliases: dict[str, str] = {}
-        self._survey: Survey | None = None
+        self._found: ShardLayout | None = None
         self._planned: tuple[Any, tuple[BucketHeader, ...]] | None = None
         self.num_planned = 0
         self.told_alone = False  # whether it has been said that every rank makes its own version
 
-    def surveyed(self, layout: str) -> Survey | None:
-        """The survey of the source that has this digest, if it was the last one."""
-        return self._survey if self._survey is not None and self._survey.layout == layout else None
+    def found(self, layout: str) -> ShardLayout | None:
+        """The layout of the source that has this digest, if it was the last one."""
+        return self._found if self._found is not None and self._found.layout == layout else None
 
     @property
     def source_layout(self) -> str:
-        return "" if self._survey is None else self._survey.layout
+        return "" if self._found is None else self._found.layout
 
-    def keep(self, survey: Survey) -> None:
-        self._survey = survey
+    def keep(self, found: ShardLayout) -> None:
+        self._found = found
 
-    def wants_for(self, begun: Begun, survey: Survey) -> dict[str, Any]:
+    def wants_for(self, begun: Begun, boxes: ShardLayout) -> dict[str, Any]:
         """On the sender: the engine's wants as told to the other ranks, unless all know them."""
         if begun.wants is not None:
             self.layout, self._wants = begun.layout, begun.wants
-        if all(known == begun.layout for known in survey.knows):
+        if all(known == begun.layout for known in boxes.knows):
             return {"layout": begun.layout, "wants": None}
         return {"layout": begun.layout, "wants": wants_to_wire(self._wants)}
 
-    def learn(self, told: Mapping[str, Any], info: WeightInfo) -> None:
-        """On every rank: what ``wants_for`` said."""
+    def rounds(
+        self, boxes: ShardLayout, told: Mapping[str, Any], info: WeightInfo, bucket_bytes: int
+    ) -> tuple[BucketHeader, ...]:
+        """What every rank sends to whom; ``told``: what ``wants_for`` said on the first rank."""
         if told["wants"] is not None and told["layout"] != self.layout:
             self.layout, self._wants = told["layout"], wants_from_wire(told["wants"])
         assert self.layout == told["layout"]
-        # An alias is sent to whoever takes its owner, to be compared with it.
-        self._aliases = dict(info.aliases)
-
-    def rounds(self, survey: Survey, bucket_bytes: int) -> tuple[BucketHeader, ...]:
-        """What every rank sends to whom."""
-        key = (survey.layout, self.layout, bucket_bytes)
+        key = (boxes.layout, self.layout, bucket_bytes)
         if self._planned is None or self._planned[0] != key:
+            # An alias is sent to whoever takes its owner, to be compared with it.
             want = [
-                {**rank, **{a: rank[o] for a, o in self._aliases.items() if o in rank}}
+                {**rank, **{a: rank[o] for a, o in info.aliases.items() if o in rank}}
                 for rank in self._wants
             ]
-            self._planned = (key, plan_rounds(survey.metadata, survey.have, want, bucket_bytes))
+            self._planned = (key, plan_rounds(boxes.metadata, boxes.have, want, bucket_bytes))
             self.num_planned += 1
         return self._planned[1]
 
 
-def shard_layout(layout: str, bucket_bytes: int) -> str:
-    """Names how a source of this layout is cut into the parts that ranks compare."""
-    return f"{layout}/{min(bucket_bytes, MAX_PART)}"
+def shard_bytes(bucket_bytes: int) -> int:
+    """The most of a shard that is compared, and sent, at once."""
+    return min(bucket_bytes, MAX_SHARD)
 
 
-def survey(
-    source: WeightSource,
-    agreement: Agreement,
-    timeout: float,
-    plans: PlanCache,
-    copies: Sequence[Any] = (),
-) -> Survey:
+def exchange_layout(
+    source: Incoming, group: RankGroup, timeout: float, plans: PlanCache, copies: Committed
+) -> ShardLayout:
     """Tell each other what every rank holds; collective. Boxes travel when some have changed."""
     failure: RolloutError | None = None
     looked: _Look = ("", (), {})
@@ -140,7 +144,7 @@ def survey(
         failure = error
     except Exception as error:  # noqa: BLE001 - the trainer's own code
         failure = source_failed(error, "")
-    agreement.vote(failure, timeout, "survey")
+    group.vote(failure, timeout, "layout")
     problem, metadata, mine = looked
     status = {
         "problem": problem,
@@ -148,26 +152,28 @@ def survey(
         "metadata": _digest([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
         "source": plans.source_layout,
         "wants": plans.layout,
-        "copies": list(copies),
+        "host": host_id(),
+        "copies": [copies.epoch, copies.version, copies.layout, copies.since_full],
     }
-    said = agreement.exchange(status, timeout, "survey")
+    said = group.exchange(status, timeout, "layout")
     problems = [
         f"on trainer rank {rank}, {s['problem']}" for rank, s in enumerate(said) if s["problem"]
     ]
     if len({s["metadata"] for s in said}) > 1:
         problems.append("trainer ranks hold other tensors than each other")
     if problems:
-        return Survey(problems[0])
+        return ShardLayout(problems[0])
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
+    hosts = tuple(s["host"] for s in said)
     layout = _digest([said[0]["metadata"], *(s["mine"] for s in said)])
     if all(s["source"] == layout for s in said):
-        known = plans.surveyed(layout)
+        known = plans.found(layout)
         assert known is not None
-        return Survey(known.problem, known.have, known.metadata, layout, knows, kept)
-    boxes = agreement.exchange({"boxes": mine}, timeout, "boxes")
+        return ShardLayout(known.problem, known.have, known.metadata, layout, knows, kept, hosts)
+    boxes = group.exchange({"boxes": mine}, timeout, "boxes")
     have = tuple(boxes_from_wire(reply["boxes"]) for reply in boxes)
-    found = Survey(gap(metadata, have), have, metadata, layout, knows, kept)
+    found = ShardLayout(gap(metadata, have), have, metadata, layout, knows, kept, hosts)
     plans.keep(found)
     return found
 
@@ -175,12 +181,12 @@ def survey(
 _Look = tuple[str, tuple[TensorMeta, ...], dict[str, Any]]
 
 
-def _look(source: WeightSource) -> _Look:
+def _look(source: Incoming) -> _Look:
     """What is in the way on this rank, or "", and its metadata and boxes."""
     metadata = source.metadata()
     if metadata is None:
         return "the source learns its tensors only while it gathers them", (), {}
-    if not isinstance(source, LocalSource):
+    if not source.reads_locally:
         return f"{_kind(source)} cannot read its boxes without a gather", (), {}
     return "", metadata, boxes_to_wire(dict(source.local_boxes()))
 

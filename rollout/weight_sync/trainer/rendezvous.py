@@ -27,7 +27,7 @@ def meet(me: int, ranks: tuple[int, ...], deadline: float) -> dict[int, socket.s
     one left over from a failed one can make later meetings miss each other.
     """
     store = dist.distributed_c10d._get_default_store()
-    host = _job_address(store)
+    host = job_address()
     prefix = "rollout/agree/" + ",".join(map(str, ranks))
     # A clone, so that a wait here does not hold the connection the job itself uses.
     mine = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
@@ -145,12 +145,13 @@ def _take(store: Any, key: str, deadline: float) -> str | None:
     return str(value)
 
 
-def _job_address(store: Any) -> str:
+def job_address() -> str:
     """The address of this machine that the job's other members reach.
 
     It is the interface that leads to the host of the job's TCPStore; a job on one machine, or one
     that met through a file, stays on loopback.
     """
+    store = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", LOOPBACK)

@@ -1,0 +1,110 @@
+"""What one trainer rank holds of a source, read where it lies: nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.errors import SourceFailed
+from rollout.weight_sync.trainer.lockstep import Watchdog
+from rollout.weight_sync.trainer.reshard_plan import held
+from rollout.weight_sync.trainer.shard_layout import ShardLayout, shard_bytes
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weights import Box, TensorMeta
+from rollout.weights.box import cut
+
+
+class LocalBoxes:
+    """The boxes that this rank announced, read tensor by tensor and checked."""
+
+    def __init__(self, source: Incoming, layout: ShardLayout, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.metadata = {meta.name: meta for meta in layout.metadata}
+        self._source = source
+        self._last: tuple[str, dict[Box, Tensor]] = ("", {})
+
+    def read(self, name: str) -> dict[Box, Tensor]:
+        """The values of this rank's boxes of a tensor, valid until another one is read."""
+        if self.has_read(name):
+            return self._last[1]
+        meta, announced = self.metadata[name], self.layout.have[self.rank].get(name, ())
+        found = dict(self._source.local_values(name)) if announced else {}
+        if found.keys() != set(announced) or any(
+            tuple(values.shape) != box.shape or values.dtype != meta.dtype
+            for box, values in found.items()
+        ):
+            raise SourceFailed(f"{name}: the source no longer holds the boxes it announced")
+        self._last = (name, found)
+        return found
+
+    def has_read(self, name: str) -> bool:
+        """Whether ``read`` costs nothing."""
+        return self._last[0] == name
+
+    def digest(self, name: str, stats: TransferStats, watch: Watchdog) -> dict[Box, Tensor]:
+        """Read a tensor, and digest its boxes if this is the first time."""
+        with watch.over(f"read {name}", self._last[0]):
+            found = self.read(name)
+        for box, values in found.items():
+            if (name, box) not in stats.digests:
+                stats.digest(name, values, self.metadata[name].shape, box)
+        return found
+
+    def digest_all(self, stats: TransferStats, watch: Watchdog) -> None:
+        """Digest what has not been read yet."""
+        for name, boxes in self.layout.have[self.rank].items():
+            if any((name, box) not in stats.digests for box in boxes):
+                self.digest(name, stats, watch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """``box`` is this rank's to send; it lies in ``of``, which the rank holds."""
+
+    of: Box
+    box: Box
+
+
+class LocalShards:
+    """One rank's part of an update: its boxes, of which replicas each take an equal share."""
+
+    def __init__(self, boxes: LocalBoxes, bucket_bytes: int) -> None:
+        self._boxes = boxes
+        self.layout = boxes.layout.cut(bucket_bytes)
+        most = shard_bytes(bucket_bytes)
+        self._shards = {
+            meta.name: tuple(_shards(meta, boxes, most)) for meta in boxes.layout.metadata
+        }
+
+    def pieces(self) -> Generator[Piece]:
+        """The values of this rank's shards; on all ranks the same tensors, in the same order."""
+        for name in self._shards:
+            yield from self.of(name)
+
+    def of(self, name: str) -> Iterator[Piece]:
+        """Those of one tensor; a rank that has none yields it without values, on "meta"."""
+        meta, shards = self._boxes.metadata[name], self._shards[name]
+        found = self._boxes.read(name) if shards else {}
+        for shard in shards:
+            back = tuple(-start for start in shard.of.starts)
+            values = found[shard.of].detach()[shard.box.shifted(back).slices]
+            yield Piece(name, meta.shape, shard.box, values, last=shard is shards[-1])
+        if not shards:
+            nothing = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            yield Piece(name, meta.shape, Box.full(meta.shape), nothing)
+
+
+def _shards(meta: TensorMeta, boxes: LocalBoxes, most: int) -> Iterator[_Shard]:
+    """What a rank sends of a tensor: its boxes, shared with the ranks that hold them too."""
+    elements = max(1, most // meta.dtype.itemsize)
+    for box, ranks in held(meta.name, boxes.layout.have).items():
+        if boxes.rank in ranks:
+            share = min(elements, -(-box.numel // len(ranks)))
+            for turn, part in enumerate(cut(box, max(1, share))):
+                if ranks[turn % len(ranks)] == boxes.rank:
+                    yield _Shard(box, part)

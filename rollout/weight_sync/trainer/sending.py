@@ -1,0 +1,162 @@
+"""One rank's part of an open update: pieces digested, encoded, packed and sent, then the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from rollout.errors import RolloutError
+from rollout.weight_sync.protocol.codec import (
+    receipt_from_wire,
+    receipt_to_wire,
+    request_from_wire,
+)
+from rollout.weight_sync.protocol.link import WeightLink
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateReceipt
+from rollout.weight_sync.trainer.bucket_sender import (
+    BucketSender,
+    BucketSink,
+    NoSink,
+    ThroughFirst,
+)
+from rollout.weight_sync.trainer.encoder import Encoder
+from rollout.weight_sync.trainer.local_shards import LocalBoxes, LocalShards
+from rollout.weight_sync.trainer.lockstep import Walk, Watchdog
+from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.reshard import BoxSending
+from rollout.weight_sync.trainer.session import UpdatePlan, UpdateSession
+from rollout.weight_sync.trainer.shard_layout import ShardLayout
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.transports.inline import InlineSender
+
+
+class Sending:
+    """``layout``: of the trainer's ranks, where they said what they hold. ``session``: the first
+    rank's, None on the others.
+    """
+
+    def __init__(
+        self, group: RankGroup, source: Incoming, layout: ShardLayout | None, plan: UpdatePlan,
+        session: UpdateSession | None, encoder: Encoder, stats: TransferStats,
+        options: UpdateOptions,
+    ) -> None:  # fmt: skip
+        self._group, self._source, self._plan, self._session = group, source, plan, session
+        self._encoder, self._stats, self._options = encoder, stats, options
+        self._first = None if session is None else session.buckets
+        self._boxes = None if layout is None else LocalBoxes(source, layout, group.rank)
+        self.shards: LocalShards | None = None  # what this rank sends, digests or keeps of those
+        if self._boxes is not None and plan.needs_shards:
+            self.shards = LocalShards(self._boxes, options.bucket_bytes)
+
+    def open_sink(self, connect: Callable[[], WeightLink], stack: ExitStack) -> BucketSink:
+        """Where this rank's pieces go; collective where each rank has a stream of its own."""
+        plan, timeout = self._plan, 2 * self._options.timeout
+        if plan.pieces == "shards" and plan.join is None:
+            return ThroughFirst(
+                self._group,
+                self._first,
+                self._stats,
+                bucket_bytes=self._options.bucket_bytes,
+                timeout=timeout,
+            )
+        sink: BucketSink = self._first or NoSink()
+        if plan.join is not None:
+            failure: RolloutError | None = None
+            try:
+                if self._first is None:
+                    sink = self._join(plan.join, connect, stack)
+            except RolloutError as error:
+                failure = error
+            self._group.vote(failure, timeout, "join")
+        return sink
+
+    def _join(
+        self, join: Mapping[str, Any], connect: Callable[[], WeightLink], stack: ExitStack
+    ) -> BucketSender:
+        link, request = connect(), request_from_wire(join["request"])
+        sender = BucketSender(
+            link.join(request, join["secret"], self._group.rank),
+            InlineSender(),
+            self._stats,
+            bucket_bytes=request.bucket_bytes,
+            timeout=request.timeout,
+            joined=True,
+        )
+        stack.callback(sender.close)
+        return sender
+
+    def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
+        """Collective: every piece, with a vote after each bucket's worth of whole tensors."""
+        gathered, options = self._plan.pieces == "gathered", self._options
+        if gathered and self._first is not None and self._plan.encoding.name == "full":
+            self._source.place_by(self._first.buffer_for)
+        walk = Walk(
+            self._source.pieces() if gathered else self._own.pieces(),
+            self._group,
+            watch,
+            # The first rank may itself wait for the engine's ranks until its deadline.
+            timeout=options.timeout if gathered else 2 * options.timeout,
+            step_bytes=options.bucket_bytes,
+            take=lambda piece: self._send(piece, sink, watch),
+            failed=lambda: sink.failure,
+            after_vote=sink.exchange,
+            phase="gather" if gathered else "read",
+        )
+        try:
+            walk.run(flush=sink.flush)
+        finally:
+            self._stats.gather_seconds += walk.seconds
+
+    def _send(self, piece: Piece, sink: BucketSink, watch: Watchdog) -> None:
+        """Digest, encode and pack one piece; full buckets go on their way."""
+        plan = self._plan
+        gathered = plan.pieces == "gathered"
+        if gathered and plan.own_digests:
+            with watch.over(f"read {piece.name}", piece.name):
+                own = list(self._own.of(piece.name))
+            for part in own:
+                self._stats.digest_piece(part)
+        if piece.values.is_meta:
+            return
+        if gathered and self._session is not None:
+            piece = self._session.gathered(piece)
+        if not gathered or (plan.encoding.name == "delta" and not plan.own_digests):
+            self._stats.digest_piece(piece)  # what is full is digested by the bucket
+        sink.add(piece.name, self._encoder.encode(piece, sink.bucket_bytes))
+
+    def send_boxes(self, rounds: tuple[BucketHeader, ...], watch: Watchdog) -> None:
+        """Collective: this rank's boxes, straight to the engine's ranks, round by round."""
+        assert self._boxes is not None
+        assert self._plan.meet is not None
+        sending = BoxSending(
+            self._boxes, self._group, self._first, self._stats, self._options.timeout, watch
+        )
+        sending.run(rounds, self._plan.meet["offer"])
+
+    def commit(self) -> UpdateReceipt:
+        """Collective: the first rank hears what all have digested and sent, seals and commits."""
+
+        def act() -> UpdateReceipt:
+            assert self._session is not None
+            if not self._plan.own_digests:
+                return self._session.commit(self._stats.by_tensor(), [])
+            reports = self._reports()
+            sent = [report["sent"][1] for report in reports] if self._plan.each_sends else []
+            return self._session.commit(self._stats.add_up(reports), sent)
+
+        if self._plan.own_digests and self._session is None:
+            self._reports()
+        timeout = 4 * self._options.timeout
+        return self._group.first_does(act, timeout, "commit", receipt_to_wire, receipt_from_wire)
+
+    def _reports(self) -> list[dict[str, Any]]:
+        return self._group.collect_rows(self._stats.report(), 2 * self._options.timeout, "digests")
+
+    @property
+    def _own(self) -> LocalShards:
+        assert self.shards is not None, "the plan says that they are needed"
+        return self.shards

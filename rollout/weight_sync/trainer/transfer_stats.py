@@ -1,0 +1,70 @@
+"""What one trainer rank has sent and digested in one update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rollout.kernels import digest
+from rollout.weight_sync.protocol.digests import combine
+from rollout.weight_sync.protocol.messages import BucketHeader
+from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weights import Box, Shape
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counts, seconds and digests; what the seal and the receipt say is from the first rank's."""
+
+    digests: dict[tuple[str, Box], int] = field(default_factory=dict)
+    num_bytes: int = 0  # of the tensors
+    wire_bytes: int = 0
+    num_buckets: int = 0
+    changed: int = 0  # elements sent
+    gather_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    digest_seconds: float = 0.0
+
+    def digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> None:
+        started = time.perf_counter()
+        self.digests[name, box] = digest(values, shape, box)
+        self.digest_seconds += time.perf_counter() - started
+
+    def digest_piece(self, piece: Piece) -> None:
+        """Nothing of one without values: another rank has them."""
+        if not piece.values.is_meta:
+            self.digest(piece.name, piece.values, piece.shape, piece.box)
+
+    def digest_bucket(self, header: BucketHeader, payload: Tensor) -> None:
+        """The digests of a bucket that holds whole tensors and boxes of them, no changes."""
+        for entry in header.entries:
+            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
+            self.digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+
+    def by_tensor(self) -> dict[str, int]:
+        """The digests, added up over the boxes of each tensor."""
+        return combine([self._rows()])
+
+    def report(self) -> dict[str, Any]:
+        """What the first rank has to know of this one, JSON-able."""
+        sent = [self.num_buckets, self.wire_bytes, self.changed]
+        return {"sent": sent, "digests": self._rows()}
+
+    def add_up(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """On the first rank: count what all have sent; the digests of the whole tensors.
+
+        Raises ``ChecksumMismatch`` where two ranks hold the same box with other values.
+        """
+        buckets, wire, changed = zip(*(report["sent"] for report in reports), strict=True)
+        self.num_buckets, self.wire_bytes, self.changed = sum(buckets), sum(wire), sum(changed)
+        return combine([report["digests"] for report in reports])
+
+    def _rows(self) -> list[list[Any]]:
+        return [
+            [name, list(box.starts), list(box.stops), value]
+            for (name, box), value in self.digests.items()
+        ]
