@@ -28,8 +28,8 @@ _numbers = attrgetter(
 _MASK = (1 << 64) - 1
 
 
-def _none() -> Ints:
-    return np.empty(0, np.int64)
+def _no_pairs() -> Ints:
+    return np.empty((0, 2), np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,7 @@ class SamplingMetadata:
     history_rows: Ints  # [penalised]
     history_starts: Ints  # [penalised + 1]
     history_prompts: Ints  # [penalised]
-    allowed_rows: Ints = field(default_factory=_none)  # [allowed]
-    allowed_ids: Ints = field(default_factory=_none)  # [allowed]: all others of the row are masked
+    allowed: Ints = field(default_factory=_no_pairs)  # [pairs, 2]: row, token; mask its others
 
     @property
     def num_sampled(self) -> int:
@@ -76,8 +75,7 @@ class SamplingMetadata:
         """
         params = [s.params for s in drawing]
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
-        edits = _edits(drawing, coming)
-        allowed = [(i, token) for i, p in enumerate(params) for token in p.allowed_token_ids or ()]
+        edits, allowed = _edits(drawing, coming)
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
         history = [drawing[i].token_ids for i in penalised]
         lengths = np.array([0, *map(len, history)], np.int64)
@@ -95,14 +93,13 @@ class SamplingMetadata:
             history_rows=np.array(penalised, np.int64),
             history_starts=np.cumsum(lengths),
             history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
-            allowed_rows=np.array([row for row, _ in allowed], np.int64),
-            allowed_ids=np.array([token for _, token in allowed], np.int64),
+            allowed=np.array(allowed, np.int64).reshape(-1, 2),
         )
 
     @property
     def processed_rows(self) -> tuple[Ints, ...]:
         """The rows that each of the logits processors changes."""
-        return self.allowed_rows, self.edit_rows, self.history_rows
+        return self.allowed[:, 0], self.edit_rows, self.history_rows
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays as tensors that share their memory."""
@@ -120,7 +117,7 @@ class SamplingMetadata:
         drawn = slice(min(start, count), min(stop, count))
         scored = slice(max(start - count, 0), max(stop - count, 0))
         edits = slice(*np.searchsorted(self.edit_rows, (start, stop)))
-        allowed = slice(*np.searchsorted(self.allowed_rows, (start, stop)))
+        allowed = slice(*np.searchsorted(self.allowed[:, 0], (start, stop)))
         first, last = np.searchsorted(self.history_rows, (start, stop))
         starts = self.history_starts[first : last + 1]
         return SamplingMetadata(
@@ -137,14 +134,13 @@ class SamplingMetadata:
             history_rows=self.history_rows[first:last] - start,
             history_starts=starts - starts[0],
             history_prompts=self.history_prompts[first:last],
-            allowed_rows=self.allowed_rows[allowed] - start,
-            allowed_ids=self.allowed_ids[allowed],
+            allowed=self.allowed[allowed] - (start, 0),
         )
 
 
 def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
     """Every logits processor, in order, in place on [S, vocabulary] float32."""
-    if len(sampling.allowed_rows):
+    if len(sampling.allowed):
         _mask_others(values, sampling)
     if len(sampling.edit_rows):
         _add_edits(values, sampling)
@@ -153,11 +149,8 @@ def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
 
 
 def _mask_others(values: Tensor, sampling: SamplingMetadata) -> None:
-    """Minus infinity for every token of a row with ``allowed_ids`` but those."""
-    rows, ids = (
-        torch.from_numpy(column).to(values.device)
-        for column in (sampling.allowed_rows, sampling.allowed_ids)
-    )
+    """Minus infinity for every token of a row in ``allowed`` but those that are there."""
+    rows, ids = torch.from_numpy(sampling.allowed).to(values.device).unbind(1)
     kept = values[rows, ids]
     values[rows] = float("-inf")
     values[rows, ids] = kept
@@ -200,13 +193,20 @@ def _penalise(values: Tensor, sampling: SamplingMetadata) -> None:
     values.view(-1)[index] = score - torch.from_numpy(minus).to(device)
 
 
-def _edits(drawing: list[Sequence], coming: int) -> list[tuple[int, int, float]]:
-    """(row, token, added to its logit): stops that come too early, and logit_bias."""
+def _edits(
+    drawing: list[Sequence], coming: int
+) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
+    """(row, token, added to its logit): stops that come too early, and logit_bias; and (row, token)
+    of those that are allowed alone.
+    """
     edits: list[tuple[int, int, float]] = []
+    allowed: list[tuple[int, int]] = []
     for row, sequence in enumerate(drawing):
         params = sequence.params
-        if params.min_tokens > sequence.output_len + coming:
+        if params.min_tokens and params.min_tokens > sequence.output_len + coming:
             edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
         if params.logit_bias:
             edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
-    return edits
+        if params.allowed_token_ids:
+            allowed += [(row, token) for token in params.allowed_token_ids]
+    return edits, allowed
