@@ -10,9 +10,15 @@ from torch import Tensor
 
 from rollout.models.slot_io import SlotIO, read_box
 from rollout.models.weight_table import WeightTable
-from rollout.weights import Box, LazyTensor, SparsePatch, TensorPiece, WeightSlot, WeightValue
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from rollout.weights import (
+    INTEGERS,
+    Box,
+    LazyTensor,
+    SparsePatch,
+    TensorPiece,
+    WeightSlot,
+    WeightValue,
+)
 
 
 class AliasCheck:
@@ -92,6 +98,6 @@ class AliasCheck:
 
 def same_bits(live: Tensor, sent: Tensor) -> bool:
     """Whether ``sent``, cast to the dtype of ``live``, has its bits."""
-    bits = _BITS[live.dtype.itemsize]
+    bits = INTEGERS[live.dtype.itemsize]
     sent = sent.to(device=live.device, dtype=live.dtype)
     return torch.equal(live.contiguous().view(bits), sent.contiguous().view(bits))

@@ -45,7 +45,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import asked, ways
 from rollout.weight_sync.transports.base import Holding, Opening, Sender, Transport
 from rollout.weight_sync.transports.p2p import outgoing
-from rollout.weights import Box
+from rollout.weights import INTEGERS, Box
 
 PHASES = ("gather", "connect", "bucket", "seal", "commit")
 _BYTES = ("flip", "drop", "duplicate", "reorder", "truncate", "dtype", "shape")  # of a bucket
@@ -56,7 +56,6 @@ _ON_CHANNEL: Mapping[str, tuple[str, ...]] = {
     "seal": ("flip", "drop", "duplicate"),
     "commit": ("drop", "duplicate"),
 }
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAST = 0.5  # seconds beyond the update's timeout that a stalled sender sleeps
 
 
@@ -438,7 +437,7 @@ def _misdescribed(header: BucketHeader, kind: str) -> BucketHeader:
 def _misnamed(entries: tuple[BucketEntry, ...], kind: str) -> tuple[BucketEntry, ...]:
     first = entries[0]
     if kind == "dtype":
-        wrong = replace(first, dtype=_INTEGERS[first.dtype.itemsize])
+        wrong = replace(first, dtype=INTEGERS[first.dtype.itemsize])
     else:
         wrong = _misshapen(first)
     return (wrong, *entries[1:])

@@ -4,6 +4,7 @@ from rollout.weights.box import Box, Shape
 from rollout.weights.layouts import PLAIN, Layout, PlainLayout, TileLayout
 from rollout.weights.slots import (
     CASTABLE,
+    INTEGERS,
     LazyTensor,
     SparsePatch,
     TensorMeta,
@@ -14,6 +15,7 @@ from rollout.weights.slots import (
 
 __all__ = [
     "CASTABLE",
+    "INTEGERS",
     "PLAIN",
     "Box",
     "Layout",

@@ -14,6 +14,9 @@ from rollout.weights.box import Box, Shape
 #: dtypes that become one another by a cast; quantised floats (float8) mean nothing without scales
 CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
+#: integers of as many bytes as an element has: what its bits are compared and moved as
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:

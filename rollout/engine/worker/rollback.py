@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rollout.models.model import Model
 from rollout.models.patch_journal import CHUNK
+from rollout.weights import INTEGERS
 
 UNDO = ("shadow", "sparse", "host")
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ def _to_host(x: Tensor) -> Tensor:
 def _compared(old: Tensor, new: Tensor) -> _Piece:
     """The piece that makes ``new`` into ``old``, at its shorter."""
     new = new.to(old.device)
-    bits = _BITS[old.dtype.itemsize]
+    bits = INTEGERS[old.dtype.itemsize]
     positions = (old.view(bits) != new.view(bits)).nonzero().view(-1)
     if len(positions) * (4 + old.dtype.itemsize) >= old.nbytes:
         return _Piece(None, _to_host(old))

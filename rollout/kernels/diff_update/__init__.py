@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.op import op
+from rollout.weights import INTEGERS
 
 _CHUNK = 1 << 22  # elements compared at once, so that temporaries stay small
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @op
@@ -17,7 +17,7 @@ def diff_update(copy: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor] |
     None when more than ``most`` differ; the copy is brought up all the same. Both tensors:
     contiguous, of equal dtype and shape; the dtype has 1, 2, 4 or 8 bytes.
     """
-    kind = _INTEGERS[new.dtype.itemsize]
+    kind = INTEGERS[new.dtype.itemsize]
     before, after = copy.view(-1).view(kind), new.reshape(-1).view(kind)
     found: list[Tensor] = []
     count = 0

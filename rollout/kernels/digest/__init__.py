@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.op import op
-from rollout.weights import Box, Shape
+from rollout.weights import INTEGERS, Box, Shape
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # as int64, which wraps
 _LOW = (1 << 32) - 1
 _CHUNK = 1 << 20  # elements whose int64 temporaries are alive at once
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 #: the bits that NaN and infinity have all of, by dtype
@@ -48,8 +47,8 @@ def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None =
     """
     assert tuple(values.shape) == box.shape, f"values {values.shape} do not fill {box}"
     assert box.fits(shape)
-    assert values.dtype.itemsize in _INTEGERS
-    bits = values.detach().view(_INTEGERS[values.dtype.itemsize])
+    assert values.dtype.itemsize in INTEGERS
+    bits = values.detach().view(INTEGERS[values.dtype.itemsize])
     exponent = EXPONENTS.get(values.dtype)
     total = 0
     for part, at in _pieces(bits, box):
