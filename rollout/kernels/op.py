@@ -12,6 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 from torch import Tensor
 
 from rollout.kernels.gpu_support import triton_runs
+from rollout.kernels.native import library
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,12 +80,11 @@ class Op(Generic[P, R]):
     def _find(self, device: str) -> Callable[P, R] | None:
         on_gpu = device == "cuda"
         module = f"{self._package}.{'gpu' if on_gpu else device}"
-        if importlib.util.find_spec(module) is None or (on_gpu and not triton_runs()):
+        if importlib.util.find_spec(module) is None:
             return None
-        backend: Any = importlib.import_module(module)
-        if not on_gpu and not backend.available():
+        if not (triton_runs() if on_gpu else library() is not None):
             return None
-        return cast("Callable[P, R]", getattr(backend, self.name))
+        return cast("Callable[P, R]", getattr(importlib.import_module(module), self.name))
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rollout.kernels import batch_invariant_attention, paged_attention
 from rollout.kernels.linear import cpu as linear
-from rollout.kernels.native import entry
+from rollout.kernels.native import entry, library
 from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention.cpu import takes_heads
 from rollout.models.blocks import DecoderBlock, GatedMLP
@@ -56,7 +56,7 @@ class NativeBlocks:
         fits = (
             build.device.type == "cpu"
             and build.dtype == torch.bfloat16
-            and linear.available()
+            and library() is not None
             and takes_heads(config.num_heads, config.num_kv_heads, config.head_dim)
             and inner % linear.TILE_ROWS == 0
             and len(blocks) > 0

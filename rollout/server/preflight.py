@@ -14,7 +14,7 @@ from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.kernels.native import native_status
+from rollout.kernels.native import library, native_status
 from rollout.loader import open_checkpoint, resolve_model
 from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
@@ -119,7 +119,9 @@ def _kernels() -> str:
     from rollout.kernels.linear import cpu
 
     status = native_status()
-    return f"{status}; {cpu.LEVELS[cpu.level()]} in linear layers" if cpu.available() else status
+    if library() is None:
+        return status
+    return f"{status}; {cpu.LEVELS[cpu.level()]} in linear layers"
 
 
 def _headers(directory: str | Path) -> tuple[TensorMeta, ...]:

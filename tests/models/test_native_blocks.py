@@ -13,13 +13,13 @@ from tiny_models import write_tiny
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
-from rollout.kernels.linear import cpu as linear
+from rollout.kernels.native import library
 from rollout.kernels.op import watch_ops
 from rollout.models.causal_lm import CausalLM
 from rollout.models.config import ModelConfig
 from rollout.models.native_blocks import NativeBlocks
 
-pytestmark = pytest.mark.skipif(not linear.available(), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
 
 STEPS = [[7, 3, 20], [1, 0, 1], [0, 3, 5], [1, 0, 1], [1, 0, 6]]
 SHAPES: dict[str, dict[str, Any]] = {

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.add_rms_norm import add_rms_norm as op
-from rollout.kernels.native import BF16, entry, library
-
-
-def available() -> bool:
-    return library() is not None
+from rollout.kernels.native import BF16, entry
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,8 @@ from torch import Tensor
 
 from rollout.kernels.batch_invariant_linear import batch_invariant_linear as op
 from rollout.kernels.linear import cpu as tiles
-from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native import BF16, entry
 from rollout.weights import Box, Layout
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def batch_invariant_linear(

@@ -4,17 +4,13 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.copy_into_box import copy_into_box as op
-from rollout.kernels.native import address, entry, library
+from rollout.kernels.native import address, entry
 from rollout.kernels.nontemporal_copy import nontemporal_copy
 from rollout.kernels.nontemporal_copy.cpu import LEAST
 from rollout.weights import Box, Layout, PlainLayout, Shape, TileLayout
 
 _LINE = 64  # bytes
 _ROWS = 16  # of a tile, as C has it
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def copy_into_box(storage: Tensor, shape: Shape, box: Box, value: Tensor, layout: Layout) -> None:

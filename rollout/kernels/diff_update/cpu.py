@@ -3,11 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import address, entry, library
-
-
-def available() -> bool:
-    return library() is not None
+from rollout.kernels.native import address, entry
 
 
 def diff_update(copy: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor] | None:

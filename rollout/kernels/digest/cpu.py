@@ -7,14 +7,10 @@ from torch import Tensor
 
 from rollout.kernels.digest import EXPONENTS
 from rollout.kernels.digest.strides import Dim, collapse, offsets, row_major
-from rollout.kernels.native import address, entry, library
+from rollout.kernels.native import address, entry
 from rollout.weights import Box, Shape
 
 TILE_ROWS = 16
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None = None) -> int:

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.filter_logits import filter_logits as op
-from rollout.kernels.native import BF16, entry, library
-
-
-def available() -> bool:
-    return library() is not None
+from rollout.kernels.native import BF16, entry
 
 
 def filter_logits(

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.gap_codes import MOST, WIDTHS
-from rollout.kernels.native import entry, library
-
-
-def available() -> bool:
-    return library() is not None
+from rollout.kernels.native import entry
 
 
 def encode_gaps(positions: Tensor) -> tuple[Tensor, int]:

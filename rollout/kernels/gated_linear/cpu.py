@@ -9,10 +9,6 @@ from rollout.kernels.silu_mul import silu_mul
 from rollout.weights import Layout
 
 
-def available() -> bool:
-    return cpu.available()
-
-
 def gated_linear(
     x: Tensor,
     storage: Tensor,

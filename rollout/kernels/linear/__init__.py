@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.kernels.native import library
 from rollout.kernels.op import op
 from rollout.weights import Box, Layout
 
@@ -31,4 +32,4 @@ def reads_tiles(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     from rollout.kernels.linear import cpu
 
-    return cpu.available() and (cpu.level() > 0 or cpu.vector_width() >= cpu.AVX2_WIDTH)
+    return library() is not None and (cpu.level() > 0 or cpu.vector_width() >= cpu.AVX2_WIDTH)

@@ -9,16 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.kernels.linear import linear as op
-from rollout.kernels.native import entry, library
+from rollout.kernels.native import entry
 from rollout.weights import Layout, TileLayout
 
 TILE_ROWS = 16
 AVX2_WIDTH = 8
 LEVELS = ("plain vectors", "AVX512-BF16 dot products", "AMX tiles")  # by ``level``
-
-
-def available() -> bool:
-    return library() is not None
 
 
 @functools.cache

@@ -3,15 +3,11 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import address, entry, library
+from rollout.kernels.native import address, entry
 from rollout.kernels.nontemporal_copy import nontemporal_copy as op
 
 LEAST = 1 << 20  # bytes; less than this stays in a cache
 _LEAST_ROW = 1 << 10
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def nontemporal_copy(into: Tensor, values: Tensor) -> Tensor:

@@ -5,15 +5,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native import BF16, entry
 from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention import paged_attention as op
 
 MAX_DIM, MAX_GROUP = 256, 64  # head dimension, query heads of a KV head: MAX_DIM, ROWS there
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:

@@ -3,12 +3,8 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native import BF16, entry
 from rollout.kernels.rms_norm import rms_norm as op
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

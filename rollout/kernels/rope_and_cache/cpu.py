@@ -5,13 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native import BF16, entry
 from rollout.kernels.native.prototypes import structure
 from rollout.kernels.rope_and_cache import rope_and_cache as op
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def rope_and_cache(

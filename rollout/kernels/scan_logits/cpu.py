@@ -3,13 +3,9 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native import BF16, entry
 from rollout.kernels.scan_logits import SEGMENT
 from rollout.kernels.scan_logits import scan_logits as op
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def scan_logits(

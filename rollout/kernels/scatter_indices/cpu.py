@@ -3,14 +3,10 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import entry, library
+from rollout.kernels.native import entry
 from rollout.kernels.scatter_indices import scatter_indices as op
 from rollout.weights import Box, Layout, PlainLayout, Shape, TileLayout, WeightSlot
 from rollout.weights.positions import Kept
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def scatter_indices(

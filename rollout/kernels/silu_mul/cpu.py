@@ -3,12 +3,8 @@
 import torch
 from torch import Tensor
 
-from rollout.kernels.native import BF16, entry, library
+from rollout.kernels.native import BF16, entry
 from rollout.kernels.silu_mul import silu_mul as op
-
-
-def available() -> bool:
-    return library() is not None
 
 
 def silu_mul(x: Tensor) -> Tensor:
