@@ -24,6 +24,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,18 @@ from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_from_proto, stats_from_json
 from rollout.rpc.services import ControlStub, WeightSyncStub
 from rollout.rpc.status import error_from_rpc, is_typed
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import check_header, check_size, unpack
+from rollout.weight_sync.protocol.messages import (
+    Begun,
+    BucketHeader,
+    Seal,
+    UpdateReceipt,
+    UpdateRequest,
+    WeightInfo,
+)
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.wire import frames
+from rollout.wire.codec import from_json, from_plain, parsed, to_plain
 
 LIMIT = 20.0  # seconds in which everything is answered
 HELD = 90.0  # seconds after which no update is held any more
@@ -155,7 +164,7 @@ def readers(servers: Servers) -> dict[str, Target]:
     """What is read without a server between: by clients, by ranks, by transports."""
     info = WeightSyncStub(servers.channel).Info(pb.WeightInfoRequest(), metadata=servers.metadata)
     stats = ControlStub(servers.channel).Stats(pb.StatsRequest(), metadata=servers.metadata)
-    receipt = update_wire.receipt_to_wire(servers.engine.update_weights(dict(servers.weights)))
+    receipt = to_plain(servers.engine.update_weights(dict(servers.weights)))
     output = servers.engine.generate([[5, 6]], GREEDY)[0]
 
     def named(read: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -166,13 +175,13 @@ def readers(servers: Servers) -> dict[str, Target]:
         return run
 
     def header(data: bytes) -> None:
-        parsed = update_wire.header_from_wire(update_wire.parsed(data))
+        parsed = from_json(BucketHeader, data)
         check_header(parsed)
         check_size(parsed, 1 << 20)
         list(unpack(parsed, torch.zeros(16, dtype=torch.uint8), sparse=True))
 
     def form(parse: Callable[[Any], Any]) -> Callable[[bytes], None]:
-        return named(lambda data: parse(update_wire.parsed(data)))
+        return named(lambda data: parse(parsed(data)))
 
     docs = made.documents
     begun = {
@@ -182,11 +191,11 @@ def readers(servers: Servers) -> dict[str, Target]:
     outputs = [_proto(output).SerializeToString()]
     return {
         "bucket header": (docs(made.HEADER), named(header)),
-        "update request": (docs(made.REQUEST), form(update_wire.request_from_wire)),
-        "seal": (docs(made.SEAL), form(update_wire.seal_from_wire)),
-        "begun": (docs(begun), form(update_wire.begun_from_wire)),
-        "receipt": (docs(receipt), form(update_wire.receipt_from_wire)),
-        "weight info": (docs(json.loads(info.json)), form(update_wire.info_from_wire)),
+        "update request": (docs(made.REQUEST), form(UpdateRequest.read)),
+        "seal": (docs(made.SEAL), form(partial(from_plain, Seal))),
+        "begun": (docs(begun), form(partial(from_plain, Begun))),
+        "receipt": (docs(receipt), form(partial(from_plain, UpdateReceipt))),
+        "weight info": (docs(json.loads(info.json)), form(partial(from_plain, WeightInfo))),
         "options": (docs(made.OPTIONS), form(UpdateOptions.on_server)),
         "stats": (docs(json.loads(stats.json)), named(stats_from_json)),
         "output": (st.sampled_from(outputs).flatmap(made.changed), named(_read_output)),

@@ -14,7 +14,6 @@ import torch
 from hypothesis import strategies as st
 
 from rollout.rpc import rollout_pb2 as pb
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import (
     BucketEntry,
     BucketHeader,
@@ -23,6 +22,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weights import Box
+from rollout.wire.codec import to_plain
 
 LARGE = [1 << 31, 1 << 53, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, -(1 << 63), -(1 << 63) - 1]
 WORDS = ["float32", "bfloat16", "x", "inline", "broadcast", "ipc", "full", "delta", "keep", "wait"]
@@ -141,11 +141,9 @@ QUERIES: Mapping[str, Mapping[str, list[str]]] = {
 TIMEOUTS = ["0.2", "0", "-1", "nan", "inf", "1e300", "x", ""]
 
 ENTRY = BucketEntry("x", torch.float32, (2, 2), Box.full((2, 2)), 0, 16)
-HEADER = update_wire.header_to_wire(BucketHeader(0, (ENTRY,), 16))
-REQUEST = update_wire.request_to_wire(
-    UpdateRequest(update_id="u", bucket_bytes=1 << 10, timeout=0.2)
-)
-SEAL = update_wire.seal_to_wire(Seal(num_buckets=1, digests={"x": 1}))
+HEADER = to_plain(BucketHeader(0, (ENTRY,), 16))
+REQUEST = to_plain(UpdateRequest(update_id="u", bucket_bytes=1 << 10, timeout=0.2))
+SEAL = to_plain(Seal(num_buckets=1, digests={"x": 1}))
 OPTIONS = UpdateOptions(timeout=0.5).to_server()
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollout import kernels
-from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.distributed import Rendezvous, RendezvousServer, TensorParallel, join_group
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
@@ -30,7 +30,7 @@ from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model as Instance
-from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
+from rollout.wire.codec import from_plain, to_plain
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -363,7 +363,7 @@ def nccl_run(report: Any) -> None:
     backend, size = ("nccl", torch.cuda.device_count()) if CUDA else ("gloo", 2)
     server = RendezvousServer(size, backend)
     try:
-        where = rendezvous_to_wire(server.info)
+        where = to_plain(server.info)
         others = [_start("rank", {"where": where, "rank": rank}) for rank in range(1, size)]
         rate = collective_rank(where, 0)
         for other in others:
@@ -378,7 +378,7 @@ def collective_rank(where: Any, rank: int) -> float:
     device = torch.device("cuda", rank) if CUDA else DEVICE
     if CUDA:
         torch.cuda.set_device(device)
-    group = join_group(rendezvous_from_wire(where), rank, 30.0)
+    group = join_group(from_plain(Rendezvous, where), rank, 30.0)
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     data = torch.full(((1 << 28) if CUDA else 1 << 12,), rank, dtype=torch.uint8, device=device)

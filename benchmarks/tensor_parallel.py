@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 import torch
 from stepping import BLOCK, Decoding, running
 
-from rollout.distributed import RendezvousServer, join_group
+from rollout.distributed import Rendezvous, RendezvousServer, join_group
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, create_shared, share_memory
-from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
+from rollout.wire.codec import from_plain, to_plain
 
 SIZES = [1 << k for k in range(10, 24)]
 
@@ -65,7 +65,7 @@ def run_ranks(size: int, rounds: int) -> None:
     if fd is None:
         raise SystemExit("this machine has no anonymous shared memory")
     server = RendezvousServer(size, "gloo")
-    where = json.dumps(rendezvous_to_wire(server.info))
+    where = json.dumps(to_plain(server.info))
     command = [sys.executable, __file__, "reduce", "--ranks", str(size), "--rounds", str(rounds)]
     ranks = [
         subprocess.Popen([*command, "--rank", str(fd), str(rank), where], pass_fds=(fd,))
@@ -81,7 +81,7 @@ def run_ranks(size: int, rounds: int) -> None:
 def measure_reductions(size: int, rounds: int, fd: str, rank: str, where: str) -> None:
     """One rank's part: both groups by turns, the same number of times on every rank."""
     torch.set_num_threads(1)
-    sockets = join_group(rendezvous_from_wire(json.loads(where)), int(rank), 60.0)
+    sockets = join_group(from_plain(Rendezvous, json.loads(where)), int(rank), 60.0)
     memory = share_memory(sockets, int(fd), int(rank), size, 60.0)
     if memory is sockets:
         raise SystemExit("the ranks share no memory here: is there a C compiler?")

@@ -27,7 +27,6 @@ from rollout.rpc.convert import Messages
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.engine.vllm_session import VerbSession
-from rollout.weight_sync.protocol.codec import meta_from_wire
 from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
     UpdateRequest,
@@ -37,6 +36,8 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink, publish
 from rollout.weight_sync.transports import nearest_first
 from rollout.weight_sync.versions.follower import readable
+from rollout.weights import TensorMeta
+from rollout.wire.codec import from_plain
 from rollout.wire.version import ServerInfo
 
 
@@ -218,7 +219,7 @@ class EmbeddedBackend:
         reply, _ = self.core.call("weight_info", {})[0].result(self.config.start_timeout)
         self._coordinator = Coordinator(
             self.core,
-            metadata=[meta_from_wire(row) for row in reply["tensors"]],
+            metadata=[from_plain(TensorMeta, row) for row in reply["tensors"]],
             aliases=reply["aliases"],
             device=str(self.core.rank_info[0]["device"]),
             devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),

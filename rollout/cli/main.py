@@ -33,7 +33,7 @@ from rollout.cli.plan import add_plan
 from rollout.cli.serve import add_serve
 from rollout.cli.tables import print_table
 from rollout.errors import ConfigError, RolloutError
-from rollout.weight_sync.protocol.codec import receipt_to_wire
+from rollout.wire.codec import to_plain
 
 if TYPE_CHECKING:
     from rollout.weight_sync.protocol.messages import UpdateReceipt
@@ -281,7 +281,7 @@ def info(args: argparse.Namespace) -> int:
     }
     if args.json:
         told = {name.replace(" ", "_"): value for name, value in facts.items()}
-        print(json.dumps({**told, "receipts": [receipt_to_wire(r) for r in receipts]}))
+        print(json.dumps({**told, "receipts": [to_plain(r) for r in receipts]}))
         return 0
     facts["memory"] = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in weights.memory.items())
     rows = [(name, "-" if value is None else value) for name, value in facts.items()]

@@ -26,8 +26,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
+from rollout.wire.codec import Text
 
 LOOPBACK = "127.0.0.1"
 
@@ -45,11 +49,11 @@ _LOOK = 0.2  # seconds between looks at whether it has been closed
 class Rendezvous:
     """Where the members of a group meet: plain values that travel over the control channel."""
 
-    host: str
-    port: int
-    secret: str = field(repr=False)
-    size: int
-    backend: str  # tcp: sockets of ours | gloo | nccl
+    host: Text
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    secret: Text = field(repr=False)
+    size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    backend: Text  # tcp: sockets of ours | gloo | nccl
 
 
 class Door:

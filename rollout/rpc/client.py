@@ -36,8 +36,8 @@ from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.wire.codec import from_json
 from rollout.wire.version import (
     PROTOCOL,
     PROTOCOL_KEY,
@@ -179,7 +179,7 @@ class RolloutClient:
             reply = WeightSyncStub(self._sync_channel()).Info(
                 pb.WeightInfoRequest(), timeout=self.timeout, metadata=self._metadata
             )
-        return update_wire.info_from_wire(update_wire.parsed(reply.json))
+        return from_json(WeightInfo, reply.json)
 
     @property
     def local_address(self) -> str:
@@ -215,7 +215,7 @@ class RolloutClient:
                 timeout=max(MAX_READ, 10 * options.timeout),  # each wait there has its own limit
                 metadata=self._metadata,
             )
-        receipt = update_wire.receipt_from_wire(update_wire.parsed(reply.json))
+        receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=options.partial)
         return receipt
 
@@ -226,7 +226,7 @@ class RolloutClient:
                 timeout=3 * timeout + 1,  # it takes the lease, then a step boundary
                 metadata=self._metadata,
             )
-        receipt = update_wire.receipt_from_wire(update_wire.parsed(reply.json))
+        receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=True)
         return receipt
 
@@ -242,10 +242,7 @@ class RolloutClient:
             reply = WeightSyncStub(self._sync_channel()).Receipts(
                 pb.ReceiptsRequest(), timeout=self.timeout, metadata=self._metadata
             )
-        return tuple(
-            update_wire.receipt_from_wire(update_wire.parsed(document.json))
-            for document in reply.receipts
-        )
+        return tuple(from_json(UpdateReceipt, document.json) for document in reply.receipts)
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Take note of a commit this client has seen; a full one makes a new epoch acceptable."""

@@ -22,7 +22,6 @@ from rollout.generation import (
 )
 from rollout.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc import rollout_pb2 as pb
-from rollout.weight_sync.protocol.codec import parsed
 from rollout.wire.version import ServerInfo
 
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": ..., "content": ...}
@@ -129,14 +128,14 @@ def stats_to_json(stats: EngineStats) -> bytes:
 
 def stats_from_json(data: bytes) -> EngineStats:
     """Raises ``TransferFailed`` for what ``stats_to_json`` has not written."""
-    values = parsed(data)
     try:
+        values = json.loads(data)
         for name, value in values.items():
             if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
                 bounds, counts = tuple(value["bounds"]), tuple(value["counts"])
                 values[name] = HistogramSnapshot(bounds, counts, value["total"])
         return EngineStats(**values)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise TransferFailed(f"these are no figures of an engine: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -18,7 +17,6 @@ from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import UPDATE, command_to_wire
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -27,6 +25,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
     UpdateRequest,
 )
+from rollout.wire.codec import from_json, to_json
 from rollout.wire.frames import tensor_bytes
 
 GRACE = 1.0  # seconds a reply may be later than the server's own deadline
@@ -84,9 +83,9 @@ class GrpcWeightChannel:
         if request.partial:
             self._check_partial()
         self._open(request)
-        self._send(begin=_document(update_wire.request_to_wire(request)))
+        self._send(begin=_document(request))
         event = self._reply("begun", request.timeout + GRACE)
-        begun = update_wire.begun_from_wire(update_wire.parsed(event.json))
+        begun = from_json(Begun, event.json)
         self._begun = True
         return begun
 
@@ -108,7 +107,7 @@ class GrpcWeightChannel:
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         self._raise_early()
-        head = json.dumps(update_wire.header_to_wire(header)).encode()
+        head = to_json(header)
         if payload is None:
             self._send(bucket=pb.Bucket(header_json=head))
             return
@@ -134,7 +133,7 @@ class GrpcWeightChannel:
                 "resent_buckets": str(self._outbox.resent_buckets),
             }
             seal = replace(seal, details={**seal.details, **resent})
-        self._send(seal=_document(update_wire.seal_to_wire(seal)))
+        self._send(seal=_document(seal))
         self._reply("sealed", 2 * self._timeout + GRACE)  # the last buckets, then the vote
         self._ended = self._joined
 
@@ -143,7 +142,7 @@ class GrpcWeightChannel:
         self._send(commit=pb.Commit())
         # Draining, a boundary, and the commit itself or going back from it have deadlines there.
         event = self._reply("receipt", 6 * self._timeout + GRACE)
-        receipt = update_wire.receipt_from_wire(update_wire.parsed(event.json))
+        receipt = from_json(UpdateReceipt, event.json)
         self._ended = True
         self._committed(receipt, partial=self._request.partial)
         return receipt
@@ -289,5 +288,5 @@ class GrpcWeightChannel:
             self._reply("nothing", 0.0, "bucket")
 
 
-def _document(wire: Any) -> Any:
-    return pb.WeightDocument(json=json.dumps(wire, separators=(",", ":")).encode())
+def _document(noun: Any) -> Any:
+    return pb.WeightDocument(json=to_json(noun))

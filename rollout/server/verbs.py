@@ -18,10 +18,10 @@ from rollout.weight_sync.engine.vllm_session import (
     Packing,
     VerbSession,
 )
-from rollout.weight_sync.protocol.codec import receipt_to_wire
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
+from rollout.wire.codec import to_plain
 from rollout.wire.frames import DTYPES
 
 T = TypeVar("T", bound=BaseModel)
@@ -157,7 +157,7 @@ class Verbs:
             "message": "Weight update finished",
             "version": receipt.version,
             "weight_version": receipt.label or str(receipt.version),
-            "receipt": receipt_to_wire(receipt),
+            "receipt": to_plain(receipt),
         }
 
     async def abort(self, body: AbortBody) -> Document:

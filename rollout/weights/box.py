@@ -8,7 +8,9 @@ from math import prod
 
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from rollout.wire.codec import Dims
+
+Shape = Dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.weights.box import Box, Shape
+from rollout.wire.codec import Text
 
 #: dtypes that become one another by a cast; quantised floats (float8) mean nothing without scales
 CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -22,7 +23,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class TensorMeta:
     """Name, dtype and shape of one checkpoint tensor, without its values."""
 
-    name: str
+    name: Text
     dtype: torch.dtype
     shape: Shape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL = 3  # of the gRPC services and the documents in them; peers must have the same
+PROTOCOL = 4  # of the gRPC services and the documents in them; peers must have the same
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its own
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.rpc.chunks import UPDATE
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import unpack
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
 from rollout.wire import frames
+from rollout.wire.codec import from_plain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -28,9 +30,9 @@ from fuzz_messages import HEADER, REQUEST, SEAL, mangled, update_streams, values
 QUICK = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 FORMS = {
-    "header": (update_wire.header_from_wire, HEADER),
-    "request": (update_wire.request_from_wire, REQUEST),
-    "seal": (update_wire.seal_from_wire, SEAL),
+    "header": (partial(from_plain, BucketHeader), HEADER),
+    "request": (UpdateRequest.read, REQUEST),
+    "seal": (partial(from_plain, Seal), SEAL),
 }
 
 

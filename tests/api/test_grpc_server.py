@@ -1,6 +1,5 @@
 """The server's doors: ports, tokens, health, reflection, and clients that find nobody."""
 
-import json
 import logging
 import socket
 import threading
@@ -22,8 +21,8 @@ from rollout.rpc.services import GenerationStub
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
 from rollout.server.grpc.interceptors import refusing
-from rollout.weight_sync.protocol.codec import request_to_wire
 from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.wire.codec import to_json
 
 ONE = SamplingParams(max_tokens=1)
 SETTINGS = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
@@ -217,7 +216,7 @@ def test_a_held_update_ends_with_a_client_that_says_no_more(engine, eventually, 
     request = UpdateRequest(
         update_id="u", bucket_bytes=1 << 10, timeout=5.0, offer={"grace": 0.5, "senders": 2}
     )
-    begin = json.dumps(request_to_wire(request)).encode()
+    begin = to_json(request)
     command = pb.UpdateCommand(begin=pb.WeightDocument(json=begin)).SerializeToString()
     begun = threading.Event()
 

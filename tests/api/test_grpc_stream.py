@@ -120,7 +120,7 @@ import sys, time
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 channel = RolloutClient(sys.argv[1]).open()
-offer = {"grace": 1.5}
+offer = {"grace": 1.5, "senders": 1}
 channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0, offer=offer))
 print("begun", flush=True)
 time.sleep(60)
@@ -143,9 +143,12 @@ def test_a_client_that_dies_holds_the_lease_for_its_grace_alone(engine, process,
 def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):
     client, other = RolloutClient(engine.address), RolloutClient(engine.address)
     channel = client.open()
-    channel.begin(request(update_id="mine", offer={"grace": 30.0}))
+    channel.begin(request(update_id="mine", offer={"grace": 30.0, "senders": 1}))
     thief = other.open()
-    thief._request, thief._secret = request(update_id="mine", offer={"grace": 30.0}), "guessed"
+    thief._request, thief._secret = (
+        request(update_id="mine", offer={"grace": 30.0, "senders": 1}),
+        "guessed",
+    )
     calls = thief._update(thief._going_on(0))
     with pytest.raises(Exception, match="is not held here"):
         next(calls)
@@ -162,7 +165,7 @@ def test_an_endless_grace_is_refused(engine, other_weights):
             client.update_weights(other_weights, transport=GrpcStream(61))
         channel = RolloutClient(engine.address).open()
         with pytest.raises(ConfigError, match="grace"):
-            channel.begin(request(offer={"grace": 1e6}))
+            channel.begin(request(offer={"grace": 1e6, "senders": 1}))
     assert engine.weight_info().state == "idle"
 
 
@@ -209,7 +212,7 @@ def test_a_stuck_bucket_ends_at_the_deadline_of_its_wait(engine, eventually):
     with Proxy(engine.address) as proxy:
         client = RolloutClient(proxy.address)
         channel = client.open()
-        channel.begin(request(offer={"grace": 1.0}))
+        channel.begin(request(offer={"grace": 1.0, "senders": 1}))
         proxy.silent = True
         channel.bucket(BucketHeader(0, (), 4), torch.zeros(4, dtype=torch.uint8))
         with pytest.raises(TimeoutError):
@@ -246,7 +249,7 @@ def test_a_delta_for_another_base_is_refused_on_both_sides(engine, client, other
     channel = weights.open()
     base = (engine.weight_info().epoch, live + 3)
     with pytest.raises(VersionConflict, match=r"built on \(epoch, version\)"):
-        channel.begin(request(encoding="delta", base=base, offer={"grace": 5.0}))
+        channel.begin(request(encoding="delta", base=base, offer={"grace": 5.0, "senders": 1}))
     assert (engine.weight_version, engine.weight_info().state) == (live, "idle")
     # A sender that meets this goes full by itself: another one committed meanwhile.
     kinds = [

@@ -22,9 +22,8 @@ from rollout.rpc.services import (
     add_service,
 )
 from rollout.rpc.status import error_from_rpc
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.weight_sync.transports.group import group_offer
+from rollout.wire.codec import to_plain
 from rollout.wire.version import PROTOCOL, PROTOCOL_KEY
 
 OTHER = PROTOCOL + 1
@@ -90,9 +89,9 @@ def request(**fields) -> UpdateRequest:
 def test_an_update_of_another_protocol_is_refused_before_the_lease(engine):
     for theirs, said in (
         ({"protocol": OTHER}, f"this side version {PROTOCOL}"),
-        ({}, "'protocol'"),
+        ({}, "protocol"),
     ):
-        wire = update_wire.request_to_wire(request())
+        wire = to_plain(request())
         del wire["protocol"]
         begin = rollout_pb2.WeightDocument(json=json.dumps({**wire, **theirs}).encode())
         commands = [rollout_pb2.UpdateCommand(begin=begin)]
@@ -122,6 +121,6 @@ def test_a_group_of_another_size_is_refused_before_anyone_waits_in_it(engine, cl
     where = Rendezvous("127.0.0.1", 1, "secret", size, "tcp")
     channel = client._async.backend.open()
     with soon(), pytest.raises(ConfigError, match=f"has {size} places"):
-        channel.begin(request(transport="broadcast", offer=group_offer(where)))
+        channel.begin(request(transport="broadcast", offer={"rendezvous": to_plain(where)}))
     channel.close()
     assert engine.weight_info().state == "idle"

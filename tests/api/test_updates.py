@@ -25,8 +25,8 @@ from rollout.rpc import rollout_pb2
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.services import WeightSyncStub
 from rollout.rpc.status import error_from_rpc
-from rollout.weight_sync.protocol import codec as update_wire
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
+from rollout.wire.codec import to_json, to_plain
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -95,7 +95,7 @@ def test_an_abort_from_another_thread_ends_a_waiting_call(engine):
 
     def wait():
         try:
-            channel.seal(update_wire.Seal(num_buckets=3, digests={}))
+            channel.seal(Seal(num_buckets=3, digests={}))
             channel.commit()
         except Exception as error:
             caught.append(error)
@@ -141,12 +141,12 @@ def _command(**kind):
 
 
 def _begin():
-    wire = json.dumps(update_wire.request_to_wire(request(timeout=2))).encode()
+    wire = to_json(request(timeout=2))
     return _command(begin=rollout_pb2.WeightDocument(json=wire))
 
 
 def _bucket(nbytes, announced):
-    head = json.dumps(update_wire.header_to_wire(BucketHeader(0, (), nbytes))).encode()
+    head = json.dumps(to_plain(BucketHeader(0, (), nbytes))).encode()
     return _command(bucket=rollout_pb2.Bucket(header_json=head, payload_bytes=announced))
 
 
@@ -179,7 +179,7 @@ def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, commands, nam
 
 GROUP = {"host": "127.0.0.1", "port": 9, "secret": "s", "size": 2, "backend": "tcp"}
 MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096}
-NORM = ["model.norm.weight", "float32", [64]]
+NORM = {"name": "model.norm.weight", "dtype": "float32", "shape": [64]}
 BAD = [
     {"update_id": ""},
     {"update_id": "u" * 300},
@@ -193,10 +193,10 @@ BAD = [
     {"encoding": "gzip"},
     {"encoding": "delta"},
     {"metadata": [NORM, NORM]},
-    {"metadata": [["model.norm.weigth", *NORM[1:]]]},
-    {"metadata": [[NORM[0], "float31", [64]]]},
-    {"metadata": [[NORM[0], "int64", [64]]]},
-    {"metadata": [[NORM[0], "float32", [-64]]]},
+    {"metadata": [{**NORM, "name": "model.norm.weigth"}]},
+    {"metadata": [{**NORM, "dtype": "float31"}]},
+    {"metadata": [{**NORM, "dtype": "int64"}]},
+    {"metadata": [{**NORM, "shape": [-64]}]},
     {"metadata": []},
     {"partial": 1},
     {"transport": "pigeon"},
@@ -225,10 +225,10 @@ BAD = [
     {"timeout": 1e11},
     {"offer": 7},
     {"offer": {"pigeons": 1}},
-    {"offer": {"senders": 0}},
-    {"offer": {"senders": 1 << 20}},
-    {"offer": {"grace": 61}},
-    {"offer": {"grace": float("nan")}},
+    {"offer": {"grace": 1, "senders": 0}},
+    {"offer": {"grace": 1, "senders": 1 << 20}},
+    {"offer": {"grace": 61, "senders": 1}},
+    {"offer": {"grace": float("nan"), "senders": 1}},
     {"offer": {"grace": "x" * (1 << 17)}},
     {"transport": "p2p", "offer": {"rendezvous": GROUP, "senders": 1}},
 ]
@@ -241,7 +241,7 @@ def test_a_begin_with_any_bad_field_is_refused_before_anything_is_staged(
     live, version = changed(other_weights, 1.5), client.weight_version + 1
     client.update_weights(live, timeout=10)
     link = RolloutClient(engine.address)
-    good = update_wire.request_to_wire(request(transport="inline", bucket_bytes=4096, timeout=5))
+    good = to_plain(request(transport="inline", bucket_bytes=4096, timeout=5))
     with grpc.insecure_channel(engine.address) as channel:
         for wrong in BAD:
             wire = json.dumps({**good, **wrong}).encode()

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Rollout, RolloutError
 from rollout.testing.faults import Fault, Faulty
-from rollout.weight_sync.protocol.codec import receipt_to_wire
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.wire.codec import to_plain
 
 ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -121,7 +121,7 @@ def update(source: Any, rank: int, ask: dict[str, Any]) -> dict[str, Any]:
                 timeout=ask["timeout"],
                 bucket_bytes=ask["bucket_bytes"],
             )
-        answer: dict[str, Any] = {"receipt": receipt_to_wire(receipt)}
+        answer: dict[str, Any] = {"receipt": to_plain(receipt)}
     except RolloutError as error:
         answer = {"error": type(error).__name__, "message": str(error)}
     return {**answer, "seconds": time.monotonic() - started}

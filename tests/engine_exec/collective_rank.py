@@ -9,9 +9,9 @@ import time
 
 import torch
 
-from rollout.distributed import TensorParallel, join_group
+from rollout.distributed import Rendezvous, TensorParallel, join_group
 from rollout.engine.worker.shared_memory_group import SLOT, SharedMemoryGroup, share_memory
-from rollout.weight_sync.protocol.codec import rendezvous_from_wire
+from rollout.wire.codec import from_plain
 
 SHAPES = [(1,), (3, 5), (1, 896), (33, 67), (8, 4096), (2 * SLOT + 77,), (5, SLOT // 4)]
 
@@ -86,7 +86,7 @@ def main():
     case, fd, rank, size, where = sys.argv[1:]
     fd, rank, size = int(fd), int(rank), int(size)
     torch.set_num_threads(1)
-    other = join_group(rendezvous_from_wire(json.loads(where)), rank, 30.0)
+    other = join_group(from_plain(Rendezvous, json.loads(where)), rank, 30.0)
     if case == "lacking" and rank == 1:
         os.close(fd)
         fd = None

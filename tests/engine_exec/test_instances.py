@@ -7,8 +7,8 @@ from tiny_models import write_tiny
 
 from rollout.errors import EngineBroken, RolloutError, VersionConflict
 from rollout.weight_sync.protocol.bucket import BucketPacker
-from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire
 from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.wire.codec import to_plain
 
 PROMPTS = [[5, 6, 7], list(range(40, 60))]
 NEW = 6
@@ -53,13 +53,13 @@ def stage(executor, tensors, update_id="u", between=lambda: None, **settings):
     request = UpdateRequest(
         update_id=update_id, transport="inline", bucket_bytes=1 << 14, timeout=10.0, **settings
     )
-    ask(executor, "stage_begin", {"request": request_to_wire(request)})
+    ask(executor, "stage_begin", {"request": to_plain(request)})
     ask(executor, "stage_connect", {"update_id": update_id})
     packer = BucketPacker(1 << 14)
 
     def send(buckets):
         for header, payload in buckets:
-            args = {"update_id": update_id, "header": header_to_wire(header)}
+            args = {"update_id": update_id, "header": to_plain(header)}
             futures = executor.call("stage_bucket", args, {"payload": payload.clone()})
             between()
             for future in futures:

@@ -16,7 +16,7 @@ import rollout
 from rollout.distributed import RendezvousServer
 from rollout.engine.worker.shared_memory_group import create_shared
 from rollout.kernels import native
-from rollout.weight_sync.protocol.codec import rendezvous_to_wire
+from rollout.wire.codec import to_plain
 
 RANK = Path(__file__).with_name("collective_rank.py")
 
@@ -31,7 +31,7 @@ def run_ranks(case, size):
     fd = create_shared(size)
     assert fd is not None
     server = RendezvousServer(size, "gloo")
-    where = json.dumps(rendezvous_to_wire(server.info))
+    where = json.dumps(to_plain(server.info))
     env = {
         **os.environ,
         "PYTHONPATH": str(Path(rollout.__file__).parents[1]),

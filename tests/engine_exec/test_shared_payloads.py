@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import time
 from concurrent.futures import Future
@@ -19,8 +18,8 @@ from rollout.engine.shared_payloads import PayloadMemory, PayloadViews
 from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.server.grpc.updates import HeldUpdates, UpdateStream, document
-from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, UpdateRequest
+from rollout.wire.codec import to_json, to_plain
 
 LARGE = 3 << 20
 
@@ -172,10 +171,10 @@ def test_a_bucket_that_fails_keeps_no_room(memory) -> None:
         def close(self): ...
 
     header = BucketHeader(0, (), LARGE)
-    announced = json.dumps(header_to_wire(header)).encode()
+    announced = to_json(header)
     request = UpdateRequest(update_id="u", bucket_bytes=LARGE, timeout=5.0)
     commands = [
-        pb.UpdateCommand(begin=document(request_to_wire(request))),
+        pb.UpdateCommand(begin=document(to_plain(request))),
         pb.UpdateCommand(bucket=pb.Bucket(header_json=announced, payload_bytes=LARGE)),
         pb.UpdateCommand(chunk=bytes(LARGE)),
     ]

@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM
 
 from rollout import RolloutError
 from rollout.rpc.client import RolloutClient
-from rollout.weight_sync.protocol.codec import receipt_to_wire
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.shard_layout import PlanCache
+from rollout.wire.codec import to_plain
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -153,7 +153,7 @@ class Held:
             receipt = publish(
                 source, connect=lambda: client, options=options, base=base, plans=plans
             )
-            return {"receipt": receipt_to_wire(receipt)}
+            return {"receipt": to_plain(receipt)}
         except RolloutError as error:
             return {"error": type(error).__name__, "message": str(error)}
         finally:

@@ -21,11 +21,11 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import EngineRank
-from rollout.weight_sync.transports.group import group_offer
+from rollout.wire.codec import to_plain
 
 HUGE = 1 << 45  # bytes: no machine has them
 PLACE = Rendezvous(host="127.0.0.1", port=9, secret="s", size=3, backend="gloo")
-GROUP = group_offer(PLACE)
+GROUP = {"rendezvous": to_plain(PLACE)}
 MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096}
 
 

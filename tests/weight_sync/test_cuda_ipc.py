@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.codec import info_from_wire, info_to_wire
 from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
 from rollout.weight_sync.transports import cuda_ipc, find, ways
 from rollout.weight_sync.transports.base import EngineRank
@@ -29,6 +28,7 @@ from rollout.weight_sync.transports.cuda_ipc import (
 )
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
+from rollout.wire.codec import from_plain, to_plain
 
 UUID, SECRET = str(uuid4()), "00112233445566778899aabbccddeeff"
 HANDLE = bytes(range(64))
@@ -55,13 +55,13 @@ def _info(host: str | None = None, devices: tuple[str, ...] = (UUID,)) -> Weight
 def test_a_handle_survives_its_wire_form() -> None:
     packed = pack_handle(UUID, SIZE, SECRET, HANDLE)
     shared = SharedAllocation(secret=SECRET, half=FLAGS, handle=packed)
-    assert SharedAllocation.of(asdict(shared)) == shared
+    assert from_plain(SharedAllocation, to_plain(shared)) == shared
     assert unpack_handle(packed, SIZE, SECRET) == (UUID, HANDLE)
 
 
 def test_what_a_rank_announces_of_its_gpus_survives_its_wire_form() -> None:
     info = _info(devices=(UUID, ""))
-    assert info_from_wire(info_to_wire(info)).devices == (UUID, "")
+    assert from_plain(WeightInfo, to_plain(info)).devices == (UUID, "")
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.protocol.bucket import BucketPacker, unpack
-from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
 from rollout.weight_sync.protocol.delta import Committed, encode
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync.trainer import encoder as encodings
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weights import Box, SparsePatch
+from rollout.wire.codec import from_plain, to_plain
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,7 +61,7 @@ def test_any_bits_survive_through_buckets(dtype, changed) -> None:
     seen = []
     for header, payload in made:
         payload = payload.clone()
-        again = header_from_wire(header_to_wire(header))
+        again = from_plain(BucketHeader, to_plain(header))
         assert again == header
         for name, value in unpack(again, payload, sparse=True):
             if not isinstance(value, SparsePatch):

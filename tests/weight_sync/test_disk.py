@@ -192,7 +192,7 @@ def test_damage_is_named_and_changes_nothing(engine, checkpoints, part, how, err
         ({"version": 2}, "is of"),
         ({"base": 1}, "cannot patch version 1"),
         ({"base": 0}, "version 0 has no manifest"),
-        ({"tensors": [["a", "float32", [-1]]]}, "not an integer"),
+        ({"tensors": [{"name": "a", "dtype": "float32", "shape": [-1]}]}, "malformed TensorMeta"),
         ({"buckets": None}, "malformed"),
         ({"digests": {"a": -1}}, "out of bounds"),
     ],

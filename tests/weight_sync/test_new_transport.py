@@ -11,7 +11,7 @@ from trainer import Trainer, fresh
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync import transports
-from rollout.weight_sync.transports.base import Accepted, Sender, Transport, check_fields
+from rollout.weight_sync.transports.base import Accepted, Sender, Transport
 
 
 class Files(Transport):
@@ -24,7 +24,6 @@ class Files(Transport):
         return _Writer(str(self.where))
 
     def check(self, request, num_ranks, device):
-        check_fields(request, "directory")
         if not Path(request.offer.get("directory", "")).is_dir():
             raise ConfigError("the offer names no directory")
         return Accepted()

@@ -87,10 +87,11 @@ def test_rounds_are_bounded(engine, peers, checkpoints) -> None:
         del engine.call
     assert len(seen) >= 8
     for header in seen:
-        for end in (0, 1):  # of every message: who sends, who receives
+        for end in ("src", "dst"):  # of every message: who sends, who receives
             by_rank: dict[int, int] = {}
             for message in header["messages"]:
-                by_rank[message[end]] = by_rank.get(message[end], 0) + message[3] - message[2]
+                size = message["stop"] - message["start"]
+                by_rank[message[end]] = by_rank.get(message[end], 0) + size
             assert max(by_rank.values()) <= 8 << 10
 
 

@@ -12,9 +12,9 @@ from trainer import Trainer, fresh, nudged
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.bucket import BucketPacker, unpack
-from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
 from rollout.weight_sync.protocol.delta import encode
 from rollout.weight_sync.protocol.messages import BucketHeader
+from rollout.wire.codec import from_plain, to_plain
 
 needs_zstd = pytest.mark.skipif(not zstd.available(), reason="zstd is not installed")
 
@@ -39,7 +39,7 @@ def delta(dtype=torch.bfloat16):
 def bucket(coded):
     packer = BucketPacker(1 << 20)
     [(header, payload)] = [*packer.add_delta("x", coded), *packer.flush()]
-    return header_from_wire(header_to_wire(header)), payload.clone()
+    return from_plain(BucketHeader, to_plain(header)), payload.clone()
 
 
 @needs_zstd

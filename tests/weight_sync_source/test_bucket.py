@@ -18,9 +18,9 @@ from rollout.weight_sync.protocol.bucket import (
     check_size,
     unpack,
 )
-from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weights import Box, TensorPiece
+from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import DTYPES
 
 Named = list[tuple[str, Tensor]]
@@ -52,7 +52,7 @@ def round_trip(tensors: Named, bucket_bytes: int) -> tuple[dict[str, Tensor], li
         for header, payload in made:
             assert payload.numel() == header.nbytes <= bucket_bytes
             headers.append(header)
-            again = header_from_wire(header_to_wire(header))
+            again = from_plain(BucketHeader, to_plain(header))
             assert again == header
             for name, value in unpack(again, payload):
                 piece = isinstance(value, TensorPiece)

@@ -18,7 +18,7 @@ from rollout.engine.executors.rank_link import RankLink, encode_call, fail
 from rollout.engine.shared_payloads import PayloadMemory
 from rollout.engine.worker.shared_memory_group import create_shared
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
-from rollout.weight_sync.protocol.codec import rendezvous_to_wire
+from rollout.wire.codec import to_plain
 from rollout.wire.frames import encode
 
 _CLOSE_WAIT = 2.0  # seconds for a rank to end by itself
@@ -56,7 +56,7 @@ class MultiprocessExecutor:
             if self.size > 1:
                 backend = "nccl" if choose_device(config.device).type == "cuda" else "gloo"
                 self._rendezvous = RendezvousServer(self.size, backend)
-                args["rendezvous"] = rendezvous_to_wire(self._rendezvous.info)
+                args["rendezvous"] = to_plain(self._rendezvous.info)
             self._spawn()
             futures = self.call("start", args)
             done, silent = wait(futures, deadline - time.monotonic(), FIRST_EXCEPTION)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
-from rollout.distributed import TensorParallel, choose_device, join_group
+from rollout.distributed import Rendezvous, TensorParallel, choose_device, join_group
 from rollout.engine.worker.model_runner import ModelRunner, Reply
 from rollout.engine.worker.profile import RankProfile, read_speed
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
@@ -23,9 +23,9 @@ from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import resolve_model
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.engine.rank import RankUpdates
-from rollout.weight_sync.protocol.codec import meta_to_wire, rendezvous_from_wire
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
+from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import dtype_name
 
 Args = Mapping[str, Any]
@@ -225,7 +225,7 @@ class Worker:
         """The complete set that a full update sends, in file form, and the accepted aliases."""
         runner = self.runner
         return {
-            "tensors": [meta_to_wire(meta) for meta in runner.metadata],
+            "tensors": [to_plain(meta) for meta in runner.metadata],
             "aliases": dict(runner.table.aliases),
             "dtype": dtype_name(runner.dtype),
         }
@@ -251,7 +251,7 @@ class Worker:
 
     def _join(self, rendezvous: Any) -> None:
         """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""
-        where = rendezvous_from_wire(rendezvous)
+        where = from_plain(Rendezvous, rendezvous)
         group = join_group(where, self.tp.rank, self.config.start_timeout, tag="tensor-parallel")
         limit = max(self.config.timeout, DEFAULT_TIMEOUT)
         group._set_default_timeout(timedelta(seconds=limit))

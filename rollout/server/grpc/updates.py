@@ -16,7 +16,6 @@ holds the engine until the grace is over.
 from __future__ import annotations
 
 import asyncio
-import json
 import queue
 import secrets
 import threading
@@ -31,10 +30,10 @@ from rollout.errors import RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.server.grpc.lanes import Lane, Lanes
 from rollout.server.grpc.services import checked
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.link import StreamOffer
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest, WeightChannel
+from rollout.wire.codec import from_json, parsed, to_json
 from rollout.wire.frames import tensor_bytes
 
 AHEAD = 8  # commands read before the first of them has run
@@ -247,9 +246,7 @@ class UpdateStream:
         if kind == "join":
             return self._joined()
         if kind == "begin":
-            return self._begin(
-                update_wire.request_from_wire(update_wire.parsed(command.begin.json))
-            )
+            return self._begin(UpdateRequest.read(parsed(command.begin.json)))
         if kind == "bucket":
             return self._start_bucket(command.bucket)
         if kind == "chunk":
@@ -262,13 +259,13 @@ class UpdateStream:
             self._channel.wait(command.wait.index, command.wait.timeout)
             return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
         if kind == "seal":
-            self._channel.seal(update_wire.seal_from_wire(update_wire.parsed(command.seal.json)))
+            self._channel.seal(from_json(Seal, command.seal.json))
             self._over = type(self._channel) is Lane
             return pb.UpdateEvent(sealed=pb.Sealed())
         if kind == "commit":
             receipt = self._channel.commit()
             self._over = True
-            return pb.UpdateEvent(receipt=document(update_wire.receipt_to_wire(receipt)))
+            return pb.UpdateEvent(receipt=document(receipt))
         if kind == "abort":
             self._channel.abort(command.abort.reason)
             return None
@@ -276,7 +273,7 @@ class UpdateStream:
 
     def _begin(self, request: UpdateRequest) -> Any:
         self._limit = request.bucket_bytes
-        begun = document(update_wire.begun_to_wire(self._channel.begin(request)))
+        begun = document(self._channel.begin(request))
         stream = StreamOffer.of(request)
         if not stream.grace:
             return pb.UpdateEvent(begun=begun)
@@ -296,7 +293,7 @@ class UpdateStream:
         return pb.UpdateEvent(begun=pb.WeightDocument(), secret=secret)
 
     def _start_bucket(self, message: Any) -> None:
-        header = update_wire.header_from_wire(update_wire.parsed(message.header_json))
+        header = from_json(BucketHeader, message.header_json)
         if not message.HasField("payload_bytes"):
             self._channel.bucket(header, None)
             return
@@ -339,5 +336,5 @@ class _IncomingBucket:
         return not self._left
 
 
-def document(wire: Any) -> Any:
-    return pb.WeightDocument(json=json.dumps(wire, separators=(",", ":")).encode())
+def document(noun: Any) -> Any:
+    return pb.WeightDocument(json=to_json(noun))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,10 +28,10 @@ from rollout.server.verbs import (
     Verbs,
     parse,
 )
-from rollout.weight_sync.protocol import codec as update_wire
 from rollout.weight_sync.protocol.messages import WeightChannel
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
+from rollout.wire.codec import parsed, to_json
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -47,19 +46,19 @@ class WeightSyncService:
         info = await asyncio.to_thread(self._rollout.backend.info)
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
         offers = served(info.transports)
-        return _document(update_wire.info_to_wire(replace(info, transports=offers)))
+        return _document(replace(info, transports=offers))
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
-        options = UpdateOptions.on_server(update_wire.parsed(request.options_json))
+        options = UpdateOptions.on_server(parsed(request.options_json))
         path, backend = request.path, self._rollout.backend
         receipt = await self._rollout.threads.run(lambda: backend.update_from(path, options))
-        return _document(update_wire.receipt_to_wire(receipt))
+        return _document(receipt)
 
     @answers
     async def Rollback(self, request: Any) -> Any:  # noqa: N802
         receipt = await self._rollout.rollback(seconds(request))
-        return _document(update_wire.receipt_to_wire(receipt))
+        return _document(receipt)
 
     @answers
     async def Digests(self, request: Any) -> Any:  # noqa: N802
@@ -70,7 +69,7 @@ class WeightSyncService:
     @answers
     async def Receipts(self, request: Any) -> Any:  # noqa: N802
         receipts = await asyncio.to_thread(self._rollout.backend.receipts)
-        documents = [_document(update_wire.receipt_to_wire(receipt)) for receipt in receipts]
+        documents = [_document(receipt) for receipt in receipts]
         return pb.ReceiptsResponse(receipts=documents)
 
     @answers
@@ -132,9 +131,5 @@ async def _behind(first: Any, commands: AsyncIterator[Any]) -> AsyncIterator[Any
         yield command
 
 
-def _document(wire: Any) -> Any:
-    return pb.WeightDocument(json=_json(wire))
-
-
-def _json(wire: Any) -> bytes:
-    return json.dumps(wire, separators=(",", ":")).encode()
+def _document(noun: Any) -> Any:
+    return pb.WeightDocument(json=to_json(noun))

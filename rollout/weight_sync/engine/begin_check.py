@@ -1,6 +1,6 @@
 """What the request of an update may say: judged in one place, before anybody waits for the lease.
 
-Types were checked where the request was read (``protocol.codec``). What depends on the live version
+Types were checked where the request was read (``wire.codec``). What depends on the live version
 is ``Coordinator.check``'s, which holds the lease by then.
 """
 

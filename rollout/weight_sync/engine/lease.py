@@ -23,7 +23,6 @@ from rollout.errors import (
 )
 from rollout.weight_sync.engine.coordinator import Coordinator, Reply
 from rollout.weight_sync.protocol.bucket import check_size
-from rollout.weight_sync.protocol.codec import header_to_wire, request_to_wire, wants_from_wire
 from rollout.weight_sync.protocol.digests import (
     check_finite,
     combine,
@@ -40,6 +39,7 @@ from rollout.weight_sync.protocol.messages import (
     Wants,
 )
 from rollout.weight_sync.transports.base import Accepted
+from rollout.wire.codec import from_plain, to_plain
 
 _AHEAD = 2  # buckets under way that each sender may have, and as many again
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Lease:
             # What a rollback would bring back: not there if nothing keeps it, no version if broken.
             kept = request.staging != "none" or of.undo != "shadow"
             self._base_is_whole = kept and of.engine.broken is None
-            wire = request_to_wire(replace(request, metadata=None))
+            wire = to_plain(replace(request, metadata=None))
             replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
             layout, wants = _wants(replies, self._accepted.known)
             # The ranks go on to meet the sender; their replies are due before the first bucket's.
@@ -131,7 +131,7 @@ class Lease:
             check_size(header, request.bucket_bytes)
         while len(self._waiting) >= _AHEAD * self._accepted.senders + _AHEAD:
             self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
-        args = {"update_id": request.update_id, "header": header_to_wire(header)}
+        args = {"update_id": request.update_id, "header": to_plain(header)}
         carried = None if payload is None else {"payload": payload}
         self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
 
@@ -350,7 +350,7 @@ def _wants(replies: Sequence[Mapping[str, Any]], known: str) -> tuple[str, Wants
     if not rows:
         return "", None
     layout = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    return layout, None if layout == known else wants_from_wire(rows)
+    return layout, None if layout == known else from_plain(Wants, rows)
 
 
 class _Sealed:

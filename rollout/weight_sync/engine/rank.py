@@ -16,15 +16,15 @@ from torch import Tensor
 
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
 from rollout.weight_sync.protocol.bucket import unpack
-from rollout.weight_sync.protocol.codec import boxes_to_wire, header_from_wire, request_from_wire
 from rollout.weight_sync.protocol.digests import slot_rows
-from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import EngineRank, Receiver
 from rollout.weight_sync.transports.vllm import make_member
 from rollout.weight_sync.transports.vllm_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
 from rollout.weights.box import disjoint
+from rollout.wire.codec import from_plain, to_plain
 
 
 class LoadSession(Protocol):
@@ -116,7 +116,7 @@ class RankUpdates:
     def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Open the shadow for the update described by ``args["request"]``."""
         self._drop()
-        request = request_from_wire(args["request"])
+        request = UpdateRequest.read(args["request"])
         live = request.staging == "none"
         builds_on_live = request.partial or request.encoding == "delta"
         with self._dropping_on_error():  # there may be no memory for it
@@ -129,7 +129,7 @@ class RankUpdates:
                 session = self._host.open_shadow(builds_on_live, request.staging)
         self._update = _Staging(request, session, receiver, live)
         if transport.senders == "all":
-            return {"wants": boxes_to_wire(self._wants(session))}
+            return {"wants": to_plain(self._wants(session))}
         return {}
 
     def connect(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class RankUpdates:
     def bucket(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Receive the announced bucket and load it; buckets come in order, none is skipped."""
         update = self._current(args)
-        header = header_from_wire(args["header"]).share(self._rank)
+        header = from_plain(BucketHeader, args["header"]).share(self._rank)
         with self._dropping_on_error():
             if header.index != update.next_index:
                 raise TransferFailed(

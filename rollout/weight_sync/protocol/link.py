@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from msgspec import Meta
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.messages import (
@@ -14,7 +16,7 @@ from rollout.weight_sync.protocol.messages import (
     WeightChannel,
     WeightInfo,
 )
-from rollout.wire.checked import int_of, seconds_of
+from rollout.wire.codec import Seconds, from_plain
 
 _POLL = 0.05  # seconds between questions
 
@@ -27,17 +29,13 @@ class StreamOffer:
     ``senders``: trainer ranks that each have a stream.
     """
 
-    grace: float = 0.0
-    senders: int = 1
+    grace: Seconds = 0.0
+    senders: Annotated[int, Meta(ge=1)] = 1
 
     @classmethod
     def of(cls, request: UpdateRequest) -> StreamOffer:
-        """Types are checked, bounds are the transport's."""
-        offer = request.offer
-        return cls(
-            grace=seconds_of(offer.get("grace", 0.0), "offer: grace"),
-            senders=int_of(offer.get("senders", 1), "offer: senders", 1),
-        )
+        """What is said of it, or the defaults: other transports say nothing."""
+        return from_plain(cls, dict(request.offer)) if "grace" in request.offer else cls()
 
 
 class WeightLink(Protocol):

@@ -12,19 +12,33 @@ over one stream. An update is a lease held by an open channel: closing it before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.wire.codec import (
+    Count,
+    Digest,
+    Many,
+    Positive,
+    Seconds,
+    Table,
+    Text,
+    from_plain,
+    to_json,
+)
+from rollout.wire.version import PROTOCOL, protocol_problem
 
 IN_FLIGHT = ("keep", "recompute", "abort", "wait")
 STAGING = ("auto", "device", "host", "none")
 MIN_BUCKET_BYTES = 64  # one aligned entry
 MAX_BUCKET_BYTES = 8 << 30
+MAX_OFFER = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +50,22 @@ class WeightInfo:
     by another tensor (a tied head) to their owner.
     """
 
-    epoch: int
-    version: int
-    label: str | None
-    state: str  # idle | staging | staged | committing | broken
+    epoch: Digest
+    version: Count
+    label: Text | None
+    state: Text  # idle | staging | staged | committing | broken
     dtype: torch.dtype
-    tensors: tuple[TensorMeta, ...]
-    aliases: Mapping[str, str]
-    tensor_parallel_size: int
-    device: str
-    transports: tuple[str, ...]  # in order of preference, for a peer on another process
-    last_update_id: str = ""
-    host: str = ""  # of ``transports.host``; equal ids share memory, "" shares none
-    undo: str = "shadow"  # what a rollback goes back by: shadow | sparse | host
-    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of the largest rank, by use
+    tensors: Many[TensorMeta]
+    aliases: Table[Text]
+    tensor_parallel_size: Positive
+    device: Text
+    transports: Many[Text]  # in order of preference, for a peer on another process
+    last_update_id: Text = ""
+    host: Text = ""  # of ``transports.host``; equal ids share memory, "" shares none
+    undo: Text = "shadow"  # what a rollback goes back by: shadow | sparse | host
+    memory: Table[Count] = field(default_factory=dict)  # bytes of the largest rank, by use
     zstd: bool = False  # whether changes may come compressed
-    devices: tuple[str, ...] = ()  # UUID of each rank's GPU, "" where it can share no memory
+    devices: Many[Text] = ()  # UUID of each rank's GPU, "" where it can share no memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +79,36 @@ class UpdateRequest:
     with a copy of it. ``timeout`` bounds each wait, in seconds.
     """
 
-    update_id: str
-    version: int | None = None
-    base: tuple[int, int] | None = None
-    encoding: str = "full"
-    metadata: tuple[TensorMeta, ...] | None = None
+    update_id: Text
+    version: Count | None = None
+    base: tuple[Digest, Count] | None = None
+    encoding: Text = "full"
+    metadata: Many[TensorMeta] | None = None
     partial: bool = False
-    transport: str = "inline"
-    offer: Mapping[str, Any] = field(default_factory=dict)
-    bucket_bytes: int
-    staging: str = "auto"
-    in_flight: str = "keep"
-    label: str | None = None
-    timeout: float
+    transport: Text = "inline"
+    offer: Table[Any] = field(default_factory=dict)
+    bucket_bytes: Count
+    staging: Text = "auto"
+    in_flight: Text = "keep"
+    label: Text | None = None
+    timeout: Seconds
+    protocol: Count = PROTOCOL
+
+    @classmethod
+    def read(cls, plain: Any) -> UpdateRequest:
+        """From its plain form; ``ConfigError`` where another version of the protocol wrote it."""
+        if isinstance(plain, dict) and "protocol" in plain:
+            problem = protocol_problem(plain["protocol"], "the sender of the update")
+            if problem is not None:
+                raise ConfigError(problem)
+        request = from_plain(cls, plain)
+        if len(to_json(request.offer)) > MAX_OFFER:
+            raise TransferFailed(f"malformed UpdateRequest: its offer is over {MAX_OFFER} bytes")
+        return request
 
 
-Wants = tuple[Mapping[str, tuple[Box, ...]], ...]  # of each rank: file name -> disjoint boxes
+Boxes = Table[Many[Box]]  # of one rank: file name -> disjoint boxes
+Wants = Many[Boxes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +119,11 @@ class Begun:
     latter takes, and ``layout``, its digest; None where the request showed that it is known.
     """
 
-    update_id: str
-    epoch: int
-    base_version: int
-    version: int
-    layout: str = ""
+    update_id: Text
+    epoch: Digest
+    base_version: Count
+    version: Count
+    layout: Text = ""
     wants: Wants | None = None
 
 
@@ -108,15 +136,15 @@ class BucketEntry:
     compression, 0 where there is none.
     """
 
-    name: str
+    name: Text
     dtype: torch.dtype
     shape: Shape  # of the whole tensor
     box: Box
-    offset: int
-    nbytes: int
-    sparse: int = 0
-    count: int = 0
-    inflated: int = 0
+    offset: Count
+    nbytes: Count
+    sparse: Annotated[int, Meta(ge=0, le=8)] = 0
+    count: Count = 0
+    inflated: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +155,11 @@ class Message:
     the offsets of the entries count.
     """
 
-    src: int
-    dst: int
-    start: int
-    stop: int
-    entries: tuple[BucketEntry, ...]
+    src: Count
+    dst: Count
+    start: Count
+    stop: Count
+    entries: Many[BucketEntry]
 
     @property
     def nbytes(self) -> int:
@@ -146,10 +174,10 @@ class BucketHeader:
     bytes ``nbytes`` adds up; what one rank sees of it is its ``share``.
     """
 
-    index: int
-    entries: tuple[BucketEntry, ...]
-    nbytes: int
-    messages: tuple[Message, ...] = ()
+    index: Count
+    entries: Many[BucketEntry]
+    nbytes: Count
+    messages: Many[Message] = ()
 
     def share(self, rank: int) -> BucketHeader:
         """This bucket as engine rank ``rank`` receives it."""
@@ -164,12 +192,12 @@ class BucketHeader:
 class Seal:
     """After the last bucket: how many buckets there were, and the sender's digest per tensor."""
 
-    num_buckets: int
-    digests: Mapping[str, int]
-    gather_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    wire_bytes: int = 0
-    details: Mapping[str, str] = field(default_factory=dict)
+    num_buckets: Count
+    digests: Table[Digest]
+    gather_seconds: Seconds = 0.0
+    transfer_seconds: Seconds = 0.0
+    wire_bytes: Count = 0
+    details: Table[Text] = field(default_factory=dict)
 
 
 class WeightChannel(Protocol):
@@ -231,10 +259,10 @@ class RankReceipt:
     it, before a step runs, and it is taken back unless they hold the same.
     """
 
-    rank: int
-    version: int
-    digest: int  # of everything this rank holds, 64 bits
-    num_bytes: int
+    rank: Count
+    version: Count
+    digest: Digest  # of everything this rank holds, 64 bits
+    num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,15 +280,15 @@ class UpdateReceipt:
     the commit. Of a rollback: stall and total.
     """
 
-    version: int
-    epoch: int
-    digest: int
-    num_tensors: int
-    num_bytes: int
-    wire_bytes: int
-    timings: Mapping[str, float]
-    ranks: tuple[RankReceipt, ...]
-    update_id: str = ""
-    transport: str = ""
-    label: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    version: Count
+    epoch: Digest
+    digest: Digest
+    num_tensors: Count
+    num_bytes: Count
+    wire_bytes: Count
+    timings: Table[Seconds]
+    ranks: Many[RankReceipt]
+    update_id: Text = ""
+    transport: Text = ""
+    label: Text | None = None
+    details: Table[Any] = field(default_factory=dict)

@@ -17,7 +17,6 @@ from torch import Tensor
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.weight_sync.protocol.bucket import BucketPacker
-from rollout.weight_sync.protocol.codec import header_from_wire, header_to_wire
 from rollout.weight_sync.protocol.delta import CodedDelta
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, Seal, WeightChannel
 from rollout.weight_sync.trainer.rank_group import RankGroup
@@ -25,6 +24,7 @@ from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.base import Sender
 from rollout.weights import Shape
+from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import flat_bytes
 
 MIN_ZERO_COPY = 4 << 20  # bytes; shorter tensors are copied together into one bucket
@@ -292,13 +292,13 @@ class ThroughFirst:
     def exchange(self) -> None:
         """Collective: hand what was added to the first rank, which packs it in rank order."""
         started = time.perf_counter()
-        header = header_to_wire(BucketHeader(0, tuple(self._entries), self._end))
+        header = to_plain(BucketHeader(0, tuple(self._entries), self._end))
         data = torch.cat(self._blobs) if self._blobs else torch.empty(0, dtype=torch.uint8)
         self._entries, self._blobs, self._end = [], [], 0
         come = self._group.collect([header], data, self._timeout, "changes")
         self._stats.gather_seconds += time.perf_counter() - started
         for (one,), payload in come:
-            for entry in header_from_wire(one).entries:
+            for entry in from_plain(BucketHeader, one).entries:
                 self._forward(entry, payload[entry.offset : entry.offset + entry.nbytes])
 
     def flush(self) -> None:

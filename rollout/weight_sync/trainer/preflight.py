@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,6 @@ import torch
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import RolloutError, SourceFailed, WeightMismatch
 from rollout.kernels import digest
-from rollout.weight_sync.protocol.codec import (
-    info_from_wire,
-    info_to_wire,
-    receipt_from_wire,
-    receipt_to_wire,
-)
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
@@ -32,6 +27,7 @@ from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, same_host, ways
 from rollout.weights import Box, TensorMeta
+from rollout.wire.codec import from_plain, to_plain
 
 _RECENT = 8  # receipts that an estimate may rest on
 
@@ -124,7 +120,7 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
     found = detect(obj)
     with closing(found.rank_group(timeout)) as group:
         info = group.first_does(
-            lambda: connect().info(), timeout, "check", info_to_wire, info_from_wire
+            lambda: connect().info(), timeout, "check", to_plain, partial(from_plain, WeightInfo)
         )
         source = agreed_source(found, info, group, timeout)
         stats, by_boxes, num_bytes = _digested(source, group, timeout)
@@ -201,11 +197,13 @@ def _standing(link: CheckLink) -> tuple[WeightInfo, list[UpdateReceipt]]:
 
 def _standing_to_wire(standing: tuple[WeightInfo, list[UpdateReceipt]]) -> dict[str, Any]:
     info, receipts = standing
-    return {"info": info_to_wire(info), "receipts": [receipt_to_wire(one) for one in receipts]}
+    return {"info": to_plain(info), "receipts": [to_plain(one) for one in receipts]}
 
 
 def _standing_from_wire(said: dict[str, Any]) -> tuple[WeightInfo, list[UpdateReceipt]]:
-    return info_from_wire(said["info"]), [receipt_from_wire(row) for row in said["receipts"]]
+    return from_plain(WeightInfo, said["info"]), [
+        from_plain(UpdateReceipt, row) for row in said["receipts"]
+    ]
 
 
 PROBE = 4 << 20  # elements of float32 that the rates are measured on

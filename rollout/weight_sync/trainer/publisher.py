@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from rollout.weight_sync.protocol.codec import info_from_wire, info_to_wire
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
@@ -25,6 +24,7 @@ from rollout.weight_sync.trainer.session import Opener, UpdatePlan, UpdateSessio
 from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.wire.codec import from_plain, to_plain
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,6 @@ def _reach(
         reach,
         timeout,
         "info",
-        lambda found: info_to_wire(found[0]),
-        lambda said: (info_from_wire(said), None),
+        lambda found: to_plain(found[0]),
+        lambda said: (from_plain(WeightInfo, said), None),
     )

@@ -7,13 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from rollout.errors import RolloutError
-from rollout.weight_sync.protocol.codec import (
-    receipt_from_wire,
-    receipt_to_wire,
-    request_from_wire,
-)
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateReceipt
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateReceipt, UpdateRequest
 from rollout.weight_sync.trainer.bucket_sender import (
     BucketSender,
     BucketSink,
@@ -32,6 +27,7 @@ from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.inline import InlineSender
+from rollout.wire.codec import from_plain, to_plain
 
 
 class Sending:
@@ -77,7 +73,7 @@ class Sending:
     def _join(
         self, join: Mapping[str, Any], connect: Callable[[], WeightLink], stack: ExitStack
     ) -> BucketSender:
-        link, request = connect(), request_from_wire(join["request"])
+        link, request = connect(), UpdateRequest.read(join["request"])
         sender = BucketSender(
             link.join(request, join["secret"], self._group.rank),
             InlineSender(),
@@ -151,7 +147,12 @@ class Sending:
         if self._plan.own_digests and self._session is None:
             self._reports()
         timeout = 4 * self._options.timeout
-        return self._group.first_does(act, timeout, "commit", receipt_to_wire, receipt_from_wire)
+
+        def read(said: dict[str, Any]) -> UpdateReceipt:
+            return from_plain(UpdateReceipt, said)
+
+        receipt: UpdateReceipt = self._group.first_does(act, timeout, "commit", to_plain, read)
+        return receipt
 
     def _reports(self) -> list[dict[str, Any]]:
         return self._group.collect_rows(self._stats.report(), 2 * self._options.timeout, "digests")

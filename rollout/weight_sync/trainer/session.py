@@ -19,9 +19,6 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
-from rollout.weight_sync.protocol.codec import (
-    request_to_wire,
-)
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
 from rollout.weight_sync.protocol.messages import (
     Seal,
@@ -42,6 +39,7 @@ from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, asked, ways
 from rollout.weight_sync.transports.base import Opening, Sender, Transport
 from rollout.weights import TensorMeta
+from rollout.wire.codec import to_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +295,7 @@ class Opener:
     ) -> UpdatePlan:
         join = None
         if streams > 1:
-            wire = request_to_wire(replace(request, metadata=None))
+            wire = to_plain(replace(request, metadata=None))
             join = {"request": wire, "secret": getattr(channel, "secret", "")}
         if streams > 1 or (encoding.keeps == "each" and encoding.name == "delta"):
             return UpdatePlan(pieces="shards", encoding=encoding, own_digests=True, join=join)

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import RolloutError
-from rollout.weight_sync.protocol.codec import (
-    boxes_from_wire,
-    boxes_to_wire,
-    wants_from_wire,
-    wants_to_wire,
-)
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import (
     Begun,
+    Boxes,
     BucketHeader,
     Wants,
     WeightInfo,
@@ -28,6 +23,7 @@ from rollout.weight_sync.trainer.reshard_plan import Layout, gap, plan_rounds
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
+from rollout.wire.codec import from_plain, to_plain
 
 MAX_SHARD = 16 << 20  # bytes that a rank compares at once; no transport has shorter buckets
 
@@ -106,14 +102,14 @@ class PlanCache:
             self.layout, self._wants = begun.layout, begun.wants
         if all(known == begun.layout for known in boxes.knows):
             return {"layout": begun.layout, "wants": None}
-        return {"layout": begun.layout, "wants": wants_to_wire(self._wants)}
+        return {"layout": begun.layout, "wants": to_plain(self._wants)}
 
     def rounds(
         self, boxes: ShardLayout, told: Mapping[str, Any], info: WeightInfo, bucket_bytes: int
     ) -> tuple[BucketHeader, ...]:
         """What every rank sends to whom; ``told``: what ``wants_for`` said on the first rank."""
         if told["wants"] is not None and told["layout"] != self.layout:
-            self.layout, self._wants = told["layout"], wants_from_wire(told["wants"])
+            self.layout, self._wants = told["layout"], from_plain(Wants, told["wants"])
         assert self.layout == told["layout"]
         key = (boxes.layout, self.layout, bucket_bytes)
         if self._planned is None or self._planned[0] != key:
@@ -172,7 +168,7 @@ def exchange_layout(
         assert known is not None
         return ShardLayout(known.problem, known.have, known.metadata, layout, knows, kept, hosts)
     boxes = group.exchange({"boxes": mine}, timeout, "boxes")
-    have = tuple(boxes_from_wire(reply["boxes"]) for reply in boxes)
+    have = tuple(from_plain(Boxes, reply["boxes"]) for reply in boxes)
     found = ShardLayout(gap(metadata, have), have, metadata, layout, knows, kept, hosts)
     plans.keep(found)
     return found
@@ -188,7 +184,7 @@ def _look(source: Incoming) -> _Look:
         return "the source learns its tensors only while it gathers them", (), {}
     if not source.reads_locally:
         return f"{_kind(source)} cannot read its boxes without a gather", (), {}
-    return "", metadata, boxes_to_wire(dict(source.local_boxes()))
+    return "", metadata, to_plain(dict(source.local_boxes()))
 
 
 def _kind(source: Any) -> str:

@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 from rollout.distributed import LOOPBACK
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
+from rollout.wire.codec import from_plain
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +173,9 @@ class Transport:
         """All bytes are sent, by ``sender``, which may be another transport's after a failure."""
 
 
-def check_fields(request: UpdateRequest, *known: str) -> None:
-    """Refuse an offer with fields that its transport does not have."""
-    if unknown := sorted(map(str, set(request.offer) - set(known))):
-        raise ConfigError(
-            f"transport {request.transport!r} has no {', '.join(unknown)[:200]} in its offer"
-        )
+def offer_of(kind: type[T], request: UpdateRequest) -> T:
+    """The offer of a request, as its transport declares it; ``ConfigError`` for any other."""
+    try:
+        return from_plain(kind, dict(request.offer))
+    except TransferFailed as error:
+        raise ConfigError(f"transport {request.transport!r} refuses its offer: {error}") from error

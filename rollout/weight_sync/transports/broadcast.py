@@ -22,12 +22,13 @@ from rollout.weight_sync.transports.base import (
     Receiver,
     Sender,
     Transport,
-    check_fields,
+    offer_of,
 )
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
-from rollout.weight_sync.transports.group import check_group, explained, group_of, group_offer
+from rollout.weight_sync.transports.group import GroupOffer, check_group, explained
 from rollout.weight_sync.transports.links import Links
 from rollout.weight_sync.transports.nccl_group import NcclGroup
+from rollout.wire.codec import to_plain
 
 
 class Broadcast(Transport):
@@ -38,12 +39,12 @@ class Broadcast(Transport):
         return BroadcastSender(opening)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
-        check_fields(request, "rendezvous")
-        check_group(request, 1, num_ranks, device)
+        check_group(offer_of(GroupOffer, request).rendezvous, 1, num_ranks, device)
         return Accepted()
 
     def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
-        return BroadcastReceiver(group_of(request.offer), at.rank, at.device, request.bucket_bytes)
+        where = offer_of(GroupOffer, request).rendezvous
+        return BroadcastReceiver(where, at.rank, at.device, request.bucket_bytes)
 
 
 class BroadcastSender(Sender):
@@ -54,7 +55,7 @@ class BroadcastSender(Sender):
         backend = choose_backend(info.device, torch.cuda.is_available(), shares_gpu(info.devices))
         self._server = RendezvousServer(info.tensor_parallel_size + 1, backend, opening.host)
         self._carrier = _carrier(self._server.info, 0)
-        self.offer = group_offer(self._server.info)
+        self.offer = to_plain(GroupOffer(self._server.info))
         self.device = "cuda" if backend == "nccl" else "cpu"
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:

@@ -20,7 +20,6 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -45,11 +44,11 @@ from rollout.weight_sync.transports.base import (
     Receiver,
     Sender,
     Transport,
-    check_fields,
+    offer_of,
 )
 from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import half_of
-from rollout.wire.checked import Fields
+from rollout.wire.codec import Positive, Text
 
 MAX_HALF = 256 << 20
 FLAGS = 4096  # bytes before the halves; one for each rank
@@ -182,17 +181,9 @@ def released(flags: Tensor, waited: float = _OPEN_WAIT) -> bool:
 class SharedAllocation:
     """The memory: the offer of this transport. See ``pack_handle``; halves of ``half`` bytes."""
 
-    handle: str
-    secret: str
-    half: int
-
-    @classmethod
-    def of(cls, offer: Mapping[str, Any]) -> SharedAllocation:
-        """Types alone are checked; the rank that maps the memory trusts none of it."""
-        get = Fields(offer, "shared GPU memory")
-        return cls(
-            handle=get.string("handle"), secret=get.string("secret"), half=get.int("half", 1)
-        )
+    handle: Text
+    secret: Text
+    half: Positive
 
 
 class CudaIpc(Transport):
@@ -208,12 +199,11 @@ class CudaIpc(Transport):
         return CudaIpcSender(opening.info, opening.bucket_bytes)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
-        check_fields(request, "handle", "secret", "half")
-        SharedAllocation.of(request.offer)
+        offer_of(SharedAllocation, request)
         return Accepted()
 
     def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
-        shared = SharedAllocation.of(request.offer)
+        shared = offer_of(SharedAllocation, request)
         return CudaIpcReceiver(shared, at.rank, request.bucket_bytes, torch.device(at.device))
 
 

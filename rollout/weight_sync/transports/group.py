@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, DeadlineExceeded, RolloutError
-from rollout.weight_sync.protocol.codec import rendezvous_from_wire, rendezvous_to_wire
-from rollout.weight_sync.protocol.messages import UpdateRequest, WeightChannel
+from rollout.weight_sync.protocol.messages import WeightChannel
 
 _GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
 _BACKENDS = ("tcp", "nccl")
 
 
-def group_offer(where: Rendezvous) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class GroupOffer:
     """Where the engine's ranks meet the sender."""
-    return {"rendezvous": rendezvous_to_wire(where)}
+
+    rendezvous: Rendezvous
 
 
-def group_of(offer: Mapping[str, Any]) -> Rendezvous:
-    """What ``group_offer`` said; ``TransferFailed`` names the field that makes no sense."""
-    return rendezvous_from_wire(offer.get("rendezvous"))
-
-
-def check_group(request: UpdateRequest, senders: int, num_ranks: int, device: str) -> None:
+def check_group(where: Rendezvous, senders: int, num_ranks: int, device: str) -> None:
     """Refuse a group that the engine's ranks cannot be in."""
-    if request.offer.get("rendezvous") is None:
-        raise ConfigError(f"transport {request.transport!r} lacks the rendezvous of its group")
-    where = group_of(request.offer)
     if where.backend not in _BACKENDS:
         raise ConfigError(
             f"backend must be one of {', '.join(_BACKENDS)}, got {where.backend!r:.80}"

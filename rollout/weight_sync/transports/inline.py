@@ -29,7 +29,7 @@ from rollout.weight_sync.transports.base import (
     Receiver,
     Sender,
     Transport,
-    check_fields,
+    offer_of,
 )
 
 GRACE = 5.0  # seconds
@@ -80,8 +80,7 @@ class Inline(Transport):
         return InlineSender()
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
-        check_fields(request, "grace", "senders")
-        said = StreamOffer.of(request)
+        said = offer_of(StreamOffer, request) if request.offer else StreamOffer()
         if not 0 <= said.grace <= MAX_GRACE:
             raise ConfigError(f"grace must be 0 to {MAX_GRACE:g} seconds, got {said.grace}")
         if said.senders > MAX_SENDERS:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from rollout.distributed import Rendezvous, RendezvousServer
@@ -33,11 +35,11 @@ from rollout.weight_sync.transports.base import (
     Receiver,
     Sender,
     Transport,
-    check_fields,
+    offer_of,
 )
-from rollout.weight_sync.transports.group import check_group, explained, group_of, group_offer
+from rollout.weight_sync.transports.group import check_group, explained
 from rollout.weight_sync.transports.links import Links
-from rollout.wire.checked import int_of, string_of
+from rollout.wire.codec import Text, from_plain, to_plain
 
 MAX_SENDERS = 1 << 16
 
@@ -56,6 +58,18 @@ def payload_bytes(header: BucketHeader, src: int) -> int:
     return max((at + message.nbytes for message, at in outgoing(header, src)), default=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P2POffer:
+    """Where all meet, of whom the first ``senders`` are the trainer's.
+
+    ``known``: digest of the engine's requested boxes that the sender remembers.
+    """
+
+    rendezvous: Rendezvous
+    senders: Annotated[int, Meta(ge=1, le=MAX_SENDERS)]
+    known: Text
+
+
 class P2P(Transport):
     name = "p2p"
     senders = "all"
@@ -72,20 +86,13 @@ class P2P(Transport):
         return P2PSender(opening)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
-        check_fields(request, "rendezvous", "senders", "known")
-        senders = senders_of(request.offer)
-        check_group(request, senders, num_ranks, device)
-        known = string_of(request.offer.get("known"), "offer: known")
-        return Accepted(senders=senders, known=known)
+        said = offer_of(P2POffer, request)
+        check_group(said.rendezvous, said.senders, num_ranks, device)
+        return Accepted(senders=said.senders, known=said.known)
 
     def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
-        where, senders = group_of(request.offer), senders_of(request.offer)
-        return P2PReceiver(where, senders, at.rank, request.bucket_bytes)
-
-
-def senders_of(offer: Mapping[str, Any]) -> int:
-    """How many trainer ranks send."""
-    return int_of(offer.get("senders"), "offer: senders", 1, MAX_SENDERS)
+        said = offer_of(P2POffer, request)
+        return P2PReceiver(said.rendezvous, said.senders, at.rank, request.bucket_bytes)
 
 
 class P2PMember:
@@ -93,8 +100,9 @@ class P2PMember:
 
     def __init__(self, offer: Mapping[str, Any], rank: int) -> None:
         """``offer``: the first rank's."""
-        self._rank, self._senders = rank, senders_of(offer)
-        self._links = Links(group_of(offer), rank, self._senders)
+        said = from_plain(P2POffer, offer)
+        self._rank, self._senders = rank, said.senders
+        self._links = Links(said.rendezvous, rank, said.senders)
         self.sent_bytes = 0
 
     def connect(self, timeout: float) -> None:
@@ -125,8 +133,9 @@ class P2PSender(Sender):
     def __init__(self, opening: Opening) -> None:
         size = opening.senders + opening.info.tensor_parallel_size
         self._server = RendezvousServer(size, "tcp", opening.host)
-        where = group_offer(self._server.info)
-        self.offer = {**where, "senders": opening.senders, "known": opening.known}
+        where = self._server.info
+        offer = P2POffer(rendezvous=where, senders=opening.senders, known=opening.known)
+        self.offer = to_plain(offer)
         self._member = P2PMember(self.offer, 0)
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:

@@ -19,10 +19,9 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +41,10 @@ from rollout.weight_sync.transports.base import (
     Receiver,
     Sender,
     Transport,
-    check_fields,
+    offer_of,
 )
 from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
-from rollout.wire.checked import Fields
+from rollout.wire.codec import Positive, Text
 
 # Smaller halves stay in the caches between the copy in and the copy out, and both fit the 64 MB
 # that container runtimes give /dev/shm by default.
@@ -66,15 +65,9 @@ class SharedFile:
     ``secret``, then two halves of ``half`` bytes; bucket i lies at the start of half i % 2.
     """
 
-    name: str
-    secret: str
-    half: int
-
-    @classmethod
-    def of(cls, offer: Mapping[str, Any]) -> SharedFile:
-        """Types alone are checked; the rank that opens the file trusts none of it."""
-        get = Fields(offer, "shared memory")
-        return cls(name=get.string("name"), secret=get.string("secret"), half=get.int("half", 1))
+    name: Text
+    secret: Text
+    half: Positive
 
 
 class SharedMemory(Transport):
@@ -91,14 +84,13 @@ class SharedMemory(Transport):
         return IpcSender(opening.info, opening.bucket_bytes)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
-        check_fields(request, "name", "secret", "half")
-        shared = SharedFile.of(request.offer)
+        shared = offer_of(SharedFile, request)
         if problem := shared_problem(shared, request.bucket_bytes):
             raise ConfigError(f"the shared memory {shared.name!r:.100} is refused: {problem}")
         return Accepted()
 
     def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
-        return IpcReceiver(SharedFile.of(request.offer), at.rank, request.bucket_bytes)
+        return IpcReceiver(offer_of(SharedFile, request), at.rank, request.bucket_bytes)
 
 
 class IpcSender(Sender):

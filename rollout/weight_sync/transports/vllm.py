@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import TransferFailed
+from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,
     Receiver,
     Transport,
-    check_fields,
 )
 from rollout.weight_sync.transports.vllm_group import ForeignGroup, Member
 
@@ -33,7 +32,8 @@ class VllmTransfer(Transport):
     offered = False
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
-        check_fields(request)
+        if request.offer:
+            raise ConfigError("transport 'foreign' has no offer")
         return Accepted(bounded=False)  # the engine itself cuts what was announced
 
     def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:

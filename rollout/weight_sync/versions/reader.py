@@ -30,17 +30,17 @@ from rollout.errors import (
 )
 from rollout.kernels import digest
 from rollout.weight_sync.protocol.bucket import Unpacked, unpack
-from rollout.weight_sync.protocol.codec import MAX_DIGEST, header_from_wire, meta_from_wire
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.versions.store import LocalStore, Store
 from rollout.weights import Box, SparsePatch, TensorMeta, TensorPiece
+from rollout.wire.codec import MAX_DIGEST, from_plain
 
 MANIFEST = "manifest.json"
 MAX_CHAIN = 256  # versions that one reading may patch together
 
-FORMAT = "rollout-version-2"
+FORMAT = "rollout-version-3"
 LENGTH = struct.Struct("<Q")
 
 
@@ -115,7 +115,7 @@ def read_manifest(store: Store, version: int) -> Manifest:
             base=base,
             label=None if wire["label"] is None else str(wire["label"]),
             buckets=tuple(int(nbytes) for nbytes in wire["buckets"]),
-            tensors=tuple(meta_from_wire(row) for row in wire["tensors"]),
+            tensors=tuple(from_plain(TensorMeta, row) for row in wire["tensors"]),
             digests=digests,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -228,7 +228,7 @@ def _parsed(key: str, data: bytes | memoryview) -> tuple[BucketHeader, Tensor]:
     if start > len(data):
         raise IncompleteUpdate(f"{key} is half-written")
     try:
-        header = header_from_wire(json.loads(bytes(data[LENGTH.size : start])))
+        header = from_plain(BucketHeader, json.loads(bytes(data[LENGTH.size : start])))
     except ValueError as error:
         raise TransferFailed(f"{key}: its header is malformed: {error}") from error
     if start == len(data):

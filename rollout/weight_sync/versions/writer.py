@@ -21,7 +21,6 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.protocol.bucket import ALIGNMENT, BucketPacker
-from rollout.weight_sync.protocol.codec import header_to_wire, meta_to_wire
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.lockstep import Walk, watchdog
@@ -42,6 +41,7 @@ from rollout.weight_sync.versions.reader import (
 )
 from rollout.weight_sync.versions.store import Store
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.wire.codec import to_json, to_plain
 from rollout.wire.frames import tensor_bytes
 
 
@@ -188,7 +188,7 @@ class _Writing:
             "base": self._base,
             "label": self._label,
             "buckets": self._sizes,
-            "tensors": [meta_to_wire(meta) for meta in self._tensors],
+            "tensors": [to_plain(meta) for meta in self._tensors],
             "digests": self._stats.by_tensor(),
         }
         self._store.put(f"{folder(self._version)}/{MANIFEST}", json.dumps(document).encode())
@@ -208,7 +208,7 @@ class _Writing:
     def _put(self, header: BucketHeader, payload: Tensor) -> None:
         if self.committed is None:
             self._stats.digest_bucket(header, payload)
-        head = json.dumps(header_to_wire(header), separators=(",", ":")).encode()
+        head = to_json(header)
         head += b" " * (-(LENGTH.size + len(head)) % ALIGNMENT)
         head = LENGTH.pack(len(head)) + head
         data = tensor_bytes(payload)
