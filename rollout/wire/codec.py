@@ -59,7 +59,10 @@ def to_plain(noun: Any) -> Any:
 
 
 def to_json(noun: Any) -> bytes:
-    return msgspec.json.encode(noun, enc_hook=_encoded)
+    try:
+        return msgspec.json.encode(noun, enc_hook=_encoded)
+    except UnicodeEncodeError as error:
+        raise TransferFailed(f"text that has no UTF-8 form: {error}") from error
 
 
 @overload

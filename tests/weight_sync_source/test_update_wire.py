@@ -130,6 +130,8 @@ def test_integers_have_64_bits_and_seconds_are_numbers() -> None:
 
 
 def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(TransferFailed, match="UTF-8"):
+        UpdateRequest.read({**to_plain(NOUNS[3]), "offer": {"x": "\ud800"}})
     for data in (b"", b"{", b"\xff", b'{"a":NaN}', b"[" * 100_000):
         with pytest.raises(TransferFailed):
             from_json(Begun, data)
