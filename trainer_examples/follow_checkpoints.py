@@ -1,4 +1,4 @@
-"""A trainer that only writes checkpoints, and a service that follows them: the disk road.
+"""A trainer that only writes checkpoints, and a service that follows them: checkpoints on disk.
 
     python trainer_examples/follow_checkpoints.py [--checkpoints N] [--output DIR]
 

@@ -51,8 +51,9 @@ class WeightVerbs:
         not sent keeps its live value. ``server_path`` in place of a source: a checkpoint or version
         directory that the engine's own host reads, under one of its ``--weight-dir``.
         ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
-        ``encoding``: auto | full | delta; a delta keeps a host copy of what it sent, and goes full
-        by itself where the engine holds something else, and every ``anchor_every`` updates.
+        ``encoding``: auto | full | delta | delta-zstd; a delta keeps a host copy of what it sent,
+        and goes full by itself where the engine holds something else, and every ``anchor_every``
+        updates.
         The receipt's ``details`` say which of them was taken and why. Raises a
         ``WeightError`` (the old version serves on) or an ``EngineError``.
         """

@@ -23,9 +23,9 @@ def make_sampler(device: torch.device) -> Sampler | FusedSampler:
 class FusedSampler:
     """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once.
 
-    Batches with edits, penalties or alternatives go to a ``Sampler``. A row's draw is the same
-    function of its seed and position; the order of float sums differs, so a draw right at the edge
-    of two tokens may fall on the other side.
+    Batches with allowed tokens, edits, penalties or alternatives go to a ``Sampler``. A row's draw
+    is the same function of its seed and position; the order of float sums differs, so a draw right
+    at the edge of two tokens may fall on the other side.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class FusedSampler:
 
 
 def _is_special(sampling: SamplingMetadata) -> bool:
-    """Whether a row has edits, penalties or alternatives, or there is none."""
+    """Whether a row has allowed tokens, edits, penalties or alternatives, or there is none."""
     edited = any(map(len, sampling.processed_rows))
     return edited or not sampling.num_rows or int(sampling.num_top.max()) > 0
 

@@ -36,8 +36,9 @@ def _no_pairs() -> Ints:
 class SamplingMetadata:
     """Settings of the rows of one step's logits: ``S`` rows that draw, then ``P`` that score.
 
-    A scoring row asks for the raw logprob of a known token (prompt logprobs). ``edits`` are added
-    to the logits first: logit_bias, and minus infinity where min_tokens forbids stopping.
+    A scoring row asks for the raw logprob of a known token (prompt logprobs). ``allowed`` masks
+    the logits first; ``edits`` are added then: logit_bias, and minus infinity where min_tokens
+    forbids stopping.
     ``history`` holds the tokens of rows with a penalty, one row after the other:
     row ``history_rows[i]`` owns ``history[history_starts[i]:history_starts[i + 1]]``, of which the
     first ``history_prompts[i]`` are its prompt. All rows lists ascend.

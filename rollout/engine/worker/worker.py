@@ -1,4 +1,4 @@
-"""One rank of the engine: the methods that an executor calls, and ``python -m`` for a process.
+"""One rank of the engine: the methods that an executor calls.
 
 ``stage_*`` methods run on the rank's staging thread, all others on its main thread, each in the
 order in which they were called. Arguments and replies are JSON-able values and tensors.

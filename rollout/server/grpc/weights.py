@@ -1,4 +1,4 @@
-"""The gRPC service of weights; its updates are in ``grpc_updates``."""
+"""The gRPC service of weights; its updates are in ``updates``."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
                                                   a failure inside commit --> all ranks back to v
                                                   not possible            --> BROKEN
 
-``WeightChannel`` is the seam: the engine's coordinator implements it in process, the gRPC client
+``WeightChannel`` is the seam: ``engine.lease.Lease`` implements it in process, the gRPC client
 over one stream. An update is a lease held by an open channel: closing it before the commit aborts.
 """
 

@@ -1,4 +1,4 @@
-"""RankGroup of the ranks of one distributed trainer: they go on together or fail together."""
+"""The trainer ranks that hold one source: they go on together or fail together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankGroup:
     (``RankGroup.over``); no listening socket outlives that meeting.
 
     Errors: ``TransferFailed`` (a peer died or is out of step), ``DeadlineExceeded`` (a peer is
-    late); both name the ranks of the trainer's job and the phase. After an error the agreement is
+    late); both name the ranks of the trainer's job and the phase. After an error the group is
     closed: the next update forms a fresh one.
     """
 
@@ -350,7 +350,7 @@ class RankGroup:
             return self._links[index]
         except KeyError:
             raise TransferFailed(
-                f"the agreement of trainer ranks was closed by an earlier error, at {phase!r}"
+                f"the group of trainer ranks was closed by an earlier error, at {phase!r}"
             ) from None
 
     def _send(

@@ -93,7 +93,7 @@ class PlacingSource(WeightSource, Protocol):
 
 
 class BoundSource:
-    """What the gatherers of modules share: tensors under the names that the engine knows."""
+    """What the sources of modules share: tensors under the names that the engine knows."""
 
     def __init__(
         self,

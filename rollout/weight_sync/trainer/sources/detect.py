@@ -135,11 +135,11 @@ class Detected:
             if (plan := MergePlan.of(_unwrapped(self.obj), partial)) is not None:
                 from rollout.weight_sync.trainer.sources.lora import MergedSource
 
-                inner = self._gatherer(aliases, None, group, plan.name_of)
+                inner = self._of_kind(aliases, None, group, plan.name_of)
                 return MergedSource(inner, plan, dtype)
-        return self._gatherer(aliases, dtype, group)
+        return self._of_kind(aliases, dtype, group)
 
-    def _gatherer(
+    def _of_kind(
         self,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
@@ -235,7 +235,7 @@ def _holds_dtensors(obj: Any) -> bool:
 
 
 def _kind_of(obj: Any) -> str:
-    """Which gatherer takes ``obj``; by whole class ancestry, without importing any trainer."""
+    """What kind of source ``obj`` is, by its whole ancestry and without importing a trainer."""
     if isinstance(obj, nn.Module):
         return _kind_of_module(obj)
     if isinstance(obj, WeightSource):

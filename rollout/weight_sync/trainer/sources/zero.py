@@ -80,7 +80,7 @@ class ZeroSource(BoundSource):
     @torch.no_grad()
     def _gather(self, run: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Collective: the run's tensors whole on the sender, as meta tensors elsewhere."""
-        import deepspeed  # there already: only its engines reach this gatherer
+        import deepspeed  # there already: only its engines reach this source
 
         partitioned = [tensor for _, tensor in run if hasattr(tensor, "ds_id")]
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
