@@ -10,10 +10,11 @@ PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its own
 
 def protocol_problem(theirs: object, who: str) -> str | None:
     """What to say to or of a peer that speaks ``theirs``; None if it is ours."""
-    if str(theirs) == str(PROTOCOL):
+    said = str(theirs) if isinstance(theirs, int | str) else type(theirs).__name__
+    if said == str(PROTOCOL):
         return None
     return (
-        f"{who} speaks version {str(theirs)[:40]} of the protocol, this side version {PROTOCOL}: "
+        f"{who} speaks version {said[:40]} of the protocol, this side version {PROTOCOL}: "
         "install the same version of rollout on both"
     )
 

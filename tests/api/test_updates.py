@@ -25,7 +25,7 @@ from rollout.rpc import rollout_pb2
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.services import WeightSyncStub
 from rollout.rpc.status import error_from_rpc
-from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
+from rollout.weight_sync.protocol.messages import BucketHeader, Message, Seal, UpdateRequest
 from rollout.wire.codec import to_json, to_plain
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -146,8 +146,15 @@ def _begin():
 
 
 def _bucket(nbytes, announced):
-    head = json.dumps(to_plain(BucketHeader(0, (), nbytes))).encode()
-    return _command(bucket=rollout_pb2.Bucket(header_json=head, payload_bytes=announced))
+    return _announced(BucketHeader(0, (), nbytes), announced)
+
+
+def _announced(header, nbytes):
+    head = json.dumps(to_plain(header)).encode()
+    return _command(bucket=rollout_pb2.Bucket(header_json=head, payload_bytes=nbytes))
+
+
+NO_BYTES = Message(0, 0, 0, 0, ())  # of a round, whose bytes go beside the channel
 
 
 @pytest.mark.parametrize(
@@ -161,6 +168,7 @@ def _bucket(nbytes, announced):
         ([_begin(), _bucket(4, 4), _command(commit=rollout_pb2.Commit())], "ended early"),
         ([_begin(), _bucket(1 << 50, 1 << 50)], "over the agreed"),
         ([_begin(), _bucket((1 << 20) + 1, (1 << 20) + 1)], "over the agreed 1048576"),
+        ([_begin(), _announced(BucketHeader(0, (), 1 << 39, (NO_BYTES,)), 1 << 39)], "messages"),
         ([_command()], "without a kind"),
     ],
 )
@@ -183,6 +191,7 @@ NORM = {"name": "model.norm.weight", "dtype": "float32", "shape": [64]}
 BAD = [
     {"update_id": ""},
     {"update_id": "u" * 300},
+    {"label": "l" * 5000},
     {"protocol": 0},
     {"version": -1},
     {"version": 0},

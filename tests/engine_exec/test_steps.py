@@ -130,7 +130,7 @@ def test_replies_of_many_calls_match_their_calls(executor):
 def test_the_announced_weights_are_the_files(executor, tiny):
     for future in executor.call("weight_info", {}):
         reply = future.result(10)[0]
-        names = {name for name, _, _ in reply["tensors"]}
+        names = {meta["name"] for meta in reply["tensors"]}
         assert names == set(tiny[1].state_dict())
         assert reply["dtype"] == "float32"
 

@@ -202,6 +202,12 @@ def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client) -> None
     assert http.get("/is_paused").json() == {"is_paused": False}
 
 
+def test_none_but_the_allowed_tokens_come_back(http: httpx.Client) -> None:
+    body = {**OK, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    reply = http.post("/v1/completions", json={**body, "allowed_token_ids": [7]}).json()
+    assert reply["choices"][0]["token_ids"] == [7] * 4
+
+
 def test_sleep_and_wake_up_bring_the_same_tokens_back(http: httpx.Client) -> None:
     body = {**OK, "temperature": 0, "return_token_ids": True}
     before = http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]

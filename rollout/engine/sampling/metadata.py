@@ -153,7 +153,7 @@ def _mask_others(values: Tensor, sampling: SamplingMetadata) -> None:
     """Minus infinity for every token of a row in ``allowed`` but those that are there."""
     rows, ids = torch.from_numpy(sampling.allowed).to(values.device).unbind(1)
     kept = values[rows, ids]
-    values[rows] = float("-inf")
+    values[torch.unique_consecutive(rows)] = float("-inf")  # each row once
     values[rows, ids] = kept
 
 

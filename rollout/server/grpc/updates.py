@@ -298,6 +298,8 @@ class UpdateStream:
             self._channel.bucket(header, None)
             return
         check_size(header, self._limit)
+        if header.messages:
+            raise TransferFailed(f"bucket {header.index} has messages, and bytes on the channel")
         if message.payload_bytes != header.nbytes:
             raise TransferFailed(
                 f"bucket {header.index} announces {message.payload_bytes} bytes for {header.nbytes}"

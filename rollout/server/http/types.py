@@ -36,6 +36,7 @@ class StreamOptions(BaseModel):
 _BODY_TYPES: Mapping[Any, Any] = {  # of fields that are no plain JSON in ``SamplingParams``
     tuple[str, ...]: str | list[str],
     tuple[int, ...]: list[TokenId],
+    tuple[int, ...] | None: list[TokenId] | None,
     Mapping[int, float] | None: dict[str, float],
 }
 _SHARED: Mapping[str, Any] = {

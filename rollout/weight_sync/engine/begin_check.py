@@ -25,6 +25,7 @@ from rollout.weights import TensorMeta
 
 MAX_VERSION = 1 << 53  # exact in every JSON reader, and never reached by counting
 MAX_ID = 256  # characters
+MAX_LABEL = 4096  # characters
 _ENCODINGS = ("full", "delta")
 
 
@@ -52,6 +53,8 @@ def check_request(
         raise ConfigError("timeout must be a positive number of seconds, got 0")
     if not 0 < len(request.update_id) <= MAX_ID:
         raise ConfigError(f"update_id must have 1 to {MAX_ID} characters")
+    if request.label is not None and not _is_text(request.label):
+        raise ConfigError(f"label must be text of at most {MAX_LABEL} characters, in UTF-8")
     if request.version is not None and request.version > MAX_VERSION:
         raise ConfigError(f"version must be at most {MAX_VERSION}, got {request.version}")
     if request.encoding == "delta" and (request.base is None or request.staging == "none"):
@@ -65,6 +68,14 @@ def check_request(
 def _one_of(what: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{what} must be one of {', '.join(known)}, got {value!r:.80}")
+
+
+def _is_text(label: str) -> bool:
+    try:
+        label.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    return len(label) <= MAX_LABEL
 
 
 def _within(what: str, value: int, low: int, high: int) -> None:

@@ -67,6 +67,11 @@ class BucketPacker:
         if self._entries and not self._fits(nbytes) and nbytes <= self.bucket_bytes:
             yield self._finish()
 
+    def release(self) -> None:
+        """Let go of the buffers, and of whoever waits for them: nothing is packed any more."""
+        self.wait_free = None
+        self._buffers = [None] * len(self._buffers)
+
     def buffer_for(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
         """Where ``add`` will put the next tensor, uninitialised; None where it will be cut.
 

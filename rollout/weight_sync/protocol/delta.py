@@ -183,7 +183,9 @@ class Committed:
     values: dict[tuple[str, Box], Tensor] = field(default_factory=dict)
 
     def is_live(self, epoch: int, version: int, layout: str = "") -> bool:
-        return (self.epoch, self.version, self.layout) == (epoch, version, layout)
+        """Whether anything was kept, and of this version."""
+        kept = (self.epoch, self.version, self.layout)
+        return bool(self.values) and kept == (epoch, version, layout)
 
     def change(self, name: str, box: Box, values: Tensor, max_bytes: int) -> EncodedDelta | None:
         """The change of a box against its copy, which becomes ``values``; None: send it whole.

@@ -162,7 +162,7 @@ class BucketSender:
         self._worker.close()
         if self._joined:
             self._channel.close()
-        self._packer.wait_free = None  # or its buffers stay until the cycle is collected
+        self._packer.release()
 
     # ---- inside ----
 

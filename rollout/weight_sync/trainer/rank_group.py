@@ -173,18 +173,27 @@ class RankGroup:
             self._send(0, {"phase": phase, "rows": list(rows)}, timeout, phase, {"data": data})
             return []
         found: list[tuple[list[Any], Tensor]] = [(list(rows), data)]
+        failure: errors.RolloutError | None = None
         deadline = time.monotonic() + timeout
-        for index in range(1, self.size):
-            header, tensors = self._frame(index, deadline - time.monotonic(), phase)
-            if header.get("error"):
-                raise errors.from_wire(header["error"])
-            if header.get("phase") != phase or "data" not in tensors:
-                raise TransferFailed(
-                    f"trainer rank {self.ranks[index]} is at {header.get('phase')!r} while rank "
-                    f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
-                )
-            found.append((header["rows"], tensors["data"]))
+        for index in range(1, self.size):  # all of them, so that no frame is left for a later call
+            try:
+                found.append(self._rows_of(index, deadline, phase))
+            except errors.RolloutError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
         return found
+
+    def _rows_of(self, index: int, deadline: float, phase: str) -> tuple[list[Any], Tensor]:
+        header, tensors = self._frame(index, max(0.0, deadline - time.monotonic()), phase)
+        if header.get("error"):
+            raise errors.from_wire(header["error"])
+        if header.get("phase") != phase or "data" not in tensors:
+            raise TransferFailed(
+                f"trainer rank {self.ranks[index]} is at {header.get('phase')!r} while rank "
+                f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
+            )
+        return header["rows"], tensors["data"]
 
     def vote(self, error: BaseException | None, timeout: float, phase: str = "vote") -> None:
         """Go on only if no member has an ``error``; otherwise all raise the first one.

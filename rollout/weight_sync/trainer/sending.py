@@ -146,7 +146,7 @@ class Sending:
 
         if self._plan.own_digests and self._session is None:
             self._reports()
-        timeout = 4 * self._options.timeout
+        timeout = 8 * self._options.timeout  # digests, seal, commit, and asking how it went
 
         def read(said: dict[str, Any]) -> UpdateReceipt:
             return from_plain(UpdateReceipt, said)
