@@ -164,7 +164,7 @@ NOT_RUN = {
     "it installs packages": 1,
     "needs a GPU": 1,
     "it takes minutes": 2,
-    "large checkpoints and minutes of measuring": 17,
+    "large checkpoints and minutes of measuring": 18,
 }
 
 
