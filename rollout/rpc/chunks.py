@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.rpc import rollout_pb2 as pb
+from rollout.wire.codec import to_json
 
-SERVICE = pb.DESCRIPTOR.services_by_name["WeightSync"].full_name
-UPDATE = f"/{SERVICE}/Update"
+UPDATE = f"/{pb.DESCRIPTOR.services_by_name['WeightSync'].full_name}/Update"
 _TAG = bytes([pb.UpdateCommand.CHUNK_FIELD_NUMBER << 3 | 2])  # of a field that has a length
 _MAX_VARINT = 10  # bytes
 
@@ -31,6 +31,11 @@ class Chunk:
 
     def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
         return b"".join((_TAG, _varint(len(self.chunk)), self.chunk))
+
+
+def document(noun: Any) -> Any:
+    """A noun of updates as a message."""
+    return pb.WeightDocument(json=to_json(noun))
 
 
 def command_to_wire(command: Any) -> bytes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.chunks import UPDATE, command_to_wire
+from rollout.rpc.chunks import UPDATE, command_to_wire, document
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed
 from rollout.weight_sync.protocol.link import StreamOffer
@@ -83,7 +83,7 @@ class GrpcWeightChannel:
         if request.partial:
             self._check_partial()
         self._open(request)
-        self._send(begin=_document(request))
+        self._send(begin=document(request))
         event = self._reply("begun", request.timeout + GRACE)
         begun = from_json(Begun, event.json)
         self._begun = True
@@ -133,7 +133,7 @@ class GrpcWeightChannel:
                 "resent_buckets": str(self._outbox.resent_buckets),
             }
             seal = replace(seal, details={**seal.details, **resent})
-        self._send(seal=_document(seal))
+        self._send(seal=document(seal))
         self._reply("sealed", 2 * self._timeout + GRACE)  # the last buckets, then the vote
         self._ended = self._joined
 
@@ -286,7 +286,3 @@ class GrpcWeightChannel:
         """Between replies nothing arrives but the error of an earlier bucket."""
         if not self._inbox.empty():
             self._reply("nothing", 0.0, "bucket")
-
-
-def _document(noun: Any) -> Any:
-    return pb.WeightDocument(json=to_json(noun))

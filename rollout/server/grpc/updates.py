@@ -28,12 +28,13 @@ import torch
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import document
 from rollout.server.grpc.lanes import Lane, Lanes
 from rollout.server.grpc.services import checked
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest, WeightChannel
-from rollout.wire.codec import from_json, parsed, to_json
+from rollout.wire.codec import from_json, parsed
 from rollout.wire.frames import tensor_bytes
 
 AHEAD = 8  # commands read before the first of them has run
@@ -336,7 +337,3 @@ class _IncomingBucket:
             self._left[: len(chunk)] = chunk
             self._left = self._left[len(chunk) :]
         return not self._left
-
-
-def document(noun: Any) -> Any:
-    return pb.WeightDocument(json=to_json(noun))

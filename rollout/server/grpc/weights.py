@@ -12,6 +12,7 @@ import grpc
 
 from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import document
 from rollout.server.grpc.services import (
     abort_with,
     answers,
@@ -31,7 +32,7 @@ from rollout.server.verbs import (
 from rollout.weight_sync.protocol.messages import WeightChannel
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
-from rollout.wire.codec import parsed, to_json
+from rollout.wire.codec import parsed
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -46,19 +47,19 @@ class WeightSyncService:
         info = await asyncio.to_thread(self._rollout.backend.info)
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
         offers = served(info.transports)
-        return _document(replace(info, transports=offers))
+        return document(replace(info, transports=offers))
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
         options = UpdateOptions.on_server(parsed(request.options_json))
         path, backend = request.path, self._rollout.backend
         receipt = await self._rollout.threads.run(lambda: backend.update_from(path, options))
-        return _document(receipt)
+        return document(receipt)
 
     @answers
     async def Rollback(self, request: Any) -> Any:  # noqa: N802
         receipt = await self._rollout.rollback(seconds(request))
-        return _document(receipt)
+        return document(receipt)
 
     @answers
     async def Digests(self, request: Any) -> Any:  # noqa: N802
@@ -69,28 +70,28 @@ class WeightSyncService:
     @answers
     async def Receipts(self, request: Any) -> Any:  # noqa: N802
         receipts = await asyncio.to_thread(self._rollout.backend.receipts)
-        documents = [_document(receipt) for receipt in receipts]
+        documents = [document(receipt) for receipt in receipts]
         return pb.ReceiptsResponse(receipts=documents)
 
     @answers
     async def InitWeightTransferEngine(self, request: Any) -> Any:  # noqa: N802
-        return _document(await self._verbs.init(parse(InitBody, request.json)))
+        return document(await self._verbs.init(parse(InitBody, request.json)))
 
     @answers
     async def StartWeightUpdate(self, request: Any) -> Any:  # noqa: N802
-        return _document(await self._verbs.start(parse(StartBody, request.json)))
+        return document(await self._verbs.start(parse(StartBody, request.json)))
 
     @answers
     async def UpdateWeights(self, request: Any) -> Any:  # noqa: N802
-        return _document(await self._verbs.update(parse(UpdateBody, request.json)))
+        return document(await self._verbs.update(parse(UpdateBody, request.json)))
 
     @answers
     async def FinishWeightUpdate(self, request: Any) -> Any:  # noqa: N802
-        return _document(await self._verbs.finish(parse(FinishBody, request.json)))
+        return document(await self._verbs.finish(parse(FinishBody, request.json)))
 
     @answers
     async def AbortWeightUpdate(self, request: Any) -> Any:  # noqa: N802
-        return _document(await self._verbs.abort(parse(AbortBody, request.json)))
+        return document(await self._verbs.abort(parse(AbortBody, request.json)))
 
     async def Update(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         commands = aiter(commands)
@@ -129,7 +130,3 @@ async def _behind(first: Any, commands: AsyncIterator[Any]) -> AsyncIterator[Any
         yield first
     async for command in commands:
         yield command
-
-
-def _document(noun: Any) -> Any:
-    return pb.WeightDocument(json=to_json(noun))
