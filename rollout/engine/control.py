@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from rollout.config import check_timeout
 from rollout.engine.ask import Asked
-from rollout.engine.executors import Reply, gather_replies
+from rollout.engine.executors import gather_replies
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
 from rollout.engine.scheduler import Scheduler
 from rollout.errors import EngineBroken, InvalidRequest, RolloutError
+from rollout.wire.frames import Reply
 
 T = TypeVar("T")
 WAKE_TAGS = ("weights", "kv_cache")

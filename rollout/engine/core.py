@@ -16,7 +16,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import choose_device
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
-from rollout.engine.executors import Executor, Reply, gather_replies, make_executor
+from rollout.engine.executors import Executor, gather_replies, make_executor
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
@@ -37,6 +37,7 @@ from rollout.loader import resolve_model
 from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
+from rollout.wire.frames import Reply
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
-from rollout.engine.executors import Executor, Reply
+from rollout.engine.executors import Executor
 from rollout.engine.output import OutputProcessor
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import PauseState, Scheduler
@@ -35,6 +35,7 @@ from rollout.errors import (
     RolloutError,
     WorkerDied,
 )
+from rollout.wire.frames import Reply
 
 T = TypeVar("T")
 _SETTLE_WAIT = 3.0  # seconds for the other ranks once one has failed a step

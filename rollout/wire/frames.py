@@ -82,6 +82,7 @@ def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = Non
 
 
 Frame = tuple[dict[str, Any], dict[str, Tensor]]
+Reply = Frame  # what a rank answers a call with
 
 
 def decode(head: bytes | bytearray | memoryview, payload: bytearray) -> Frame:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.errors import DeadlineExceeded, RolloutError, WorkerDied
-
-Reply = tuple[dict[str, Any], dict[str, Tensor]]
+from rollout.wire.frames import Reply
 
 
 class Executor(Protocol):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
-from rollout.engine.executors import Reply
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.worker import Worker
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
+from rollout.wire.frames import Reply
 
 _CLOSE_WAIT = 2.0  # seconds for a stage call under way to end
 

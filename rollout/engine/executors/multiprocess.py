@@ -13,13 +13,12 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import RendezvousServer, choose_device
-from rollout.engine.executors import Reply
 from rollout.engine.executors.rank_link import RankLink, encode_call, fail
 from rollout.engine.shared_payloads import PayloadMemory
 from rollout.engine.worker.shared_memory_group import create_shared
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.wire.codec import to_plain
-from rollout.wire.frames import encode
+from rollout.wire.frames import Reply, encode
 
 _CLOSE_WAIT = 2.0  # seconds for a rank to end by itself
 

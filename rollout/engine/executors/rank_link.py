@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
-from rollout.engine.executors import Reply
 from rollout.errors import RolloutError, from_wire
-from rollout.wire.frames import encode, recv_frame
+from rollout.wire.frames import Reply, encode, recv_frame
 
 _EXIT_WAIT = 1.0  # seconds for a rank whose socket closed to be reaped
 _LOOK = 100  # milliseconds until a writer looks whether it was closed

@@ -29,12 +29,12 @@ from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.shared_payloads import PayloadViews
 from rollout.engine.worker.job_thread import JobThread
-from rollout.engine.worker.model_runner import Reply
 from rollout.engine.worker.worker import Worker
 from rollout.errors import RolloutError, TransferFailed, to_wire
 from rollout.wire.frames import (
     Frame,
     LostPayloadError,
+    Reply,
     recv_frame,
     send_frame,
 )

@@ -27,9 +27,7 @@ from rollout.models.foreign import ForeignCausalLM
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model
 from rollout.weights import TensorMeta
-from rollout.wire.frames import dtype_from_name
-
-Reply = tuple[dict[str, Any], dict[str, Tensor]]
+from rollout.wire.frames import Reply, dtype_from_name
 
 
 class ModelRunner:

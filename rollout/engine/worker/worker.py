@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import Rendezvous, TensorParallel, choose_device, join_group
-from rollout.engine.worker.model_runner import ModelRunner, Reply
+from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
@@ -26,7 +26,7 @@ from rollout.weight_sync.engine.rank import RankUpdates
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
 from rollout.wire.codec import from_plain, to_plain
-from rollout.wire.frames import dtype_name
+from rollout.wire.frames import Reply, dtype_name
 
 Args = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]

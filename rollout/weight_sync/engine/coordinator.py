@@ -35,9 +35,9 @@ from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
+from rollout.wire.frames import Reply
 
 T = TypeVar("T")
-Reply = tuple[dict[str, Any], dict[str, Tensor]]
 KEPT_RECEIPTS = 64
 _TWICE = (
     ". This version is a rollback already: it is the engine's, not a collective of the trainer's "

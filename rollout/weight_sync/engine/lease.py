@@ -21,7 +21,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.weight_sync.engine.coordinator import Coordinator, Reply
+from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import (
     check_finite,
@@ -40,6 +40,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.transports.base import Accepted
 from rollout.wire.codec import from_plain, to_plain
+from rollout.wire.frames import Reply
 
 _AHEAD = 2  # buckets under way that each sender may have, and as many again
 log = logging.getLogger(__name__)
