@@ -11,12 +11,11 @@ from typing import Any, Self
 import torch
 
 from rollout.errors import ConfigError
-from rollout.models.arch import Arch, MoEArch, Switch
+from rollout.models.arch import Arch
+from rollout.models.config_reader import Reader
+from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
-from rollout.weights.fused_experts import PROJ_NAMES, ExpertNames
-from rollout.wire.frames import dtype_from_name
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 # How positions may be scaled -> what the file must say then.
 ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -40,28 +39,6 @@ class RopeConfig:
     theta: float
     partial: float = 1.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """The mixture of experts of a decoder; sizes are of one expert; see ``MoEArch``.
-
-    ``shared_size``: inner size of the expert that every token passes, 0 where there is none.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    norm_topk_prob: bool
-    expert_size: int
-    shared_size: int = 0
-    sparse_step: int = 1
-    dense_layers: tuple[int, ...] = ()
-    wide_weights: bool = False
-    names: ExpertNames = PROJ_NAMES
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether layer number ``layer`` has experts instead of one dense feed-forward."""
-        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +84,7 @@ class ModelConfig:
         Raises ``ConfigError`` for an unsupported architecture, a missing or malformed field, and
         for what these models cannot do: layers that slide, activations other than silu.
         """
-        read = _Reader(values, file)
+        read = Reader(values, file)
         registry = registry or Registry()
         architecture = registry.choose(read.names("architectures"))
         arch = registry.arch(architecture)
@@ -140,7 +117,7 @@ class ModelConfig:
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             bos_token_id=values.get("bos_token_id"),
-            moe=None if arch.moe is None else _read_moe(read, arch.moe),
+            moe=None if arch.moe is None else read_moe(read, arch.moe),
             sliding_window=read.count("sliding_window", arch.sliding_window) if slides else None,
         )
 
@@ -227,55 +204,7 @@ def token_ids(value: Any, file: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-class _Reader:
-    """Typed reads of one config dict whose errors name the field and the file."""
-
-    def __init__(self, values: Mapping[str, Any], file: str) -> None:
-        self.values, self.file = values, file
-
-    def required(self, name: str) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            raise ConfigError(f"{self.file}: field {name!r} is missing; the model needs it")
-        return value
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name)
-        value = default if value is None and default is not None else self.required(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.file}: {name} must be a positive integer, got {value!r}")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.required(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"{self.file}: {name} must be a number, got {value!r}")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self.file}: {name} must be true or false, got {value!r}")
-        return default if value is None else value
-
-    def switch(self, switch: Switch) -> bool:
-        return switch if isinstance(switch, bool) else self.flag(*switch)
-
-    def names(self, name: str) -> list[str]:
-        value = self.required(name)
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise ConfigError(f"{self.file}: {name} must be a list of names, got {value!r}")
-        return value
-
-    def dtype(self) -> torch.dtype:
-        value = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
-        name = str(value).removeprefix("torch.")
-        if name not in DTYPES:
-            raise ConfigError(f"{self.file}: dtype {value!r} is not one of {', '.join(DTYPES)}")
-        return dtype_from_name(name)
-
-
-def _refuse_unsupported(read: _Reader, architecture: str) -> None:
+def _refuse_unsupported(read: Reader, architecture: str) -> None:
     values = read.values
     if (act := values.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"{read.file}: hidden_act {act!r} is not supported, only 'silu'")
@@ -300,39 +229,7 @@ def _refuse_unsupported(read: _Reader, architecture: str) -> None:
         )
 
 
-def _read_moe(read: _Reader, arch: MoEArch) -> MoEConfig:
-    """The experts; a field that shapes them has no default."""
-    values, file = read.values, read.file
-    # Both names are about: transformers maps one to the other.
-    names = (arch.count, "num_experts", "num_local_experts")
-    count = next((n for n in names if values.get(n) is not None), arch.count)
-    dense = () if arch.every_layer else values.get("mlp_only_layers") or ()
-    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
-        raise ConfigError(f"{file}: mlp_only_layers must be a list of layers, got {dense!r}")
-    norm_topk_prob = arch.norm_topk_prob
-    if norm_topk_prob is None:
-        read.required("norm_topk_prob")
-        norm_topk_prob = read.flag("norm_topk_prob")
-    moe = MoEConfig(
-        num_experts=read.count(count),
-        experts_per_token=read.count("num_experts_per_tok"),
-        norm_topk_prob=norm_topk_prob,
-        expert_size=read.count(arch.size),
-        shared_size=read.count(arch.shared_size) if arch.shared_size else 0,
-        sparse_step=1 if arch.every_layer else read.count("decoder_sparse_step"),
-        dense_layers=tuple(dense),
-        wide_weights=arch.wide_weights,
-        names=arch.names,
-    )
-    if moe.experts_per_token > moe.num_experts:
-        raise ConfigError(
-            f"{file}: num_experts_per_tok {moe.experts_per_token} is more than the "
-            f"{moe.num_experts} experts of {count}"
-        )
-    return moe
-
-
-def _read_head_dim(read: _Reader, arch: Arch, heads: int) -> int:
+def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
     hidden = read.count("hidden_size")
     if not arch.head_dim_given and not read.values.get("head_dim") and hidden % heads:
         raise ConfigError(
@@ -345,7 +242,7 @@ def _read_head_dim(read: _Reader, arch: Arch, heads: int) -> int:
     return head_dim
 
 
-def _read_rope(read: _Reader, theta: float) -> RopeConfig:
+def _read_rope(read: Reader, theta: float) -> RopeConfig:
     """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``."""
     values, file = read.values, read.file
     given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})

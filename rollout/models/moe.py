@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.models.blocks import GatedMLP
-from rollout.models.config import MoEConfig
 from rollout.models.layers.base import Build
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import ReplicatedLinear
+from rollout.models.moe_config import MoEConfig
 
 
 class SparseMoE(nn.Module):
