@@ -1,10 +1,10 @@
-"""The least that could work, to measure `sync.py` against: bare gathers and bare roads.
+"""The least that could work, to measure `sync.py` against: bare gathers and bare transfers.
 
-    python benchmarks/bare.py ROAD MEETING RANK BYTES BUCKET_BYTES
+    python benchmarks/bare.py TRANSPORT RENDEZVOUS RANK BYTES BUCKET_BYTES
 
 is a receiver, which `sync.py` starts. As many bytes as an update has, from one process to
-`RECEIVERS[ROAD]` others, without headers, digests, layouts or checks. Sender and receivers call the
-same function; rank 0 sends.
+`RECEIVERS[TRANSPORT]` others, without headers, digests, layouts or checks. Sender and receivers
+call the same function; rank 0 sends.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def gather(model: Any) -> float:
     return time.perf_counter() - started
 
 
-def move(road: str, meeting: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
+def move(transport: str, rendezvous: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
     """Seconds from the moment that all are ready until every receiver has every byte."""
     group = dist.ProcessGroupGloo(
-        dist.FileStore(meeting, RECEIVERS[road] + 1),
+        dist.FileStore(rendezvous, RECEIVERS[transport] + 1),
         rank,
-        RECEIVERS[road] + 1,
+        RECEIVERS[transport] + 1,
         timedelta(seconds=WAIT),
     )
-    return ROADS[road](group, meeting, rank, nbytes, bucket_bytes)
+    return TRANSPORTS[transport](group, rendezvous, rank, nbytes, bucket_bytes)
 
 
-def broadcast(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
+def broadcast(group: Any, rendezvous: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
     """Raw gloo, every byte to every receiver."""
     bucket = torch.ones(bucket_bytes, dtype=torch.uint8)
     options = dist.BroadcastOptions()
@@ -61,10 +61,10 @@ def broadcast(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: in
     return time.perf_counter() - started
 
 
-def ipc(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
+def ipc(group: Any, rendezvous: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
     """Copies into and out of two halves of shared memory; each receiver takes its part of each."""
     receivers, page = RECEIVERS["ipc"], mmap.PAGESIZE
-    path = f"/dev/shm/rollout-bare-{Path(meeting).stem}-{os.stat(meeting).st_ino}"
+    path = f"/dev/shm/rollout-bare-{Path(rendezvous).stem}-{os.stat(rendezvous).st_ino}"
     if rank == 0:
         Path(path).touch()
         os.truncate(path, page + 2 * bucket_bytes)
@@ -99,7 +99,7 @@ def _until(met: Callable[[], bool]) -> None:
         time.sleep(1e-4)
 
 
-def grpc_stream(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
+def grpc_stream(group: Any, rendezvous: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
     """Messages of raw bytes on one stream over loopback, copied into one buffer at the end."""
     import grpc
 
@@ -142,9 +142,9 @@ def grpc_stream(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: 
     return seconds
 
 
-def disk(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
+def disk(group: Any, rendezvous: str, rank: int, nbytes: int, bucket_bytes: int) -> float:
     """One file, written from the beginning to the end, then read so."""
-    path = f"{meeting}.file"
+    path = f"{rendezvous}.file"
     bucket = memoryview(bytearray(bucket_bytes))
     group.barrier().wait()
     started = time.perf_counter()
@@ -164,7 +164,7 @@ def disk(group: Any, meeting: str, rank: int, nbytes: int, bucket_bytes: int) ->
     return seconds
 
 
-ROADS: dict[str, Callable[..., float]] = {
+TRANSPORTS: dict[str, Callable[..., float]] = {
     "broadcast": broadcast,
     "ipc": ipc,
     "grpc_stream": grpc_stream,

@@ -36,7 +36,7 @@ def main() -> None:
         trainer(args)
         return
     with tempfile.TemporaryDirectory() as scratch, service(args) as (_, address):
-        print(json.dumps(measure(args, address, str(Path(scratch) / "meeting"))), flush=True)
+        print(json.dumps(measure(args, address, str(Path(scratch) / "rendezvous"))), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -52,13 +52,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--encoding", default="delta", help="delta or delta-zstd")
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, address: str, meeting: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, address: str, rendezvous: str) -> dict[str, Any]:
     """Start the ranks and sum up what rank 0 says of each update."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--address", address, "--meeting", meeting]
+    command = [
+        sys.executable,
+        __file__,
+        *sys.argv[1:],
+        "--address",
+        address,
+        "--rendezvous",
+        rendezvous,
+    ]
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(child([*command, "--rank", str(r)])) for r in range(TRAINERS)]
         said: list[dict[str, Any]] = [json.loads(line) for line in lines(ranks[0])]
@@ -109,7 +117,7 @@ def parts(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def trainer(args: argparse.Namespace) -> None:
-    with trainer_group(args.meeting, args.rank):
+    with trainer_group(args.rendezvous, args.rank):
         update_in_turns(args)
 
 

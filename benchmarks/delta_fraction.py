@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace, warm: Path, scratch: Path, lr: float) -> d
     ):
         settings = {
             "address": address, "checkpoint": str(warm), "output": str(scratch / "out"),
-            "meeting": str(scratch / "meeting"), "ranks": RANKS, "steps": args.steps,
+            "rendezvous": str(scratch / "rendezvous"), "ranks": RANKS, "steps": args.steps,
             "prompts": args.prompts, "samples": 8, "minibatches": 2, "lr": lr, "clip": 0.2,
             "seed": 0,
         }  # fmt: skip
@@ -120,10 +120,12 @@ def as_rank(settings: dict[str, Any], encoding: str) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     trainer_rank.scheduled_lr = lambda lr, number, steps: lr
-    meeting = f"file://{settings['meeting']}"
+    rendezvous = f"file://{settings['rendezvous']}"
     rank = settings["rank"]
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=limit
+    )
     trainer = trainer_rank.Trainer(trainer_rank.Settings(**settings))
     trainer.rollout = Deltas(trainer.rollout, encoding, rank == 0)
     for number in range(1, settings["steps"] + 2):

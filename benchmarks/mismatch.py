@@ -183,7 +183,7 @@ def run_trainer(args: argparse.Namespace) -> None:
     """Send the weights, wait for "score", score this rank's sequences and compare the weights."""
     import torch.distributed as dist
 
-    with trainer_group(args.folder / "meeting", args.rank, WAIT):
+    with trainer_group(args.folder / "rendezvous", args.rank, WAIT):
         model = sharded(getattr(torch, args.dtypes), args.init, args.head_dtype)
         with Rollout.connect(args.address, timeout=WAIT) as engine:
             receipt = engine.update_weights(model, timeout=WAIT)

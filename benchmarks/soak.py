@@ -4,8 +4,8 @@
 
 MODEL is a tiny checkpoint (default: one made up here). Runs an engine of TP=2 (processes) and one
 of TP=1, streaming clients on both (half of them over gRPC), and on each an update every second over
-a random road, encoding, staging and in-flight mode, some with a fault; rollbacks, sleeps, and now
-and then a rank that is killed, after which its engine is started anew. After each of them: the
+a random transport, encoding, staging and in-flight mode, some with a fault; rollbacks, sleeps, and
+now and then a rank that is killed, after which its engine is started anew. After each of them: the
 version, the state and the digests of the live weights are those of what the trainer sent last; each
 token of the sampled completions has the logprob that the weights of its version give it (see
 rescore.py). At the end threads, files, shared memory and memory are flat. Prints one JSON object;
@@ -49,7 +49,7 @@ class Soak:
         self.over = threading.Event()
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.roads: Counter[str] = Counter()
+        self.transports: Counter[str] = Counter()
         self.violations: list[str] = []
         self._lock = threading.Lock()
 
@@ -152,7 +152,7 @@ def run(path: str, seconds: float, seed: int, clients: int, every: float) -> int
             {
                 "seconds": round(time.monotonic() - started, 1), "seed": seed,
                 **{k: soak.counts[k] for k in COUNTED},
-                "by_road": dict(soak.roads), "faults": sum(soak.faults.values()),
+                "by_transport": dict(soak.transports), "faults": sum(soak.faults.values()),
                 "faults_by_kind": dict(soak.faults),
                 "completions": soak.counts["completions"], "tokens": soak.counts["tokens"],
                 "tokens_checked": sum(s.checked for s in scores),
@@ -168,12 +168,12 @@ def run(path: str, seconds: float, seed: int, clients: int, every: float) -> int
     return 1 if soak.violations else 0
 
 
-def die(path: str, address: str, road: str) -> int:
+def die(path: str, address: str, transport: str) -> int:
     """A trainer that is killed while it sends."""
     weights = load_file(Path(path) / "model.safetensors")
     with Rollout.connect(address) as engine:
         engine.update_weights(
-            weights, transport=Faulty(road, Fault("kill", bucket=3)), bucket_bytes=8 << 10,
+            weights, transport=Faulty(transport, Fault("kill", bucket=3)), bucket_bytes=8 << 10,
             timeout=TIMEOUT,
         )  # fmt: skip
     return 0
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--every", type=float, default=1.0)
-    parser.add_argument("--die", nargs=2, metavar=("ADDRESS", "ROAD"), help=argparse.SUPPRESS)
+    parser.add_argument("--die", nargs=2, metavar=("ADDRESS", "TRANSPORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.die:

@@ -32,7 +32,7 @@ from rollout.weights import Box
 TIMEOUT = 4.0  # of every update
 LIMIT = 4 * TIMEOUT + 4  # seconds after which an update, with whatever fault, has ended
 GAP = 15.0  # seconds without a token that a client accepts
-ROADS = ("auto", "inline", "broadcast", "ipc", "p2p", "disk")
+TRANSPORTS = ("auto", "inline", "broadcast", "ipc", "p2p", "disk")
 MOST_WAITING = 200  # completions kept to be scored
 MOST_STORED = 6  # versions kept on disk
 
@@ -203,13 +203,13 @@ class Member:
         """One update over whatever ways; ``good``: it must take, and nothing is wrong with it."""
         draw, life = self.random, self.life
         which, self.next_set = self.next_set, self.next_set + 1
-        road = draw.choice(ROADS)
-        partial = not good and road != "p2p" and draw.random() < 0.15
+        transport = draw.choice(TRANSPORTS)
+        partial = not good and transport != "p2p" and draw.random() < 0.15
         names = [n for n in life.names if "layers.1" in n] if partial else life.names
         weights = self.soak.weights(which)
         staging = draw.choices(("auto", "host", "none"), (0.75, 0.1, 0.15))[0]
         options = {
-            "transport": self._transport(road, fault), "staging": staging,
+            "transport": self._transport(transport, fault), "staging": staging,
             "encoding": draw.choice(("auto", "full", "delta")), "partial": partial,
             "in_flight": draw.choice(("keep", "keep", "keep", "recompute", "abort", "wait")),
             "bucket_bytes": draw.choice((8, 16, 64)) << 10, "label": f"set {which}",
@@ -220,7 +220,7 @@ class Member:
         if fault is not None:
             killed = fault.kind == "kill"
             self.soak.fault(f"{fault.kind} {'rank at ' if killed else ''}{fault.phase}")
-        source = self._source(road, {n: weights[n] for n in names})
+        source = self._source(transport, {n: weights[n] for n in names})
         handle = draw.choice((life.engine, life.remote))
         torn = contextlib.nullcontext()
         if staging == "none" and life.undo == "shadow":
@@ -239,9 +239,9 @@ class Member:
                 return
             finally:
                 if (took := time.monotonic() - started) > LIMIT:
-                    self.soak.violated(f"{self.name}: {fault} on {road} took {took:.1f} s")
+                    self.soak.violated(f"{self.name}: {fault} on {transport} took {took:.1f} s")
         self.soak.count(updates=1, in_place=staging == "none")
-        self.soak.roads[road] += 1
+        self.soak.transports[transport] += 1
         content = {**life.content[life.version], **dict.fromkeys(names, which)}
         self._committed(receipt, content, names)
 
@@ -253,20 +253,20 @@ class Member:
         self._update(None, good=True)
         self.soak.count(mended=1)
 
-    def _transport(self, road: str, fault: Fault | None):
-        """What ``update_weights`` is to be told; a version from disk goes on by another road."""
-        road = self.random.choice(ROADS[1:4]) if road == "disk" else road
+    def _transport(self, transport: str, fault: Fault | None):
+        """What ``update_weights`` gets; a version from disk goes on by another transport."""
+        transport = self.random.choice(TRANSPORTS[1:4]) if transport == "disk" else transport
         if fault is None:
-            return road
-        return Faulty("inline" if road == "auto" else road, fault)
+            return transport
+        return Faulty("inline" if transport == "auto" else transport, fault)
 
-    def _source(self, road: str, weights: Weights):
-        if road == "p2p":
+    def _source(self, transport: str, weights: Weights):
+        if transport == "p2p":
             with torch.no_grad():
                 for name, parameter in self.module.named_parameters():
                     parameter.copy_(weights[name])
             return self.module
-        if road == "disk":
+        if transport == "disk":
             whole = len(weights) == len(self.life.names)
             encoding = self.random.choice(("full", "delta")) if whole else "full"
             self.stored += 1
@@ -303,10 +303,10 @@ class Member:
 
     def _killed_trainer(self) -> None:
         self.soak.fault("kill trainer")
-        road = self.random.choice(ROADS[1:4])
+        transport = self.random.choice(TRANSPORTS[1:4])
         soak = Path(__file__).with_name("soak.py")
         command = [sys.executable, str(soak), self.soak.path, "--die", self.life.engine.address]
-        done = subprocess.run([*command, road], timeout=60, check=False, capture_output=True)
+        done = subprocess.run([*command, transport], timeout=60, check=False, capture_output=True)
         if done.returncode != -9:
             self.soak.violated(f"the trainer that was to die: {done.stderr[-500:]!r}")
         self.soak.count(failed=1)

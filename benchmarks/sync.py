@@ -12,7 +12,7 @@ of each process above what it held before the first update, in bytes. Transports
 "disk" the trainer writes a version, which the service then reads; writing counts as transfer.
 
 `--bare` follows each update with the least that could work (bare.py): `full_tensor()` one by one,
-and the same bytes over a bare road (before either side of "disk" a file as long is written and
+and the same bytes over a bare transfer (before either side of "disk" a file as long is written and
 deleted, see `page_cache`); `of_bare` is the median, least and most of update / bare of
 the same round, and `of_broadcast` that of total / `broadcast`'s of the same round. `--source plain`
 is one trainer process that holds the whole model, so that nothing is gathered. `--picture` draws
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, engine: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    roads = args.transport.split(",")
+    transports = args.transport.split(",")
     rounds: list[dict[str, dict[str, Any]]] = []
     with contextlib.ExitStack() as stack:
         command = [sys.executable, __file__, args.checkpoint, "--updates", str(args.updates)]
@@ -110,21 +110,21 @@ def measure(args: argparse.Namespace, engine: subprocess.Popen[str]) -> list[dic
                 process.stdin.flush()
             for turn in range(args.updates + 1):
                 rounds.append({})
-                for road in roads:
-                    rounds[turn][road] = expect(ranks, "receipt")
-                    if args.bare and turn and road in RECEIVERS:
-                        rounds[turn][road]["bare"] = _bare(ranks, args.bucket_mib << 20)
+                for transport in transports:
+                    rounds[turn][transport] = expect(ranks, "receipt")
+                    if args.bare and turn and transport in RECEIVERS:
+                        rounds[turn][transport]["bare"] = _bare(ranks, args.bucket_mib << 20)
     peaks = {
         "trainer_peak_extra_bytes": watch.extra(0),
         "engine_peak_extra_bytes": watch.extra(1),
     }
-    return [_line(args, road, rounds) | peaks for road in roads]
+    return [_line(args, transport, rounds) | peaks for transport in transports]
 
 
 def _line(
-    args: argparse.Namespace, road: str, rounds: list[dict[str, dict[str, Any]]]
+    args: argparse.Namespace, transport: str, rounds: list[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
-    first, *rest = (found[road] for found in rounds)
+    first, *rest = (found[transport] for found in rounds)
     totals = [r["timings"]["total"] for r in rest]
     line = {
         "checkpoint": Path(args.checkpoint).name,
@@ -132,7 +132,7 @@ def _line(
         "trainers": TRAINERS if args.source == "fsdp2" else 1,
         "tensor_parallel_size": 2,
         "updates": args.updates,
-        "transport": road if road == "disk" else first["transport"],
+        "transport": transport if transport == "disk" else first["transport"],
         "bytes": first["bytes"],
         "wire_bytes": first["wire_bytes"],
         "bucket_bytes": args.bucket_mib << 20,
@@ -161,15 +161,15 @@ def spread(ratios: Sequence[float]) -> list[float]:
 
 
 def _bare(ranks: list[subprocess.Popen[str]], bucket_bytes: int) -> dict[str, float]:
-    """Start the receivers of a bare road; what the first trainer rank measured."""
+    """Start the receivers of a bare transfer; what the first trainer rank measured."""
     start = expect(ranks, "bare")
     script = str(Path(__file__).with_name("bare.py"))
     with contextlib.ExitStack() as stack:
-        for rank in range(1, RECEIVERS[start["road"]] + 1):
-            where = [start["road"], start["meeting"], str(rank), str(start["bytes"])]
+        for rank in range(1, RECEIVERS[start["transport"]] + 1):
+            where = [start["transport"], start["rendezvous"], str(rank), str(start["bytes"])]
             stack.enter_context(child([sys.executable, script, *where, str(bucket_bytes)]))
         found = expect(ranks, "bared")
-    return {"gather": found["gather"], "road": found["seconds"]}
+    return {"gather": found["gather"], "transfer": found["seconds"]}
 
 
 def expect(ranks: list[subprocess.Popen[str]], event: str) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def trainer(args: argparse.Namespace) -> None:
     if args.source == "plain":
         update_repeatedly(args)
         return
-    with trainer_group(f"{args.scratch}/meeting", args.rank):
+    with trainer_group(f"{args.scratch}/rendezvous", args.rank):
         update_repeatedly(args)
 
 
@@ -324,12 +324,12 @@ def update_repeatedly(args: argparse.Namespace) -> None:
         _tell(event="loaded")
         sys.stdin.readline()
         for turn in range(args.updates + 1):
-            for road in args.transport.split(","):
+            for transport in args.transport.split(","):
                 negate(model)
                 if args.wait and turn:
                     sys.stdin.readline()
                 started = time.perf_counter()
-                receipt, writing = update(args, engine, model, road, turn)
+                receipt, writing = update(args, engine, model, transport, turn)
                 if args.rank == 0:
                     timings = dict(receipt.timings)
                     timings["transfer"] += writing
@@ -348,14 +348,14 @@ def update_repeatedly(args: argparse.Namespace) -> None:
                         largest=largest,
                     )
                 time.sleep(0.2)
-                if args.bare and turn and road in RECEIVERS:
-                    least(args, model, road, turn, engine.weight_info().tensors)
+                if args.bare and turn and transport in RECEIVERS:
+                    least(args, model, transport, turn, engine.weight_info().tensors)
 
 
 def update(
-    args: argparse.Namespace, engine: Any, model: Any, road: str, turn: int
+    args: argparse.Namespace, engine: Any, model: Any, transport: str, turn: int
 ) -> tuple[Any, float]:
-    """The receipt (on the disk road: the first rank's), and the seconds in which it was written."""
+    """The receipt ("disk": the first rank's), and the seconds that writing a version took."""
     import torch
 
     from rollout.weight_sync.versions.reader import folder
@@ -363,8 +363,8 @@ def update(
     from rollout.weight_sync.versions.writer import VersionWriter
 
     size = args.bucket_mib << 20
-    if road != "disk":
-        options = {"transport": road, "bucket_bytes": size, "timeout": 300.0}
+    if transport != "disk":
+        options = {"transport": transport, "bucket_bytes": size, "timeout": 300.0}
         return engine.update_weights(model, **options), 0.0
     where = Path(args.scratch) / "versions"
     if args.rank == 0:
@@ -382,17 +382,20 @@ def update(
     return receipt, writing
 
 
-def least(args: argparse.Namespace, model: Any, road: str, turn: int, tensors: Any) -> None:
+def least(args: argparse.Namespace, model: Any, transport: str, turn: int, tensors: Any) -> None:
     """Gather and move as many bytes with nothing else."""
     import bare
 
     gathered = bare.gather(model) if args.source == "fsdp2" else 0.0
     if args.rank == 0:
-        meeting, nbytes = f"{args.scratch}/{road}.{turn}", sum(meta.nbytes for meta in tensors)
-        if road == "disk":
+        rendezvous, nbytes = (
+            f"{args.scratch}/{transport}.{turn}",
+            sum(meta.nbytes for meta in tensors),
+        )
+        if transport == "disk":
             page_cache(args, tensors)
-        _tell(event="bare", road=road, meeting=meeting, bytes=nbytes)
-        seconds = bare.move(road, meeting, 0, nbytes, args.bucket_mib << 20)
+        _tell(event="bare", transport=transport, rendezvous=rendezvous, bytes=nbytes)
+        seconds = bare.move(transport, rendezvous, 0, nbytes, args.bucket_mib << 20)
         _tell(event="bared", gather=gathered, seconds=seconds)
 
 

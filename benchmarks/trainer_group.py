@@ -15,15 +15,15 @@ TRAINERS = 2
 
 
 @contextmanager
-def trainer_group(meeting: str | Path, rank: int, seconds: float = 120.0) -> Iterator[None]:
-    """This process, of one thread, as rank ``rank`` of ``TRAINERS``; ``meeting``: a new file."""
+def trainer_group(rendezvous: str | Path, rank: int, seconds: float = 120.0) -> Iterator[None]:
+    """This process, of one thread, as rank ``rank`` of ``TRAINERS``; ``rendezvous``: a new file."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{meeting}",
+        init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=TRAINERS,
         timeout=timedelta(seconds=seconds),

@@ -27,12 +27,12 @@ MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler ov
 # with what it "must ..." ----
 
 
-def _param(default: Any, read: Callable[[Any], Any], text: str, *, doors: bool = True) -> Any:
-    """A row of the table of sampling parameters, from which the forms of all doors are made.
+def _param(default: Any, read: Callable[[Any], Any], text: str, *, served: bool = True) -> Any:
+    """A row of the table of sampling parameters, from which bodies, messages and flags are made.
 
-    ``doors`` False: HTTP bodies and command-line flags do not take it, or in a form of their own.
+    ``served`` False: HTTP bodies and command-line flags do not take it, or in a form of their own.
     """
-    return field(default=default, metadata={"read": read, "help": text, "doors": doors})
+    return field(default=default, metadata={"read": read, "help": text, "served": served})
 
 
 def _number(bounds: str) -> Callable[[Any], float]:
@@ -190,12 +190,12 @@ class SamplingParams:
         _count,
         "alternatives of each token in `Logprobs.top`, at most the vocabulary's size; the sampled "
         "token's own three logprobs always come",
-        doors=False,
+        served=False,
     )
     prompt_logprobs: int | None = _param(
-        None, _count, "the same for the prompt's tokens", doors=False
+        None, _count, "the same for the prompt's tokens", served=False
     )
-    detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", doors=False)
+    detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", served=False)
     skip_special_tokens: bool = _param(True, _flag, "leave them out of `text`")
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ def train(case: dict[str, Any], rank: int) -> None:
     model = copy.deepcopy(KEPT[0])
     if case["ranks"] > 1:
         dist.init_process_group(
-            "gloo", init_method=f"file://{case['scratch']}/meeting", rank=rank,
+            "gloo", init_method=f"file://{case['scratch']}/rendezvous", rank=rank,
             world_size=case["ranks"],
         )  # fmt: skip
         if case["outcome"] == "failed":

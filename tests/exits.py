@@ -81,7 +81,7 @@ class Exits:
         }  # fmt: skip
         self._log.write_text("")
         with contextlib.suppress(FileNotFoundError):
-            Path(self._scratch, "meeting").unlink()
+            Path(self._scratch, "rendezvous").unlink()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(LIMIT, self._process.kill)

@@ -136,7 +136,7 @@ def train(
         "address": address,
         "checkpoint": str(scratch / "warm"),
         "output": str(args.output / "checkpoint"),
-        "meeting": str(scratch / "meeting"),
+        "rendezvous": str(scratch / "rendezvous"),
         "ranks": RANKS,
     }
     events: list[dict[str, Any]] = []

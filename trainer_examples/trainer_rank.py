@@ -45,7 +45,7 @@ class Settings:
     address: str
     checkpoint: str
     output: str
-    meeting: str  # a file where the ranks find each other
+    rendezvous: str  # a file where the ranks find each other
     rank: int
     ranks: int
     steps: int
@@ -206,7 +206,7 @@ def main(kind: type[Trainer] = Trainer) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{settings.meeting}",
+        init_method=f"file://{settings.rendezvous}",
         rank=settings.rank,
         world_size=settings.ranks,
         timeout=timedelta(seconds=60),

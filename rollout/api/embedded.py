@@ -171,7 +171,7 @@ class EmbeddedBackend:
 
     @property
     def verbs(self) -> VerbSession:
-        """The low-level verbs, of which all doors of this engine share one session."""
+        """The low-level verbs, of which HTTP and gRPC share one session."""
         if self._verbs is None:
             raise EngineClosed("the engine has not been started: call start() first")
         return self._verbs

@@ -18,7 +18,7 @@ from rollout.generation import SamplingParams
 
 ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(
-    f for f in fields(SamplingParams) if f.metadata["doors"] and f.name != "logit_bias"
+    f for f in fields(SamplingParams) if f.metadata["served"] and f.name != "logit_bias"
 )
 
 

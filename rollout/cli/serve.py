@@ -70,7 +70,7 @@ def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
     group.add_argument("--tls-key", metavar="PEM", help="its key")
     group.add_argument(
         "--tls-client-ca", metavar="PEM",
-        help="let in only clients with a certificate of this authority, at either door",
+        help="let in only clients with a certificate of this authority, over HTTP and gRPC",
     )  # fmt: skip
     group.add_argument(
         "--insecure", action="store_true",

@@ -14,7 +14,7 @@ def child_environment(
 ) -> dict[str, str]:
     """Ours without tokens, with this package importable, and with ``settings``.
 
-    ``defaults`` hold where ours says nothing. Neither the doors' tokens nor the hub's are of any
+    ``defaults`` hold where ours says nothing. Neither the servers' tokens nor the hub's are of any
     use to a rank, and whoever can look at a process sees its environment.
     """
     env = {name: value for name, value in os.environ.items() if not _is_token(name)}

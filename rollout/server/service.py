@@ -1,4 +1,4 @@
-"""One engine behind both its doors, HTTP and gRPC, from start to a clean end."""
+"""One engine behind its HTTP and gRPC servers, from start to a clean end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def serving(
 ) -> AsyncIterator[Addresses]:
     """Everything up inside the block, everything gone after it; port 0 picks a free one.
 
-    ``tls`` encrypts both doors; with its ``client_ca`` only clients with a certificate are let in.
+    ``tls`` encrypts both; with its ``client_ca`` only clients with a certificate are let in.
     ``insecure`` allows a host beyond loopback without it. ``open_routes`` answer without a token at
     an address of their own. ``max_body_bytes``: of one request. Raises ``ConfigError`` for a busy
     port or an open host without a token before any weight is read, and whatever starting the

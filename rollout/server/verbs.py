@@ -1,4 +1,4 @@
-"""The low-level weight verbs as documents: vLLM's bodies in, plain answers out, for every door."""
+"""The low-level weight verbs over HTTP and gRPC: vLLM's bodies in, plain answers out."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_named(rollout, roots, weights) -> None:
     refused(rollout, wrong, WeightMismatch, r"model\.other")
 
 
-def test_a_road_or_two_sources_make_no_sense(rollout, roots, weights) -> None:
+def test_a_transport_or_two_sources_make_no_sense(rollout, roots, weights) -> None:
     path = roots[0] / "checkpoint-5"
     for keywords in ({"transport": "ipc"}, {"encoding": "delta"}):
         with pytest.raises(ConfigError, match="leave transport and encoding"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import outcome, start, trainer_job
+from start_engines import outcome, start, trainer_job
 from tiny_models import write_tiny
 from trainer_processes import Job
 

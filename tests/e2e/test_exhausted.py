@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import GREEDY, PROMPTS, start
+from start_engines import GREEDY, PROMPTS, start
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -55,8 +55,8 @@ def test_a_rank_without_memory_for_the_shadow_refuses_the_update(large) -> None:
     assert rollout.update_weights(new, transport="inline", timeout=20).version == version + 1
 
 
-@pytest.mark.parametrize("road", ["inline", "broadcast"])
-def test_a_rank_without_memory_for_a_bucket_refuses_the_update(large, road) -> None:
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+def test_a_rank_without_memory_for_a_bucket_refuses_the_update(large, transport) -> None:
     rollout, new = large
     rollout.update_weights(new, timeout=20)  # so that the shadow is there
     before, version, started = tokens(rollout), rollout.weight_version, time.monotonic()
@@ -66,7 +66,7 @@ def test_a_rank_without_memory_for_a_bucket_refuses_the_update(large, road) -> N
     changed = {name: tensor + 0.5 for name, tensor in new.items()}
     with pytest.raises(TransferFailed, match=r"rank 1: .*memory"):
         rollout.update_weights(
-            changed, transport=Faulty(road, fault), timeout=5, bucket_bytes=BUCKET
+            changed, transport=Faulty(transport, fault), timeout=5, bucket_bytes=BUCKET
         )
     assert time.monotonic() - started < 25
     time.sleep(max(0.0, started + LIMITED + 0.5 - time.monotonic()))

@@ -8,8 +8,8 @@ from statistics import median
 
 import psutil
 import pytest
-from rig import outcome, start, trainer_job
 from safetensors.torch import load_file
+from start_engines import outcome, start, trainer_job
 
 from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
 from rollout.errors import ChecksumMismatch

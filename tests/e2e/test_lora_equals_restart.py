@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from rig import fill_prefix_cache, outcome, start
+from start_engines import fill_prefix_cache, outcome, start
 from transformers import AutoModelForCausalLM
 
 from rollout.errors import ConfigError

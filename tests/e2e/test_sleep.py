@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from rig import start
+from start_engines import start
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams

@@ -34,4 +34,4 @@ def test_updates_faults_and_streams_for_two_minutes() -> None:
     assert said["checks"] >= said["updates"]
     assert said["sleeps"] >= 1
     assert said["restarts"] >= 1
-    assert len(said["by_road"]) >= 3
+    assert len(said["by_transport"]) >= 3

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rig import fill_prefix_cache, outcome
 from safetensors.torch import load_file
+from start_engines import fill_prefix_cache, outcome
 from transformers import AutoModelForCausalLM
 
 from rollout.weight_sync.agreement import Agreement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_core.toy import VOCAB, ToyExecutor, chain
+from engine_core.toy_model import VOCAB, ToyExecutor, chain
 
 from rollout.engine.batch import encode_batch
 from rollout.engine.block_manager import BlockManager

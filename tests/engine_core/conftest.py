@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_core.harness import Start
-from engine_core.toy import ToyExecutor, write_config
+from engine_core.toy_model import ToyExecutor, write_config
 from tiny_models import make_tokenizer
 
 from rollout.config import EngineConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, request, run
-from engine_core.toy import VOCAB, ToyExecutor
+from engine_core.toy_model import VOCAB, ToyExecutor
 
 from rollout.engine.core import EngineCore
 from rollout.generation import RequestOutput

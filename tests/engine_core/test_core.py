@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, request, run
-from engine_core.toy import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
+from engine_core.toy_model import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, request, run
-from engine_core.toy import Reply, ToyExecutor, continuation
+from engine_core.toy_model import Reply, ToyExecutor, continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny

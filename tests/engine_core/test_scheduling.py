@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine_core.bench import Bench
-from engine_core.toy import continuation
+from engine_core.toy_model import continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

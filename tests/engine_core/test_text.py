@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, request, run
-from engine_core.toy import continuation
+from engine_core.toy_model import continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer

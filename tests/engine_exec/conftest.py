@@ -2,7 +2,7 @@ import threading
 
 import pytest
 import torch
-from engine_exec.driving import children, wait_until
+from engine_exec.drive_executor import children, wait_until
 from tiny_models import write_tiny
 
 

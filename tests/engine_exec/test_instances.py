@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_exec.driving import generate, running
+from engine_exec.drive_executor import generate, running
 from tiny_models import write_tiny
 
 from rollout.errors import EngineBroken, RolloutError, VersionConflict

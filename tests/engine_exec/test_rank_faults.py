@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_exec.driving import children, config, generate, running, wait_until
+from engine_exec.drive_executor import children, config, generate, running, wait_until
 from engine_exec.sampling import sequence
 from safetensors.torch import load_file, save_file
 
@@ -169,7 +169,7 @@ def test_closing_is_quick_even_when_a_rank_hangs(tiny):
 ORPHAN = """
 import sys, json, time
 sys.path.insert(0, {tests!r})
-from engine_exec.driving import running
+from engine_exec.drive_executor import running
 with running({model!r}, executor="multiprocess", tensor_parallel_size=2) as executor:
     print(json.dumps([f.result(10)[0]["pid"] for f in executor.call("info", {{}})]), flush=True)
     time.sleep(60)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from engine_exec.driving import generate, running
+from engine_exec.drive_executor import generate, running
 
 import rollout
 from rollout.distributed import RendezvousServer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_exec.driving import begin, generate, running, step
+from engine_exec.drive_executor import begin, generate, running, step
 from engine_exec.sampling import sequence
 
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from doors import CONTROL, MAX_BODY, OPENED, TOKEN
+from server_settings import CONTROL, MAX_BODY, OPENED, TOKEN
 from serving import Served, serve
 from tiny_models import write_tiny
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import CONTROL, MAX_BODY, OPENED, TOKEN
 from fastapi import FastAPI
+from server_settings import CONTROL, MAX_BODY, OPENED, TOKEN
 from serving import Served
 from starlette.routing import Route
 

@@ -44,7 +44,7 @@ def weights_of(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def registry_of(name: str) -> Registry:
-    return Registry().register_model(name, f"outside:{name}")
+    return Registry().register_model(name, f"out_of_tree:{name}")
 
 
 def make(name: str, tp: TensorParallel, device: str = "cpu"):
@@ -172,7 +172,7 @@ def test_loading_that_cannot_be_verified_is_refused():
             TensorParallel(),
             torch.float32,
             "cpu",
-            registry=Registry().register_model("X", "outside:torch"),
+            registry=Registry().register_model("X", "out_of_tree:torch"),
         )
 
 
@@ -181,7 +181,9 @@ def test_an_engine_serves_and_updates_an_installed_one(tmp_path, monkeypatch):
     package = tmp_path / "outside_models-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-models\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[rollout.models]\nOwnLoading = outside:OwnLoading\n")
+    (package / "entry_points.txt").write_text(
+        "[rollout.models]\nOwnLoading = out_of_tree:OwnLoading\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     for seed in (0, 1):
         (tmp_path / str(seed)).mkdir()

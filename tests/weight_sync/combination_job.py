@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from changes import CHANGES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from transformers import AutoModelForCausalLM
+from weight_changes import CHANGES
 
 from rollout import RolloutError
 from rollout.rpc.client import RolloutClient

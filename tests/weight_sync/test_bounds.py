@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from by_hand import BUCKET, ByHand
-from ranks import Engine, same
+from engine_ranks import Engine, same
+from manual_update import BUCKET, ManualUpdate
 from trainer import Trainer
 
 from rollout.distributed import Rendezvous
@@ -41,7 +41,7 @@ def test_the_engine_announces_no_larger_bucket_than_was_agreed_on(
     engine, checkpoints, nbytes
 ) -> None:
     before = engine.live()
-    hand = ByHand(engine, checkpoints[2])
+    hand = ManualUpdate(engine, checkpoints[2])
     hand.begin()
     for header in (
         BucketHeader(0, (), nbytes),
@@ -76,7 +76,7 @@ def test_a_rank_makes_no_memory_for_a_larger_one(name, offer, messages) -> None:
 
 
 def test_buckets_announced_without_waiting_do_not_pile_up_at_the_ranks(engine, checkpoints) -> None:
-    hand = ByHand(engine, checkpoints[2], timeout=60.0)
+    hand = ManualUpdate(engine, checkpoints[2], timeout=60.0)
     hand.begin()
     rank, opened, sent = engine.ranks[1], threading.Event(), []
     honest = rank.stage_bucket

@@ -1,4 +1,4 @@
-"""Which road, backend and address an update takes, from what both sides say of themselves."""
+"""Which transport, backend and address an update takes, from what both sides say of themselves."""
 
 import pytest
 

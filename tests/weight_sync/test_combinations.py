@@ -1,4 +1,4 @@
-"""Gatherer x road x encoding x tensor parallelism: what is live is what the trainer holds.
+"""Gatherer x transport x encoding x tensor parallelism: what is live is what the trainer holds.
 
 Every trainer job and every engine starts once; each combination is two updates between them.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from changes import CHANGES
-from peers import wanted_bytes
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from tiny_models import write_tiny
 from trainer_processes import Job
+from trainer_ranks import wanted_bytes
+from weight_changes import CHANGES
 
 from rollout.kernels import digest
 from rollout.models.config import ModelConfig
@@ -31,7 +31,7 @@ JOBS = {
     4: ("hsdp", "fsdp1_hybrid", "fsdp2_tp"),
 }
 KINDS = {kind: world for world, kinds in JOBS.items() for kind in kinds}
-ROADS = ("grpc_stream", "broadcast", "ipc", "p2p")
+TRANSPORTS = ("grpc_stream", "broadcast", "ipc", "p2p")
 Weights = dict[str, torch.Tensor]
 START_LIMIT = 240.0  # seconds: six processes of trainers on a busy machine
 
@@ -100,12 +100,14 @@ def digests(weights: Weights) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)  # varies fastest: another sender has committed last
-@pytest.mark.parametrize("road", ROADS)
-def test_what_is_live_is_what_the_trainer_holds(engine, address, jobs, truths, kind, road) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_live_is_what_the_trainer_holds(
+    engine, address, jobs, truths, kind, transport
+) -> None:
     def update(change: str, encoding: str) -> dict[str, Any]:
         truths[kind] = {name: CHANGES[change](t) for name, t in truths[kind].items()}
         answers = jobs[KINDS[kind]].ask(
-            kind=kind, change=change, address=address, transport=road, encoding=encoding,
+            kind=kind, change=change, address=address, transport=transport, encoding=encoding,
             timeout=20.0, bucket_bytes=32 << 10,
         )  # fmt: skip
         assert None not in answers, jobs[KINDS[kind]].log.read_text()
@@ -113,16 +115,16 @@ def test_what_is_live_is_what_the_trainer_holds(engine, address, jobs, truths, k
         assert all(receipt == receipts[0] for receipt in receipts), receipts
         receipt = receipts[0]
         assert receipt.get("version") == engine.version, receipt
-        assert receipt["transport"] == road, receipt["details"]
+        assert receipt["transport"] == transport, receipt["details"]
         wanted = digests(truths[kind])
         assert receipt["digest"] == sum(wanted.values()) % 2**64
         assert engine.digests(20.0) == wanted  # of what lies in the ranks' memory
         assert receipt["num_bytes"] == sum(t.nbytes for t in truths[kind].values())
         return receipt
 
-    first = update("all", "full" if road == "p2p" else "delta")
+    first = update("all", "full" if transport == "p2p" else "delta")
     assert first["details"]["encoding"] == "full"
-    if road == "p2p":
+    if transport == "p2p":
         for receipt in (first, update("all", "full")):
             least = wanted_bytes(engine)
             assert least <= receipt["wire_bytes"] <= 1.01 * least

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Engine
+from engine_ranks import Engine
 
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.trainer.options import UpdateOptions

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import BUCKET, DEADLINE, Trainer, fresh, nudged
 
 from rollout.errors import (

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
 from rollout.errors import (

@@ -23,22 +23,22 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from rollout import Rollout
 
-path, address, meeting, rank, *roads = sys.argv[1:]
+path, address, rendezvous, rank, *transports = sys.argv[1:]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
+dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=2)
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 for layer in model.model.layers:
     fully_shard(layer)
 fully_shard(model)
 rows = []
 with Rollout.connect(address, timeout=20) as rollout:
-    for road in roads:
+    for transport in transports:
         for encoding in ("full", "delta", "delta"):
             with torch.no_grad():
                 for parameter in model.parameters():
                     shard = parameter.to_local().view(-1)
                     shard[3::100] += 0.25
-            receipt = rollout.update_weights(model, transport=road, encoding=encoding)
+            receipt = rollout.update_weights(model, transport=transport, encoding=encoding)
             equal = rollout.check_weights(model).equal
             rows.append([receipt.transport, receipt.details["encoding"], receipt.version,
                          receipt.wire_bytes, receipt.digest, equal])

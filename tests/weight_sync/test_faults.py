@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
-from peers import Boxes, Peers, agreements, rows
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import BUCKET, Trainer
+from trainer_ranks import Boxes, TrainerRanks, agreements, rows
 
 from rollout.errors import (
     ChecksumMismatch,
@@ -101,7 +101,7 @@ def expect(trainer, weights, expected, **options) -> None:
 
 
 @pytest.mark.parametrize("fault", BROKEN, ids=name_of)
-def test_a_fault_of_the_road(trainer, engine, checkpoints, fault) -> None:
+def test_a_fault_of_the_transport(trainer, engine, checkpoints, fault) -> None:
     trainer.send(checkpoints[1])
     expect(trainer, checkpoints[2], BROKEN[fault], transport=Faulty(trainer.transport, fault))
     good = trainer.send(checkpoints[2])
@@ -239,15 +239,15 @@ class Gathered(Boxes):
         yield from self._weights.items()
 
 
-@pytest.mark.parametrize("road", ["inline", "broadcast", "ipc"])
-def test_a_gather_gone_wrong_is_refused_and_not_proven_equal(engine, checkpoints, road) -> None:
+@pytest.mark.parametrize("kind", ["inline", "broadcast", "ipc"])
+def test_a_gather_gone_wrong_is_refused_and_not_proven_equal(engine, checkpoints, kind) -> None:
     """Each rank digests its own rows: two elements in the wrong place do not go live."""
-    Trainer(engine, road).send(checkpoints[1])
+    Trainer(engine, kind).send(checkpoints[1])
     before, version = engine.live(), engine.version
-    peers = Peers(engine, 3, place=rows)
+    trainers = TrainerRanks(engine, 3, place=rows)
 
     def send(weights, *faults):
-        transport = Faulty(road, *faults) if faults else road
+        transport = Faulty(kind, *faults) if faults else kind
         got = [None] * 3
 
         def run(rank, agreement) -> None:
@@ -255,7 +255,7 @@ def test_a_gather_gone_wrong_is_refused_and_not_proven_equal(engine, checkpoints
             try:
                 got[rank] = publish(
                     Gathered(weights, agreement), connect=lambda: engine,
-                    options=options, plans=peers.plans[rank],
+                    options=options, plans=trainers.plans[rank],
                 )  # fmt: skip
             except RolloutError as error:
                 got[rank] = error

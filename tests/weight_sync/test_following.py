@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 

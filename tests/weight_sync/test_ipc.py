@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Engine
+from engine_ranks import Engine
 from trainer import Trainer, nudged
 
 from rollout.errors import ConfigError, TransferFailed

@@ -6,8 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from by_hand import ByHand
-from ranks import Engine, same
+from engine_ranks import Engine, same
+from manual_update import ManualUpdate
 
 from rollout.errors import DeadlineExceeded, TransferFailed, UpdateInProgress, VersionConflict
 
@@ -20,7 +20,7 @@ def engine(checkpoints):
 
 
 @pytest.fixture
-def beside():
+def in_thread():
     with ThreadPoolExecutor(2) as pool:
         yield pool.submit
 
@@ -41,17 +41,17 @@ class Gate:
 
 
 def next_one_takes(engine, weights) -> None:
-    update = ByHand(engine, weights)
+    update = ManualUpdate(engine, weights)
     update.send_all()
     assert update.commit().version == engine.version
     assert engine.info().state == "idle"
 
 
-def test_closed_while_the_ranks_vote(engine, checkpoints, beside) -> None:
+def test_closed_while_the_ranks_vote(engine, checkpoints, in_thread) -> None:
     before = engine.live()
     gate = Gate(engine.ranks[1], "stage_seal")
-    update = ByHand(engine, checkpoints[2])
-    sealing = beside(update.send_all)
+    update = ManualUpdate(engine, checkpoints[2])
+    sealing = in_thread(update.send_all)
     assert gate.entered.wait(5)
     update.channel.close()
     gate.opened.set()
@@ -62,10 +62,10 @@ def test_closed_while_the_ranks_vote(engine, checkpoints, beside) -> None:
     next_one_takes(engine, checkpoints[2])
 
 
-def test_closed_while_it_waits_for_another(engine, checkpoints, beside) -> None:
-    first, second = ByHand(engine, checkpoints[2]), ByHand(engine, checkpoints[2])
+def test_closed_while_it_waits_for_another(engine, checkpoints, in_thread) -> None:
+    first, second = ManualUpdate(engine, checkpoints[2]), ManualUpdate(engine, checkpoints[2])
     first.begin()
-    waiting = beside(second.begin)
+    waiting = in_thread(second.begin)
     second.channel.close()
     first.channel.close()
     with pytest.raises(TransferFailed, match="ended before its begin"):
@@ -74,14 +74,14 @@ def test_closed_while_it_waits_for_another(engine, checkpoints, beside) -> None:
     next_one_takes(engine, checkpoints[2])
 
 
-def test_closed_while_it_begins(engine, checkpoints, beside) -> None:
+def test_closed_while_it_begins(engine, checkpoints, in_thread) -> None:
     gate = Gate(engine.ranks[0], "stage_begin")
-    update = ByHand(engine, checkpoints[2])
-    beginning = beside(update.begin)
+    update = ManualUpdate(engine, checkpoints[2])
+    beginning = in_thread(update.begin)
     assert gate.entered.wait(5)
     update.channel.close()
     with pytest.raises(UpdateInProgress):  # not before the ranks are done with the first
-        ByHand(engine, checkpoints[2], timeout=0.1).begin()
+        ManualUpdate(engine, checkpoints[2], timeout=0.1).begin()
     gate.opened.set()
     with pytest.raises(TransferFailed, match="ended before its begin"):
         beginning.result(5)
@@ -89,15 +89,15 @@ def test_closed_while_it_begins(engine, checkpoints, beside) -> None:
     next_one_takes(engine, checkpoints[2])
 
 
-def test_closed_while_it_commits(engine, checkpoints, beside) -> None:
-    update = ByHand(engine, checkpoints[2])
+def test_closed_while_it_commits(engine, checkpoints, in_thread) -> None:
+    update = ManualUpdate(engine, checkpoints[2])
     update.send_all()
     gate = Gate(engine.ranks[1], "commit")
-    committing = beside(update.commit)
+    committing = in_thread(update.commit)
     assert gate.entered.wait(5)
     update.channel.close()
     with pytest.raises(UpdateInProgress, match="committing"):
-        ByHand(engine, checkpoints[1], timeout=0.1).begin()
+        ManualUpdate(engine, checkpoints[1], timeout=0.1).begin()
     gate.opened.set()
     assert committing.result(5).version == engine.version == 1
     assert engine.info().state == "idle"
@@ -106,7 +106,7 @@ def test_closed_while_it_commits(engine, checkpoints, beside) -> None:
 
 def test_a_commit_that_is_late_on_one_rank_is_taken_back_on_all(engine, checkpoints) -> None:
     before = engine.live()
-    update = ByHand(engine, checkpoints[2], timeout=1.5)
+    update = ManualUpdate(engine, checkpoints[2], timeout=1.5)
     update.send_all()
     gate = Gate(engine.ranks[1], "commit")
     threading.Timer(2.0, gate.opened.set).start()
@@ -118,13 +118,13 @@ def test_a_commit_that_is_late_on_one_rank_is_taken_back_on_all(engine, checkpoi
 
 
 def test_a_refused_update_leaves_a_broken_engine_broken(engine, checkpoints) -> None:
-    update = ByHand(engine, checkpoints[2], staging="none")
+    update = ManualUpdate(engine, checkpoints[2], staging="none")
     update.begin()
     update.bucket()
     update.channel.close()
     assert engine.info().state == "broken"
     with pytest.raises(VersionConflict):
-        ByHand(engine, checkpoints[2], version=0).begin()
+        ManualUpdate(engine, checkpoints[2], version=0).begin()
     with pytest.raises(VersionConflict):
         engine.coordinator.rollback(1.0)
     assert engine.info().state == "broken"
@@ -138,6 +138,6 @@ def test_an_update_without_staging_that_never_began_breaks_nothing(engine, check
 
     engine.hold = late
     with pytest.raises(DeadlineExceeded):
-        ByHand(engine, checkpoints[2], staging="none").begin()
+        ManualUpdate(engine, checkpoints[2], staging="none").begin()
     assert engine.info().state == "idle"
     assert engine.broken is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import By, Trainer, fresh
 
 from rollout.weight_sync.trainer import bucket_sender

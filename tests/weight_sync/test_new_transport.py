@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import Trainer, fresh
 
 from rollout.errors import ConfigError, TransferFailed

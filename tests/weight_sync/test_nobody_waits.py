@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from peers import Boxes, Peers, agreements
-from ranks import Engine
+from engine_ranks import Engine
 from trainer import Trainer
+from trainer_ranks import Boxes, TrainerRanks, agreements
 
 from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
 from rollout.weight_sync.protocol.delta import DeltaBase
@@ -30,7 +30,7 @@ def engine(checkpoints):
     engine.close()
 
 
-class Beside:
+class ConcurrentCalls:
     """Calls of several trainer ranks, each in a thread; ``got`` is what each returned or raised."""
 
     def __init__(self, calls) -> None:
@@ -110,39 +110,41 @@ def free_again(engine, weights) -> None:
 
 
 @pytest.mark.parametrize("hangs", [0, 1])
-@pytest.mark.parametrize("road", ["p2p", "delta"])
-def test_a_rank_that_hangs_in_its_own_boxes(engine, checkpoints, road, hangs) -> None:
-    peers, leave = Peers(engine, 2), threading.Event()
+@pytest.mark.parametrize("transport", ["p2p", "delta"])
+def test_a_rank_that_hangs_in_its_own_boxes(engine, checkpoints, transport, hangs) -> None:
+    trainers, leave = TrainerRanks(engine, 2), threading.Event()
     links = agreements(2)
-    how = {"transport": "p2p"} if road == "p2p" else {"transport": "inline", "encoding": "delta"}
+    how = (
+        {"transport": "p2p"} if transport == "p2p" else {"transport": "inline", "encoding": "delta"}
+    )
     bases = [None, None]
-    if road == "delta":
+    if transport == "delta":
         bases = [DeltaBase(), DeltaBase()]
         first = agreements(2)
-        beside = Beside([
+        running = ConcurrentCalls([
             lambda r=r: publish(
                 Whole(checkpoints[1], first[r]), connect=lambda: engine,
-                options=options(**how, timeout=LONG), base=bases[r], plans=peers.plans[r],
+                options=options(**how, timeout=LONG), base=bases[r], plans=trainers.plans[r],
             )
             for r in range(2)
         ])  # fmt: skip
-        beside.join()
-        assert all(hasattr(got, "version") for got in beside.got), beside.got
-    beside = Beside([
+        running.join()
+        assert all(hasattr(got, "version") for got in running.got), running.got
+    running = ConcurrentCalls([
         lambda r=r: publish(
             Hanging(checkpoints[2], links[r], hangs, leave), connect=lambda: engine,
-            options=options(**how), base=bases[r], plans=peers.plans[r],
+            options=options(**how), base=bases[r], plans=trainers.plans[r],
         )
         for r in range(2)
     ])  # fmt: skip
-    beside.join(1 - hangs)
-    failed = beside.got[1 - hangs]
+    running.join(1 - hangs)
+    failed = running.got[1 - hangs]
     assert isinstance(failed, DeadlineExceeded), failed
     assert f"trainer rank {hangs} did not yield within {TIMEOUT:g} s" in str(failed)
     free_again(engine, checkpoints[1])
     leave.set()
-    beside.join()
-    assert isinstance(beside.got[hangs], DeadlineExceeded), beside.got[hangs]
+    running.join()
+    assert isinstance(running.got[hangs], DeadlineExceeded), running.got[hangs]
 
 
 @pytest.mark.parametrize("transport", ["inline", "broadcast"])
@@ -151,22 +153,22 @@ def test_a_rank_that_raises_before_a_gather_frees_the_engine_and_itself_at_once(
 ) -> None:
     meet, links = threading.Barrier(2), agreements(2)
     started = time.monotonic()
-    beside = Beside([
+    running = ConcurrentCalls([
         lambda r=r: publish(
             Gathering(checkpoints[2], links[r], meet, fails=1), connect=lambda: engine,
             options=options(transport=transport, timeout=LONG),
         )
         for r in range(2)
     ])  # fmt: skip
-    beside.join(1)
-    assert isinstance(beside.got[1], SourceFailed)
-    assert isinstance(beside.got[1].__cause__, KeyError)
+    running.join(1)
+    assert isinstance(running.got[1], SourceFailed)
+    assert isinstance(running.got[1].__cause__, KeyError)
     free_again(engine, checkpoints[1])
     assert time.monotonic() - started < LONG / 2  # nobody waited for a deadline
     meet.abort()  # the collective's own timeout
-    beside.join()
-    assert isinstance(beside.got[0], SourceFailed), beside.got[0]
-    assert "no such shard" in str(beside.got[0])
+    running.join()
+    assert isinstance(running.got[0], SourceFailed), running.got[0]
+    assert "no such shard" in str(running.got[0])
 
 
 def test_what_raises_inside_a_step_raises_on_every_rank_before_the_gather() -> None:
@@ -178,10 +180,10 @@ def test_what_raises_inside_a_step_raises_on_every_rank_before_the_gather() -> N
                 raise KeyError("no such shard")
         return "gathered"
 
-    beside = Beside([lambda link=link: call(link) for link in links])
-    beside.join()
-    assert all(isinstance(error, SourceFailed) for error in beside.got), beside.got
-    assert all("no such shard" in str(error) for error in beside.got)
+    running = ConcurrentCalls([lambda link=link: call(link) for link in links])
+    running.join()
+    assert all(isinstance(error, SourceFailed) for error in running.got), running.got
+    assert all("no such shard" in str(error) for error in running.got)
 
 
 def test_an_iterable_that_stalls_lets_others_update_from_its_deadline_on(
@@ -203,32 +205,32 @@ def test_an_iterable_that_stalls_lets_others_update_from_its_deadline_on(
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_a_comparison_whose_source_hangs_on_one_rank(engine, checkpoints, hangs) -> None:
     links, leave = agreements(2), threading.Event()
-    beside = Beside([
+    running = ConcurrentCalls([
         lambda r=r: check_weights(
             Hanging(checkpoints[1], links[r], hangs, leave),
             connect=lambda: engine, timeout=TIMEOUT,
         )
         for r in range(2)
     ])  # fmt: skip
-    beside.join(1 - hangs)
-    assert "did not yield" in str(beside.got[1 - hangs])
+    running.join(1 - hangs)
+    assert "did not yield" in str(running.got[1 - hangs])
     leave.set()
-    beside.join()
-    assert all(isinstance(error, DeadlineExceeded) for error in beside.got), beside.got
+    running.join()
+    assert all(isinstance(error, DeadlineExceeded) for error in running.got), running.got
 
 
 def test_a_comparison_gathers_nothing_where_every_rank_reads_its_own(engine, checkpoints) -> None:
     free_again(engine, checkpoints[1])
     links = agreements(2)
     wrong = {**checkpoints[1], "model.norm.weight": checkpoints[1]["model.norm.weight"] + 1}
-    beside = Beside([
+    running = ConcurrentCalls([
         lambda r=r: check_weights(
             Boxes(wrong, links[r]), connect=lambda: engine, timeout=LONG
         )
         for r in range(2)
     ])  # fmt: skip
-    beside.join()
-    assert [report.differing for report in beside.got] == [("model.norm.weight",)] * 2
+    running.join()
+    assert [report.differing for report in running.got] == [("model.norm.weight",)] * 2
 
 
 @pytest.mark.parametrize("what", ["check", "write"])
@@ -245,10 +247,10 @@ def test_a_rank_that_fails_alone_is_heard_by_the_others(
             source, 1, timeout=LONG
         )
 
-    beside = Beside([lambda r=r: call(r) for r in range(2)])
-    beside.join(1)
-    assert isinstance(beside.got[1], SourceFailed)
+    running = ConcurrentCalls([lambda r=r: call(r) for r in range(2)])
+    running.join(1)
+    assert isinstance(running.got[1], SourceFailed)
     meet.abort()
-    beside.join()
-    assert isinstance(beside.got[0], RolloutError)
-    assert "no such shard" in str(beside.got[0])
+    running.join()
+    assert isinstance(running.got[0], RolloutError)
+    assert "no such shard" in str(running.got[0])

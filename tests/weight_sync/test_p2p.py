@@ -6,9 +6,9 @@ import socket
 import time
 
 import pytest
-from peers import Boxes, Peers, rows, wanted_bytes, whole
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import fresh
+from trainer_ranks import Boxes, TrainerRanks, rows, wanted_bytes, whole
 
 from rollout.errors import (
     ChecksumMismatch,
@@ -47,9 +47,9 @@ def receipt_of(got):
     ids=["1", "2", "3", "ddp", "hsdp"],
 )  # fmt: skip
 def test_it_ends_like_a_fresh_start_with_the_least_bytes(engine, checkpoints, size, place) -> None:
-    peers = Peers(engine, size, place)
+    trainers = TrainerRanks(engine, size, place)
     for weights in (checkpoints[2], checkpoints[1]):
-        receipt = receipt_of(peers.send(weights))
+        receipt = receipt_of(trainers.send(weights))
         assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
         assert (receipt.transport, receipt.version) == ("p2p", engine.version)
         assert receipt.num_bytes == sum(t.nbytes for t in weights.values())
@@ -58,20 +58,20 @@ def test_it_ends_like_a_fresh_start_with_the_least_bytes(engine, checkpoints, si
         sent = [int(part) for part in receipt.details["sent_bytes"].split(",")]
         assert len(sent) == size
         assert max(sent) <= 1.2 * sum(sent) / size
-    assert [plans.num_planned for plans in peers.plans] == [1] * size
+    assert [plans.num_planned for plans in trainers.plans] == [1] * size
 
 
 @pytest.fixture
-def peers(engine):
-    return Peers(engine, 2)
+def trainers(engine):
+    return TrainerRanks(engine, 2)
 
 
-def test_every_rank_digests_its_own_boxes(engine, peers, checkpoints) -> None:
-    receipt = receipt_of(peers.send(checkpoints[2]))
+def test_every_rank_digests_its_own_boxes(engine, trainers, checkpoints) -> None:
+    receipt = receipt_of(trainers.send(checkpoints[2]))
     assert sum(engine.digests(5.0).values()) % 2**64 == receipt.digest
 
 
-def test_rounds_are_bounded(engine, peers, checkpoints) -> None:
+def test_rounds_are_bounded(engine, trainers, checkpoints) -> None:
     seen = []
     call = engine.call
 
@@ -82,7 +82,7 @@ def test_rounds_are_bounded(engine, peers, checkpoints) -> None:
 
     engine.call = counting
     try:
-        receipt_of(peers.send(checkpoints[2], bucket_bytes=8 << 10))
+        receipt_of(trainers.send(checkpoints[2], bucket_bytes=8 << 10))
     finally:
         del engine.call
     assert len(seen) >= 8
@@ -95,7 +95,7 @@ def test_rounds_are_bounded(engine, peers, checkpoints) -> None:
             assert max(by_rank.values()) <= 8 << 10
 
 
-def test_a_tensor_is_read_once_however_many_ranks_take_of_it(engine, peers, checkpoints) -> None:
+def test_a_tensor_is_read_once_however_many_ranks_take_of_it(engine, trainers, checkpoints) -> None:
     reads: dict[tuple[int, str], int] = {}
 
     def counting(rank, source):
@@ -105,16 +105,16 @@ def test_a_tensor_is_read_once_however_many_ranks_take_of_it(engine, peers, chec
         source.on_read = read
         return source
 
-    receipt_of(peers.send(checkpoints[2], bucket_bytes=8 << 20, prepare=counting))  # one round
+    receipt_of(trainers.send(checkpoints[2], bucket_bytes=8 << 20, prepare=counting))  # one round
     assert set(reads.values()) == {1}
     assert {name for _, name in reads} == set(checkpoints[2])
 
 
-def broken(engine, peers, weights, match, error=RolloutError, **options):
+def broken(engine, trainers, weights, match, error=RolloutError, **options):
     """All ranks raise one error, in time; the old version serves; the next update takes."""
     before, version = engine.live(), engine.version
     started = time.monotonic()
-    got = peers.send(weights, **options)
+    got = trainers.send(weights, **options)
     assert time.monotonic() - started < 25
     for one in got:
         assert isinstance(one, error), got
@@ -122,23 +122,23 @@ def broken(engine, peers, weights, match, error=RolloutError, **options):
     assert match in str(got[0])
     assert same(engine.live(), before)
     assert (engine.version, engine.info().state) == (version, "idle")
-    assert receipt_of(peers.send(weights)).version == version + 1
+    assert receipt_of(trainers.send(weights)).version == version + 1
 
 
-def test_a_flipped_bit_is_refused_by_name(engine, peers, checkpoints) -> None:
+def test_a_flipped_bit_is_refused_by_name(engine, trainers, checkpoints) -> None:
     fault = Faulty("p2p", Fault("flip", bucket=1, bit=1003))
-    broken(engine, peers, checkpoints[2], "model.", ChecksumMismatch,
+    broken(engine, trainers, checkpoints[2], "model.", ChecksumMismatch,
            transport=fault)  # fmt: skip
 
 
-def test_a_lost_round_is_a_named_error_in_time(engine, peers, checkpoints) -> None:
+def test_a_lost_round_is_a_named_error_in_time(engine, trainers, checkpoints) -> None:
     fault = Faulty("p2p", Fault("drop", bucket=1))
-    broken(engine, peers, checkpoints[2], "bucket 1", (DeadlineExceeded, TransferFailed),
+    broken(engine, trainers, checkpoints[2], "bucket 1", (DeadlineExceeded, TransferFailed),
            transport=fault, timeout=1.0)  # fmt: skip
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_source_that_fails_on_one_rank_fails_on_all(engine, peers, checkpoints, who) -> None:
+def test_a_source_that_fails_on_one_rank_fails_on_all(engine, trainers, checkpoints, who) -> None:
     def failing(rank, source):
         def read(name):
             if rank == who and "layers.1" in name:
@@ -147,11 +147,11 @@ def test_a_source_that_fails_on_one_rank_fails_on_all(engine, peers, checkpoints
         source.on_read = read
         return source
 
-    broken(engine, peers, checkpoints[2], "the disk went away", SourceFailed, prepare=failing)
+    broken(engine, trainers, checkpoints[2], "the disk went away", SourceFailed, prepare=failing)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_trainer_rank_that_leaves_frees_everybody(engine, peers, checkpoints, who) -> None:
+def test_a_trainer_rank_that_leaves_frees_everybody(engine, trainers, checkpoints, who) -> None:
     def leaving(rank, source):
         def read(name):
             if rank == who and "layers.1" in name:
@@ -161,10 +161,10 @@ def test_a_trainer_rank_that_leaves_frees_everybody(engine, peers, checkpoints, 
         source.on_read = read
         return source
 
-    broken(engine, peers, checkpoints[2], "is gone", TransferFailed, prepare=leaving)
+    broken(engine, trainers, checkpoints[2], "is gone", TransferFailed, prepare=leaving)
 
 
-def test_an_engine_rank_that_fails_frees_everybody(engine, peers, checkpoints) -> None:
+def test_an_engine_rank_that_fails_frees_everybody(engine, trainers, checkpoints) -> None:
     rank, rounds = engine.ranks[-1], []
 
     def dying(args, tensors):
@@ -177,13 +177,13 @@ def test_an_engine_rank_that_fails_frees_everybody(engine, peers, checkpoints) -
     try:
         before = engine.live()
         started = time.monotonic()
-        got = peers.send(checkpoints[2])
+        got = trainers.send(checkpoints[2])
         assert time.monotonic() - started < 25
         assert all(isinstance(one, TransferFailed) for one in got), got
         assert same(engine.live(), before)
     finally:
         del rank.stage_bucket
-    receipt_of(peers.send(checkpoints[2]))
+    receipt_of(trainers.send(checkpoints[2]))
 
 
 def test_replicas_that_differ_are_refused(engine, checkpoints) -> None:
@@ -193,12 +193,12 @@ def test_replicas_that_differ_are_refused(engine, checkpoints) -> None:
             source._weights = {**source._weights, name: source._weights[name] + 1}
         return source
 
-    peers = Peers(engine, 2, whole)
-    broken(engine, peers, checkpoints[2], "model.norm.weight (ranks 0 and 1)", ChecksumMismatch,
+    trainers = TrainerRanks(engine, 2, whole)
+    broken(engine, trainers, checkpoints[2], "model.norm.weight (ranks 0 and 1)", ChecksumMismatch,
            prepare=differing)  # fmt: skip
 
 
-def test_boxes_that_are_not_known_fall_back_and_say_so(engine, peers, checkpoints) -> None:
+def test_boxes_that_are_not_known_fall_back_and_say_so(engine, trainers, checkpoints) -> None:
     class Gathering(Boxes):
         def __iter__(self):
             yield from self._weights.items()
@@ -209,14 +209,14 @@ def test_boxes_that_are_not_known_fall_back_and_say_so(engine, peers, checkpoint
     def unknown(rank, source):
         return Gathering(source._weights, source.agreement, partial)
 
-    receipt = receipt_of(peers.send(checkpoints[2], prepare=unknown))
+    receipt = receipt_of(trainers.send(checkpoints[2], prepare=unknown))
     assert receipt.transport == "ipc"
     assert receipt.details["transport_reason"].startswith("no p2p: no trainer rank holds")
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
 
 
-def test_auto_takes_it_where_the_weights_are_split(engine, peers, checkpoints) -> None:
-    receipt = receipt_of(peers.send(checkpoints[2], transport="auto"))
+def test_auto_takes_it_where_the_weights_are_split(engine, trainers, checkpoints) -> None:
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="auto"))
     assert receipt.transport == "p2p"
     assert "split among trainer ranks" in receipt.details["transport_reason"]
 

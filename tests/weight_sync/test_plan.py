@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_ranks import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers import Peers, rows, whole
-from ranks import Engine
 from tiny_models import write_tiny
+from trainer_ranks import TrainerRanks, rows, whole
 
 from rollout.cli.main import main
 from rollout.cli.plan import plan_traffic
@@ -143,7 +143,7 @@ def test_planned_bytes_are_what_moves(checkpoints, tmp_path, trainer, size, plac
 
     engine.call = counting
     try:
-        receipt = Peers(engine, size, place).send(checkpoints[2], bucket_bytes=32 << 10)[0]
+        receipt = TrainerRanks(engine, size, place).send(checkpoints[2], bucket_bytes=32 << 10)[0]
     finally:
         engine.close()
     assert {(src, dst): n for src, dst, n in traffic.links} == dict(moved)

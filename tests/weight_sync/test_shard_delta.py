@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peers import rows, whole
-from ranks import Engine, same
-from shard_ranks import Gathered, Ranks
+from engine_ranks import Engine, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import fresh, nudged
+from trainer_ranks import CountedGathers, DeltaTrainerRanks, rows, whole
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
 from rollout.kernels import diff_update
@@ -64,10 +63,10 @@ def paired(shape, rank, size):
     ids=["fsdp2", "fsdp3", "columns", "zero3", "hsdp", "ddp"],
 )
 def test_each_rank_sends_what_changed_in_its_part(engine, checkpoints, size, place) -> None:
-    ranks, weights = Ranks(engine, size, place), checkpoints[2]
+    ranks, weights = DeltaTrainerRanks(engine, size, place), checkpoints[2]
     full = ranks.send(weights)
     assert full.details["encoding"] == "full"
-    assert Gathered.gathers == size
+    assert CountedGathers.gathers == size
     nbytes = sum(t.nbytes for t in weights.values())
     # Each rank keeps its own part, and all of them together one model.
     assert sum(base.nbytes for base in ranks.bases) == nbytes
@@ -75,7 +74,7 @@ def test_each_rank_sends_what_changed_in_its_part(engine, checkpoints, size, pla
     for seed in (1, 2):
         weights = nudged(weights, 0.01, seed)
         receipt = ranks.send(weights)
-        assert Gathered.gathers == 0
+        assert CountedGathers.gathers == 0
         assert receipt.details["encoding"] == "delta"
         assert "each trainer rank compares its own part" in receipt.details["encoding_reason"]
         assert receipt.wire_bytes <= 0.04 * full.wire_bytes
@@ -85,20 +84,20 @@ def test_each_rank_sends_what_changed_in_its_part(engine, checkpoints, size, pla
     assert (again.wire_bytes, again.digest) == (0, receipt.digest)
 
 
-@pytest.mark.parametrize("road", ["inline", "ipc", "broadcast", "auto"])
-def test_the_road_makes_no_difference(engine, checkpoints, road) -> None:
-    ranks = Ranks(engine, 2)
-    ranks.send(checkpoints[2], transport=road)
+@pytest.mark.parametrize("transport", ["inline", "ipc", "broadcast", "auto"])
+def test_the_transport_makes_no_difference(engine, checkpoints, transport) -> None:
+    ranks = DeltaTrainerRanks(engine, 2)
+    ranks.send(checkpoints[2], transport=transport)
     weights = nudged(checkpoints[2], 0.01)
-    receipt = ranks.send(weights, transport=road)
+    receipt = ranks.send(weights, transport=transport)
     assert receipt.details["encoding"] == "delta"
-    assert Gathered.gathers == 0
-    assert receipt.transport == ("ipc" if road == "auto" else road)
+    assert CountedGathers.gathers == 0
+    assert receipt.transport == ("ipc" if transport == "auto" else transport)
     assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
 
 
 def test_peer_to_peer_sends_boxes_whole_and_says_so(engine, checkpoints) -> None:
-    ranks = Ranks(engine, 2)
+    ranks = DeltaTrainerRanks(engine, 2)
     for weights in (checkpoints[1], checkpoints[2]):
         receipt = ranks.send(weights, transport="p2p")
         assert (receipt.transport, receipt.details["encoding"]) == ("p2p", "full")
@@ -107,7 +106,7 @@ def test_peer_to_peer_sends_boxes_whole_and_says_so(engine, checkpoints) -> None
 
 
 def test_a_part_whose_elements_all_changed_goes_whole_beside_changes(engine, checkpoints) -> None:
-    ranks, weights = Ranks(engine, 2), checkpoints[2]
+    ranks, weights = DeltaTrainerRanks(engine, 2), checkpoints[2]
     full = ranks.send(weights)
     name = "model.layers.0.mlp.down_proj.weight"
     weights = nudged(weights, 0.01)
@@ -120,7 +119,7 @@ def test_a_part_whose_elements_all_changed_goes_whole_beside_changes(engine, che
 
 
 def test_anchors_and_foreign_commits_are_full_and_keep_parts(engine, checkpoints) -> None:
-    ranks, other = Ranks(engine, 2), Ranks(engine, 2)
+    ranks, other = DeltaTrainerRanks(engine, 2), DeltaTrainerRanks(engine, 2)
     kinds = [
         ranks.send(nudged(checkpoints[2], 0.01, seed), anchor_every=3).details["encoding"]
         for seed in range(5)
@@ -135,7 +134,7 @@ def test_anchors_and_foreign_commits_are_full_and_keep_parts(engine, checkpoints
 
 
 def test_a_rank_that_lost_its_copies_makes_the_update_full(engine, checkpoints) -> None:
-    ranks = Ranks(engine, 2)
+    ranks = DeltaTrainerRanks(engine, 2)
     ranks.send(checkpoints[2])
     ranks.bases[1] = DeltaBase()  # it was restarted
     assert ranks.send(checkpoints[1]).details["encoding"] == "full"
@@ -144,7 +143,7 @@ def test_a_rank_that_lost_its_copies_makes_the_update_full(engine, checkpoints) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_read_its_part_fails_all(engine, checkpoints, rank) -> None:
-    ranks = Ranks(engine, 2)
+    ranks = DeltaTrainerRanks(engine, 2)
     ranks.send(checkpoints[2])
     before, live = engine.live(), engine.version
 
@@ -161,7 +160,7 @@ def test_a_rank_that_cannot_read_its_part_fails_all(engine, checkpoints, rank) -
 
 
 def test_a_flipped_bit_or_a_wrong_copy_cannot_pass(engine, checkpoints) -> None:
-    ranks = Ranks(engine, 2)
+    ranks = DeltaTrainerRanks(engine, 2)
     ranks.send(checkpoints[2])
     before = engine.live()
     weights = nudged(checkpoints[2], 0.01)
@@ -182,18 +181,18 @@ def test_a_flipped_bit_or_a_wrong_copy_cannot_pass(engine, checkpoints) -> None:
 
 
 def test_auto_compares_parts_for_an_engine_on_another_host(engine, checkpoints) -> None:
-    ranks, link = Ranks(engine, 2), FarLink(engine)
-    roads = {"transport": "auto", "encoding": "auto", "link": link}
-    first = ranks.send(checkpoints[2], **roads)
+    ranks, link = DeltaTrainerRanks(engine, 2), FarLink(engine)
+    automatic = {"transport": "auto", "encoding": "auto", "link": link}
+    first = ranks.send(checkpoints[2], **automatic)
     assert (first.transport, first.details["encoding"]) == ("p2p", "full")
     weights = nudged(checkpoints[2], 0.01)
-    second = ranks.send(weights, **roads)
+    second = ranks.send(weights, **automatic)
     assert (second.transport, second.details["encoding"]) == ("broadcast", "delta")
     assert second.wire_bytes <= 0.04 * first.num_bytes
     assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
-    assert ranks.send(checkpoints[1], **roads).details["encoding"] == "delta"
+    assert ranks.send(checkpoints[1], **automatic).details["encoding"] == "delta"
     assert sum(base.nbytes for base in ranks.bases) == 0  # everything had changed
-    assert ranks.send(checkpoints[1], **roads).details["encoding"] == "full"
+    assert ranks.send(checkpoints[1], **automatic).details["encoding"] == "full"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from by_hand import ByHand
+from engine_ranks import Engine
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from ranks import Engine
+from manual_update import ManualUpdate
 
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.sequence import Sequence
@@ -73,7 +73,7 @@ class Updates(RuleBasedStateMachine):
         self.live: dict[str, int] | None = dict.fromkeys(self.sets[0], 0)
         self.before: dict[str, int] | None = None  # what a rollback brings back
         self.version, self.state = 0, "idle"
-        self.update: ByHand | None = None
+        self.update: ManualUpdate | None = None
         self.next: dict[str, int] = {}
         self.in_place = self.torn = self.flipped = False
         self.cached: set[int] = set()  # versions that have computed the whole prompt
@@ -93,7 +93,7 @@ class Updates(RuleBasedStateMachine):
     )  # fmt: skip
     def begin(self, which, scope, staging, jump) -> None:
         names = [n for n in self.sets[0] if scope == "full" or "layers.1" in n]
-        update = ByHand(
+        update = ManualUpdate(
             self.engine, {n: self.sets[which][n] for n in names}, partial=scope == "partial",
             staging=staging, version=self.version + jump if jump else None, timeout=TIMEOUT,
         )  # fmt: skip
@@ -113,13 +113,13 @@ class Updates(RuleBasedStateMachine):
     @rule(version=st.integers(-2, 0))
     def begin_stale(self, version) -> None:
         with pytest.raises((VersionConflict, RolloutError)):
-            ByHand(self.engine, self.sets[0], version=self.version + version).begin()
+            ManualUpdate(self.engine, self.sets[0], version=self.version + version).begin()
 
     @precondition(lambda self: self.update is not None)
     @rule()
     def begin_second(self) -> None:
         with pytest.raises(UpdateInProgress):
-            ByHand(self.engine, self.sets[1], timeout=0.01).begin()
+            ManualUpdate(self.engine, self.sets[1], timeout=0.01).begin()
 
     @precondition(lambda self: self.state == "staging" and self.left())
     @rule(count=st.integers(1, 8))

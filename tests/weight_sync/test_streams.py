@@ -6,9 +6,9 @@ import time
 
 import pytest
 from proxies import Proxy
-from shard_ranks import Gathered, Ranks
 from tiny_models import write_tiny
 from trainer import nudged
+from trainer_ranks import CountedGathers, DeltaTrainerRanks
 
 from rollout import Rollout
 from rollout.errors import TransferFailed
@@ -57,11 +57,11 @@ def send(ranks, weights, service, **options):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_rank_sends_its_part_on_its_own_stream(engine, weights, size) -> None:
-    ranks = Ranks(engine, size)
+    ranks = DeltaTrainerRanks(engine, size)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with Service(engine.address, size) as service:
         full = send(ranks, weights, service, encoding="full")
-        assert Gathered.gathers == 0
+        assert CountedGathers.gathers == 0
         assert engine.check_weights(weights).equal
         assert (full.transport, full.details["encoding"]) == ("grpc_stream", "full")
         shares = [int(part) for part in full.details["sent_bytes"].split(",")]
@@ -74,7 +74,7 @@ def test_every_rank_sends_its_part_on_its_own_stream(engine, weights, size) -> N
         moved = nudged(weights, 0.01)
         before = [proxy.up for proxy in service.proxies]
         delta = send(ranks, moved, service, encoding="delta")
-        assert Gathered.gathers == 0
+        assert CountedGathers.gathers == 0
         assert delta.details["encoding"] == "delta"
         assert delta.wire_bytes <= 0.04 * nbytes
         assert engine.check_weights(moved).equal
@@ -84,7 +84,7 @@ def test_every_rank_sends_its_part_on_its_own_stream(engine, weights, size) -> N
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_cut_of_one_stream_costs_that_stream_a_bucket(engine, weights, which) -> None:
-    ranks, moved = Ranks(engine, 2), nudged(weights, 0.5, which)
+    ranks, moved = DeltaTrainerRanks(engine, 2), nudged(weights, 0.5, which)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     cuts = [(nbytes // 4,) if rank == which else () for rank in range(2)]
     with Service(engine.address, 2, cuts) as service:
@@ -98,7 +98,7 @@ def test_a_cut_of_one_stream_costs_that_stream_a_bucket(engine, weights, which) 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_stream_that_is_lost_for_good_fails_every_rank(engine, weights, which) -> None:
-    ranks, live = Ranks(engine, 2), engine.weight_version
+    ranks, live = DeltaTrainerRanks(engine, 2), engine.weight_version
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     cuts = [(nbytes // 4,) if rank == which else () for rank in range(2)]
     with Service(engine.address, 2, cuts) as service:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from tiny_models import write_tiny
 
 from rollout.errors import (

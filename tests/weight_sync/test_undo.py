@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from by_hand import ByHand
-from ranks import Engine, same
+from engine_ranks import Engine, same
+from manual_update import ManualUpdate
 
 from rollout.config import EngineConfig
 from rollout.engine.kv_cache import plan_memory, size_kv
@@ -57,7 +57,7 @@ def update(engine, weights, **options):
 
 def half_sent(engine, weights, **request) -> None:
     """An update that is given up after it has overwritten half of what it stages in."""
-    hand = ByHand(engine, weights, **request)
+    hand = ManualUpdate(engine, weights, **request)
     hand.begin()
     for _ in range(len(hand.buckets) // 2):
         hand.bucket()
@@ -276,7 +276,7 @@ def test_an_update_says_where_it_is_staged(make, checkpoints, staging) -> None:
     engine.coordinator.rollback(DEADLINE)
     assert same(engine.live(), before)
     with pytest.raises(ConfigError, match="staging must be one of"):
-        ByHand(engine, checkpoints[1], staging="elsewhere").begin()
+        ManualUpdate(engine, checkpoints[1], staging="elsewhere").begin()
 
 
 def test_what_undo_takes_is_planned_and_refused_where_it_does_not_fit() -> None:

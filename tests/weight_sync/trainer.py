@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ranks import Engine
+from engine_ranks import Engine
 
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish

@@ -42,7 +42,7 @@ _BODY_TYPES: Mapping[Any, Any] = {  # of fields that are no plain JSON in ``Samp
 _SHARED: Mapping[str, Any] = {
     f.name: (_BODY_TYPES.get(kind, kind), f.default)
     for f, kind in zip(fields(SamplingParams), get_type_hints(SamplingParams).values(), strict=True)
-    if f.metadata["doors"]
+    if f.metadata["served"]
 }
 
 

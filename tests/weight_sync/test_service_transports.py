@@ -1,4 +1,4 @@
-"""Roads and encodings between processes: a service of two ranks, trainers that may be killed."""
+"""Transports and encodings between processes: a service of two ranks, trainers that get killed."""
 
 from __future__ import annotations
 

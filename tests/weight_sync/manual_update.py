@@ -14,7 +14,7 @@ from rollout.weights import Box
 BUCKET = 32 << 10
 
 
-class ByHand:
+class ManualUpdate:
     """One inline update: ``begin``, ``bucket`` until it says False, ``seal``, ``commit``."""
 
     def __init__(self, engine, weights: dict[str, torch.Tensor], **request) -> None:

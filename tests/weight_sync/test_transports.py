@@ -1,18 +1,18 @@
-"""Every road, encoding, number of ranks and layout: the same bits arrive, or nothing changes."""
+"""Every transport, encoding, tensor parallelism and layout: the same bits, or nothing changes."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import Trainer, fresh, nudged
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.transports.host import SHARED_MEMORY
 
-ROADS = ("inline", "broadcast", "ipc")
+TRANSPORTS = ("inline", "broadcast", "ipc")
 
 
 @pytest.fixture(scope="module", params=["plain", "tiles"])
@@ -37,12 +37,12 @@ def nothing_is_left():
     assert found() <= before
 
 
-@pytest.fixture(params=ROADS)
+@pytest.fixture(params=TRANSPORTS)
 def trainer(request, engine):
     return Trainer(engine, request.param)
 
 
-def test_each_road_and_encoding_ends_like_a_fresh_start(
+def test_each_transport_and_encoding_ends_like_a_fresh_start(
     trainer, engine, checkpoints, layout
 ) -> None:
     new = checkpoints[2]
@@ -106,7 +106,7 @@ def test_a_source_that_fails_changes_nothing(trainer, engine, checkpoints, encod
 
 
 @pytest.mark.parametrize("phase", ["bucket", "connect"])
-def test_a_fault_of_the_road_changes_nothing(trainer, engine, checkpoints, phase) -> None:
+def test_a_fault_of_the_transport_changes_nothing(trainer, engine, checkpoints, phase) -> None:
     before = engine.live()
     fault = Fault("drop") if phase == "bucket" else Fault("delay", phase="connect", seconds=0.2)
     late = {"timeout": 0.7} if phase == "bucket" else {}

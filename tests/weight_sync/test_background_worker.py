@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from ranks import Engine, same
+from engine_ranks import Engine, same
 from trainer import By, Trainer, fresh
 
 from rollout.errors import TransferFailed
@@ -17,43 +17,43 @@ LARGE = 128 << 10  # bytes: more than the largest tensor
 
 
 @pytest.fixture
-def beside():
-    worker = BackgroundWorker("beside-test")
+def worker():
+    worker = BackgroundWorker("worker-test")
     yield worker
     worker.close()
 
 
-def test_tasks_run_in_order_and_are_waited_for(beside) -> None:
+def test_tasks_run_in_order_and_are_waited_for(worker) -> None:
     done: list[int] = []
     for i in range(20):
-        beside.do(lambda i=i: (time.sleep(0.001), done.append(i)))
-    beside.wait()
+        worker.do(lambda i=i: (time.sleep(0.001), done.append(i)))
+    worker.wait()
     assert done == list(range(20))
 
 
-def test_nothing_runs_after_the_first_error_which_is_raised(beside) -> None:
+def test_nothing_runs_after_the_first_error_which_is_raised(worker) -> None:
     done: list[int] = []
     reached = threading.Event()
-    beside.do(reached.wait)
-    beside.do(lambda: done.append(1 // 0))
-    beside.do(lambda: done.append(1))
+    worker.do(reached.wait)
+    worker.do(lambda: done.append(1 // 0))
+    worker.do(lambda: done.append(1))
     reached.set()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            beside.wait()
+            worker.wait()
     with pytest.raises(ZeroDivisionError):
-        beside.do(lambda: done.append(2))
+        worker.do(lambda: done.append(2))
     assert done == []
 
 
 def test_nothing_is_begun_after_it_is_closed() -> None:
-    beside, reached, done = BackgroundWorker("beside-test"), threading.Event(), []
-    beside.do(reached.wait)
-    beside.do(lambda: done.append(1))
-    beside.close()
+    worker, reached, done = BackgroundWorker("worker-test"), threading.Event(), []
+    worker.do(reached.wait)
+    worker.do(lambda: done.append(1))
+    worker.close()
     reached.set()
     with pytest.raises(TransferFailed, match="ended"):
-        beside.do(lambda: done.append(2))
+        worker.do(lambda: done.append(2))
     time.sleep(0.05)
     assert done == []
 
