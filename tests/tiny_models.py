@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -27,6 +29,7 @@ from transformers import (
 )
 
 ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -37,6 +40,16 @@ ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
 }
 # Six experts of 24, two for each token; Mixtral's expert size is its intermediate_size.
 EXPERTS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": 0.5,
+    },
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -119,8 +132,14 @@ def write_tiny(
 
 
 def randomize(model: torch.nn.Module, scale: float = 1.0) -> None:
-    """Fill every parameter in place from the global generator, norms around one."""
+    """Fill every parameter in place from the global generator, norms around one.
+
+    And what is trained but no parameter: the bias on the choice of experts.
+    """
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)

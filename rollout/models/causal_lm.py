@@ -41,7 +41,11 @@ class CausalLM(Model):
         blocks = [self.make_block(build, index) for index in range(config.num_layers)]
         self.model = Decoder(build, blocks)
         self.lm_head = None if config.tied else Head(build)
-        self.table = build_table(self, {HEAD: EMBEDDING} if config.tied else {})
+        self.table = build_table(
+            self,
+            {HEAD: EMBEDDING} if config.tied else {},
+            range(config.num_layers, config.num_layers + config.next_layers),
+        )
         self.eval()
 
     def make_block(self, build: Build, index: int) -> DecoderBlock:
@@ -49,7 +53,7 @@ class CausalLM(Model):
         moe = build.config.moe
         if moe is None or not moe.is_sparse(index):
             return DecoderBlock(build)
-        return DecoderBlock(build, SparseMoE(build), moe.names.module)
+        return DecoderBlock(build, SparseMoE(build), moe.arch.names.module)
 
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:

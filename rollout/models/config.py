@@ -46,7 +46,8 @@ class ModelConfig:
     """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's.
 
     ``sliding_window``: how far attention reaches back in the checkpoint; here it always reaches
-    back to the start, which is the same in sequences that are no longer.
+    back to the start, which is the same in sequences that are no longer. ``next_layers``: layers
+    behind the last one that a checkpoint may hold, for a purpose that is none here.
     """
 
     architecture: str
@@ -70,6 +71,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     moe: MoEConfig | None = None
     sliding_window: int | None = None
+    next_layers: int = 0
 
     @classmethod
     def from_hf(
@@ -108,17 +110,18 @@ class ModelConfig:
             head_dim=_read_head_dim(read, arch, heads),
             rms_norm_eps=read.number("rms_norm_eps"),
             max_position_embeddings=read.count("max_position_embeddings"),
-            rope=_read_rope(read, arch.rope_theta),
+            rope=_read_rope(read, arch),
             tied=read.flag("tie_word_embeddings"),
             qkv_bias=read.switch(arch.qkv_bias),
             o_bias=read.switch(arch.o_bias),
             mlp_bias=read.switch(arch.mlp_bias),
-            qk_norm=arch.qk_norm,
+            qk_norm=read.switch(arch.qk_norm),
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             bos_token_id=values.get("bos_token_id"),
             moe=None if arch.moe is None else read_moe(read, arch.moe),
             sliding_window=read.count("sliding_window", arch.sliding_window) if slides else None,
+            next_layers=read.count(arch.next_layers, 0, least=0) if arch.next_layers else 0,
         )
 
     @classmethod
@@ -242,7 +245,7 @@ def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
     return head_dim
 
 
-def _read_rope(read: Reader, theta: float) -> RopeConfig:
+def _read_rope(read: Reader, arch: Arch) -> RopeConfig:
     """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``."""
     values, file = read.values, read.file
     given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
@@ -254,11 +257,12 @@ def _read_rope(read: Reader, theta: float) -> RopeConfig:
     for name in ROPE_NEEDS[kind]:
         if given.get(name) is None:
             raise ConfigError(f"{file}: field {name!r} is missing; rope_type {kind!r} needs it")
-    theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or theta)
+    theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or arch.rope_theta)
     partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    partial = 1.0 if partial is None else float(partial)
     if kind == "default":
-        # transformers ignores the factor for these architectures' unscaled rotary; so do we.
-        return RopeConfig(kind=kind, theta=theta)
+        # transformers ignores the factor for most architectures' unscaled rotary; so do we.
+        return RopeConfig(kind=kind, theta=theta, partial=partial if arch.partial_rotary else 1.0)
     # A top-level value wins over the one inside, as in transformers.
     own = values.get("original_max_position_embeddings")
     own = own or given.get("original_max_position_embeddings")
@@ -266,9 +270,7 @@ def _read_rope(read: Reader, theta: float) -> RopeConfig:
     scaling = {name: given[name] for name in sorted(given) if name not in ("type", "rope_type")}
     if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
         raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
-    return RopeConfig(
-        kind=kind, theta=theta, partial=1.0 if partial is None else float(partial), scaling=scaling
-    )
+    return RopeConfig(kind=kind, theta=theta, partial=partial, scaling=scaling)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -26,11 +26,12 @@ class Reader:
             raise ConfigError(f"{self.file}: field {name!r} is missing; the model needs it")
         return value
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.values.get(name)
         value = default if value is None and default is not None else self.required(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.file}: {name} must be a positive integer, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "a positive integer" if least else "an integer, 0 or more"
+            raise ConfigError(f"{self.file}: {name} must be {kind}, got {value!r}")
         return value
 
     def number(self, name: str) -> float:

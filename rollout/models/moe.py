@@ -9,6 +9,7 @@ from rollout.models.blocks import GatedMLP
 from rollout.models.layers.base import Build
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import ReplicatedLinear
+from rollout.models.layers.router import Router
 from rollout.models.moe_config import MoEConfig
 
 
@@ -22,33 +23,54 @@ class SparseMoE(nn.Module):
         super().__init__()
         config, moe = build.config, build.config.moe
         assert moe is not None, f"{config.architecture} needs the configuration of its experts"
-        self.tp, self.moe = build.tp, moe
-        self.gate = ReplicatedLinear(build, config.hidden_size, moe.num_experts)
+        self.tp, self.moe, self.shared = build.tp, moe, moe.arch.shared
+        self.gate = Router(build, moe)
         self.experts = Experts(build)
-        self.shared_expert: GatedMLP | None = None
-        self.shared_expert_gate: ReplicatedLinear | None = None
-        if moe.shared_size:
-            self.shared_expert = GatedMLP(build, moe.shared_size, reduce=False)
-            self.shared_expert_gate = ReplicatedLinear(build, config.hidden_size, 1)
+        if self.shared is not None:
+            name = self.shared.name
+            self.add_module(name, GatedMLP(build, moe.shared_size, reduce=False))
+            if self.shared.gated:
+                self.add_module(f"{name}_gate", ReplicatedLinear(build, config.hidden_size, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen, weights = route(self.gate(x), self.moe)
-        out: Tensor = self.experts(x, chosen, weights)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        chosen, weights = route(self.gate(x), self.moe, self.gate.e_score_correction_bias)
+        out: Tensor = self.experts(
+            x, chosen, weights if self.moe.arch.wide_weights else weights.to(x.dtype)
+        )
+        if self.shared is not None:
+            shared: Tensor = getattr(self, self.shared.name)(x)
+            if self.shared.gated:
+                shared = torch.sigmoid(getattr(self, f"{self.shared.name}_gate")(x)) * shared
+            out = out + shared
         return self.tp.all_reduce(out)
 
 
-def route(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token and their weights, both [T, experts per token].
+def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The chosen experts of each token and their float32 weights, both [T, experts per token].
 
-    logits: [T, experts]. Softmax in float32 over all experts, then the choice, then (where the
-    config says so) the chosen weights are made to sum to one, then rounded to the logits' dtype:
-    the order of transformers. On every rank the same, as the logits are.
+    logits: [T, experts]; ``bias`` [experts] counts in the choice alone. Scores in float32 over all
+    experts, then the choice, within the best groups where there are groups, then (where the config
+    says so) the chosen scores are made to sum to one, then scaled: the order of transformers. On
+    every rank the same, as the logits are.
     """
-    likely, chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(
-        moe.experts_per_token, dim=-1
-    )
+    wide = logits.float()
+    scores = wide.sigmoid() if moe.arch.scores == "sigmoid" else wide.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if moe.groups > 1:
+        choice = _within_groups(choice, moe)
+    chosen = choice.topk(moe.experts_per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
     if moe.norm_topk_prob:
-        likely = likely / likely.sum(dim=-1, keepdim=True)
-    return chosen, likely if moe.wide_weights else likely.to(logits.dtype)
+        # Softmax scores of the likeliest are never all zero; sigmoids may be.
+        least = 1e-20 if moe.arch.scores == "sigmoid" else 0.0
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
+    return chosen, weights if moe.scaling == 1.0 else weights * moe.scaling
+
+
+def _within_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
+    """``choice`` [T, experts], minus infinity outside each token's best groups."""
+    grouped = choice.unflatten(1, (moe.groups, -1))  # [T, groups, experts of one]
+    best = grouped.topk(2 if moe.arch.groups == "top2" else 1, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool)
+    kept.scatter_(1, best.topk(moe.top_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)

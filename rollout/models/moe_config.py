@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from rollout.errors import ConfigError
 from rollout.models.arch import MoEArch
 from rollout.models.config_reader import Reader
-from rollout.weights.fused_experts import PROJ_NAMES, ExpertNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """The mixture of experts of a decoder; sizes are of one expert; see ``MoEArch``.
+    """The mixture of experts of a decoder; sizes are of one expert; ``arch`` has what is fixed.
 
     ``shared_size``: inner size of the expert that every token passes, 0 where there is none.
+    ``groups``, ``top_groups``: experts are chosen within so many of them; 1 where there are none.
     """
 
+    arch: MoEArch
     num_experts: int
     experts_per_token: int
     norm_topk_prob: bool
@@ -24,8 +25,9 @@ class MoEConfig:
     shared_size: int = 0
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
-    wide_weights: bool = False
-    names: ExpertNames = PROJ_NAMES
+    groups: int = 1
+    top_groups: int = 1
+    scaling: float = 1.0
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts instead of one dense feed-forward."""
@@ -34,31 +36,65 @@ class MoEConfig:
 
 def read_moe(read: Reader, arch: MoEArch) -> MoEConfig:
     """The experts; a field that shapes them has no default."""
-    values, file = read.values, read.file
-    # Both names are about: transformers maps one to the other.
-    names = (arch.count, "num_experts", "num_local_experts")
-    count = next((n for n in names if values.get(n) is not None), arch.count)
-    dense = () if arch.every_layer else values.get("mlp_only_layers") or ()
-    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
-        raise ConfigError(f"{file}: mlp_only_layers must be a list of layers, got {dense!r}")
+    # All names are about: transformers maps one to the other.
+    names = (arch.count, "num_experts", "num_local_experts", "n_routed_experts")
+    count = next((n for n in names if read.values.get(n) is not None), arch.count)
     norm_topk_prob = arch.norm_topk_prob
     if norm_topk_prob is None:
         read.required("norm_topk_prob")
         norm_topk_prob = read.flag("norm_topk_prob")
-    moe = MoEConfig(
-        num_experts=read.count(count),
-        experts_per_token=read.count("num_experts_per_tok"),
+    experts, chosen = read.count(count), read.count("num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(
+            f"{read.file}: num_experts_per_tok {chosen} is more than the {experts} experts of "
+            f"{count}"
+        )
+    groups, top_groups = _read_groups(read, arch, experts, chosen)
+    return MoEConfig(
+        arch=arch,
+        num_experts=experts,
+        experts_per_token=chosen,
         norm_topk_prob=norm_topk_prob,
         expert_size=read.count(arch.size),
-        shared_size=read.count(arch.shared_size) if arch.shared_size else 0,
+        shared_size=_read_shared(read, arch),
         sparse_step=1 if arch.every_layer else read.count("decoder_sparse_step"),
-        dense_layers=tuple(dense),
-        wide_weights=arch.wide_weights,
-        names=arch.names,
+        dense_layers=_read_dense(read, arch),
+        groups=groups,
+        top_groups=top_groups,
+        scaling=read.number("routed_scaling_factor") if arch.scaled else 1.0,
     )
-    if moe.experts_per_token > moe.num_experts:
+
+
+def _read_shared(read: Reader, arch: MoEArch) -> int:
+    shared = arch.shared
+    if shared is None:
+        return 0
+    return read.count(shared.size) * (read.count(shared.count) if shared.count else 1)
+
+
+def _read_dense(read: Reader, arch: MoEArch) -> tuple[int, ...]:
+    if arch.first_dense:
+        return tuple(range(read.count(arch.first_dense, least=0)))
+    dense = () if arch.every_layer else read.values.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+        raise ConfigError(f"{read.file}: mlp_only_layers must be a list of layers, got {dense!r}")
+    return tuple(dense)
+
+
+def _read_groups(read: Reader, arch: MoEArch, experts: int, chosen: int) -> tuple[int, int]:
+    """How many groups of experts there are, and in how many of them a token chooses."""
+    values = read.values
+    if arch.groups is None or not values.get("n_group") or values.get("topk_method") == "greedy":
+        return 1, 1
+    groups, top = read.count("n_group"), read.count("topk_group")
+    each = experts // groups
+    if (
+        experts % groups
+        or not chosen <= top * each <= experts
+        or (groups > 1 and arch.groups == "top2" and each < 2)
+    ):
         raise ConfigError(
-            f"{file}: num_experts_per_tok {moe.experts_per_token} is more than the "
-            f"{moe.num_experts} experts of {count}"
+            f"{read.file}: {chosen} of {experts} experts cannot be chosen within topk_group {top} "
+            f"of n_group {groups}"
         )
-    return moe
+    return groups, top

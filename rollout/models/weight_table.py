@@ -32,7 +32,8 @@ class WeightTable:
 
     ``slots``: source name -> where its boxes land (maybe none of its elements on this rank);
     ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner;
-    ``spellings``: other names under which the sources may come.
+    ``spellings``: other names under which the sources may come; ``other_layers``: numbers of layers
+    that a checkpoint may have and this model has not.
     """
 
     slots: Mapping[str, tuple[WeightSlot, ...]]
@@ -40,10 +41,14 @@ class WeightTable:
     aliases: Mapping[str, str]
     ignored: tuple[tuple[str, ...], ...] = IGNORED
     spellings: Spellings = field(default_factory=Spellings)
+    other_layers: range = range(0)
 
     def ignores(self, name: str) -> bool:
         """Whether ``name`` is known to carry nothing a parameter takes."""
         parts = tuple(name.split("."))
+        layer = parts[2] if parts[:2] == ("model", "layers") and len(parts) > 2 else ""
+        if layer.isdecimal() and int(layer) in self.other_layers:
+            return True
         return any(parts[-len(tail) :] == tail for tail in self.ignored)
 
     def shape_of(self, source: str) -> Shape:
@@ -60,7 +65,9 @@ class DeclaresWeights(Protocol):
     def slots(self, prefix: str) -> list[WeightSlot]: ...
 
 
-def build_table(model: nn.Module, aliases: Mapping[str, str] | None = None) -> WeightTable:
+def build_table(
+    model: nn.Module, aliases: Mapping[str, str] | None = None, other_layers: range = range(0)
+) -> WeightTable:
     """Collect what the layers of ``model`` declare; works on meta parameters."""
     slots: dict[str, list[WeightSlot]] = defaultdict(list)
     params: dict[str, ParamSpec] = {}
@@ -76,6 +83,7 @@ def build_table(model: nn.Module, aliases: Mapping[str, str] | None = None) -> W
         params,
         dict(aliases or {}),
         spellings=Spellings.of({name: found[0].shape for name, found in slots.items() if found}),
+        other_layers=other_layers,
     )
 
 

@@ -8,12 +8,25 @@ from rank_threads import Session, loaded, run_ranks
 from tiny_models import write_tiny
 
 from rollout.distributed import TensorParallel
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.config import ModelConfig
 
 # (ranks, expert parallel)
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
 SHAPES = {
+    "glm4_moe": {},
+    "glm4_moe, normalised heads, one dense layer, no groups": {
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "num_layers": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+        "head_dim": 20,
+        "partial_rotary_factor": 0.3,
+    },
     "qwen3_moe": {},
     "qwen3_moe, dense first layer, raw probabilities": {
         "mlp_only_layers": [0],
@@ -123,6 +136,8 @@ def test_a_missing_field_is_named(tmp_path, arch, field):
         ("qwen3_moe", {"num_experts_per_tok": 7}, "more than the 6 experts"),
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list"),
         ("qwen2_moe", {"num_experts": 0}, "num_experts must be a positive integer"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer, 0"),
+        ("glm4_moe", {"n_group": 4}, "2 of 6 experts cannot be chosen within topk_group 2 of"),
     ],
 )
 def test_a_field_that_cannot_be_is_refused(tmp_path, arch, change, said):
@@ -153,3 +168,17 @@ def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path):
     dense = ModelConfig.from_hf(write_tiny(tmp_path, "qwen3").config.to_dict())
     with pytest.raises(ConfigError, match="has no experts"):
         dense.check_tensor_parallel(2, expert_parallel=True)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
+    """A checkpoint has them behind the last layer; nothing here takes them."""
+    source = write_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    config = ModelConfig.from_directory(tmp_path)
+    weights = source.state_dict()
+    further = {n.replace("layers.1.", "layers.2."): t for n, t in weights.items() if "s.1." in n}
+    report = loaded(config, TensorParallel(), weights | further).load_weights(
+        (weights | further).items()
+    )
+    assert not any(".layers.2." in name for name in report.loaded)
+    with pytest.raises(WeightMismatch, match=r"unknown tensor 'model\.layers\.3\.x"):
+        loaded(config, TensorParallel(), weights | {"model.layers.3.x": torch.zeros(1)})

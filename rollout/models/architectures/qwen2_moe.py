@@ -1,10 +1,10 @@
 """Qwen2-MoE: every token also passes a shared expert, behind a sigmoid gate."""
 
-from rollout.models.arch import Arch, MoEArch
+from rollout.models.arch import Arch, MoEArch, SharedArch
 
 Qwen2MoeForCausalLM = Arch(
     qkv_bias=("qkv_bias", True),
     o_bias=False,
     mlp_bias=False,
-    moe=MoEArch(shared_size="shared_expert_intermediate_size"),
+    moe=MoEArch(shared=SharedArch(size="shared_expert_intermediate_size")),
 )

@@ -26,7 +26,7 @@ class Experts(Layer):
         super().__init__(build)
         moe, tp = build.config.moe, build.tp
         assert moe is not None, "a layer of experts needs their configuration"
-        self.linears, self.total = moe.names.linears, moe.num_experts
+        self.linears, self.total = moe.arch.names.linears, moe.num_experts
         self.hidden, self.inner = build.config.hidden_size, moe.expert_size
         self.first, self.count = 0, self.total
         self.first_inner, self.local = 0, self.inner
