@@ -34,6 +34,7 @@ class NativeBlocks:
         attention = blocks[0].self_attn
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scale, self._inner = attention.scale, _mlp(blocks[0]).down_proj.local
+        self._window = attention.window
         columns = (2 * self._heads + 2 * self._kv_heads) * config.head_dim
         if config.qk_norm:
             columns += (self._heads + self._kv_heads) * config.head_dim
@@ -81,7 +82,7 @@ class NativeBlocks:
             ctypes.addressof(addresses),
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
             *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
-            *(cos.shape[1], page, tables.shape[1], 0, 2 * len(self._weights)),
+            *(cos.shape[1], page, tables.shape[1], self._window, 0, 2 * len(self._weights)),
             *(self._build.config.rms_norm_eps, self._scale),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
         )

@@ -58,6 +58,9 @@ def attention(
     block: int = 32,
     dtype: torch.dtype = torch.float32,
     scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
     seed: int = 0,
 ) -> tuple[Any, ...]:
     """Arguments of ``paged_attention`` for (query tokens, context) pairs; blocks are shuffled."""
@@ -74,7 +77,10 @@ def attention(
     lengths = torch.tensor([context for _, context in sequences], dtype=torch.int32)
     k, v = (torch.randn(blocks, kv_heads, block, dim, generator=rng).to(dtype) for _ in "kv")
     q = torch.randn(int(starts[-1]), heads, dim, generator=rng).to(dtype)
-    return q, k, v, starts, lengths, tables, scale or dim**-0.5
+    arguments = q, k, v, starts, lengths, tables, scale or dim**-0.5
+    if not (window or softcap or sinks):
+        return arguments
+    return *arguments, window, softcap, _randn(heads, seed=6) * 3 if sinks else None
 
 
 def _randn(*shape: int, seed: int = 0) -> Tensor:
@@ -157,6 +163,15 @@ def _attentions() -> Iterator[Case]:
         "one KV head for 70": ([(3, 90), (1, 65)], {"heads": 70, "kv_heads": 1, "dim": 16}),
         "long context": ([(1, 5000), (65, 4096)], {"heads": 2, "kv_heads": 1}),
         "a tile that spans of keys divide": ([(70, 1060)], {"heads": 2, "kv_heads": 1}),
+        "window": ([(40, 40), (1, 70), (9, 100), (1, 3), (130, 300)], {"window": 33}),
+        "window of one": ([(3, 40), (1, 9)], {"window": 1}),
+        "window over spans": ([(1, 3000), (2, 1300)], {"window": 1030, "heads": 2, "dim": 16}),
+        "softcap": ([(40, 40), (1, 70), (9, 100)], {"softcap": 1.5, "scale": 0.5}),
+        "sinks": ([(40, 40), (1, 70), (1, 1200)], {"sinks": True}),
+        "all three": (
+            [(1, 1500), (70, 140)],
+            {"window": 40, "softcap": 2.0, "sinks": True, "heads": 6, "dim": 24},
+        ),
         "steep": ([(1, 300), (90, 300)], {"scale": 2.0}),
     }
     for name, (sequences, shape) in batches.items():
@@ -165,7 +180,7 @@ def _attentions() -> Iterator[Case]:
             return attention(s, dtype=t, **shape)
 
         yield Case("paged_attention", name, make, broad=name in BROAD)
-        if name in ("decodes", "mixed", "head dim 24"):
+        if name in ("decodes", "mixed", "head dim 24", "all three"):
             yield Case("batch_invariant_attention", name, make)
 
     def rising(t: torch.dtype) -> tuple[Any, ...]:

@@ -89,6 +89,10 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
             starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
             args = (q, kv, kv.clone(), starts, lengths, table, 0.1)
             yield name, lambda name=name, args=args: kernel(name)(*args)
+            sinks = torch.zeros(heads, dtype=dtype)
+            if dtype == BF16 and dim != 128:
+                rest = (64, 0.0, sinks) if dim == 64 else (64, 50.0)
+                yield name, lambda name=name, args=args, r=rest: kernel(name)(*args, *r)
         if dtype == BF16 and dim < 256:
             q, k = torch.zeros(2, 32, dim, dtype=dtype), torch.zeros(2, 8, dim, dtype=dtype)
             turn = torch.zeros(2, dim, dtype=dtype)

@@ -62,9 +62,10 @@ def test_float32_is_near_what_float64_gives(case: Case) -> None:
             torch.testing.assert_close(a.double(), b.double(), rtol=relative, atol=absolute)
 
 
+@pytest.mark.parametrize("window", [0, 150, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_of_a_sequence_does_not_depend_on_its_batch(
-    dtype: torch.dtype, threads: int
+    dtype: torch.dtype, window: int, threads: int
 ) -> None:
     """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
     lengths = [200, 68, 131, 2100]
@@ -72,7 +73,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
         [(n, n) for n in lengths], heads=14, dtype=dtype
     )
     run = _native(kernels.paged_attention)
-    together = run(q, k, v, starts, context, tables, scale)
+    together = run(q, k, v, starts, context, tables, scale, window)
     for s, length in enumerate(lengths):
         rows, start = q[starts[s] : starts[s + 1]], 0
         for chunk in (64, 2, 1, length - 68, 1):
@@ -85,6 +86,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
                 torch.tensor([stop], dtype=torch.int32),
                 tables[s : s + 1],
                 scale,
+                window,
             )
             assert torch.equal(alone, together[starts[s] + start : starts[s] + stop])
             start = stop

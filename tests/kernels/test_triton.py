@@ -26,10 +26,12 @@ def test_tokens_without_a_slot_are_passed_over() -> None:
         assert torch.equal(cache, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 11)], ids=str
+)
 @pytest.mark.usefixtures("dots_in_order")
 def test_attention_of_a_sequence_does_not_depend_on_its_batch(
-    dtype: torch.dtype,
+    dtype: torch.dtype, window: int
 ) -> None:
     """Alone or among others, whole or in chunks, decoded or prefilled: the same bits."""
     lengths = [70, 7]
@@ -38,7 +40,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
         for x in attention([(n, n) for n in lengths], heads=14, dim=32, dtype=dtype)
     )
     run = kernels.batch_invariant_attention.implementation("triton")
-    together = run(q, k, v, starts, context, tables, scale)
+    together = run(q, k, v, starts, context, tables, scale, window)
     for s, length in enumerate(lengths):
         rows, start = q[starts[s] : starts[s + 1]], 0
         for chunk in (4, 2, 1, length - 7):
@@ -51,6 +53,7 @@ def test_attention_of_a_sequence_does_not_depend_on_its_batch(
                 torch.tensor([stop], dtype=torch.int32, device=DEVICE),
                 tables[s : s + 1],
                 scale,
+                window,
             )
             assert torch.equal(alone, together[starts[s] + start : starts[s] + stop])
             start = stop
@@ -61,9 +64,11 @@ def test_the_splits_of_a_long_context_add_up_to_the_whole() -> None:
         x.to(DEVICE) if isinstance(x, torch.Tensor) else x
         for x in attention([(1, 700), (1, 3)], heads=4, kv_heads=1, dim=32)
     ]
-    wanted = kernels.paged_attention.reference(*arguments)
     from rollout.kernels.paged_attention.gpu import Tiles, attend
 
-    for splits in (1, 2, 8, 32):
-        got = attend(*arguments, Tiles(16, 1, 64, splits, warps=4, stages=2))
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    sinks = torch.tensor([-1.0, 5.0, 0.0, 2.0], device=DEVICE)
+    for rest in ((), (90, 2.0, sinks)):
+        wanted = kernels.paged_attention.reference(*arguments, *rest)
+        for splits in (1, 2, 8, 32):
+            got = attend(*arguments, Tiles(16, 1, 64, splits, warps=4, stages=2), *rest)
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

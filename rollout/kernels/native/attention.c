@@ -204,12 +204,28 @@ INLINE void fetch(const void **rows, int count, int bytes) {
         for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows[j] + at);
 }
 
-/* Turn a row of scores into weights, float32 or bfloat16 in their place; the first `visible` (at
- * least one) of `keys` count. */
-INLINE void soften(float *row, int visible, int keys, float scale, float *sums, int padded,
-                   float *peak, float *mass, int words) {
+/* Scores, scaled and bent towards +-cap. */
+static __attribute__((noinline)) void bend(float *row, int keys, float scale, float cap) {
+    for (int j = 0; j < keys; j += VW) {
+        vf x = load(row, j, 0) * (scale / cap), size = blend(x < 0, -x, x);
+        vf power = exp_negative(size * -2.0f), tanh = (1.0f - power) / (1.0f + power);
+        store(row, j, blend(x < 0, -tanh, tanh) * cap, 0);
+    }
+}
+
+/* Turn a row of scores into weights, float32 or bfloat16 in their place; of `keys` those count from
+ * `from` up to `visible`: at least one. */
+INLINE void soften(float *row, int from, int visible, int keys, float scale, float cap, float *sums,
+                   int padded, float *peak, float *mass, int words) {
     vf high = splat(-INFINITY);
     int j = 0;
+    if (cap > 0) {
+        bend(row, keys, scale, cap);
+        scale = 1;
+    }
+    for (; j < from; j += VW)
+        store(row, j, blend(LANES + j < from, splat(-INFINITY), load(row, j, 0)), 0);
+    j = 0;
     for (; j + VW <= visible; j += VW) high = vmax(high, load(row, j, 0));
     for (; j < keys; j += VW) {
         vf x = blend(LANES + j < visible, load(row, j, 0), splat(-INFINITY));
@@ -260,6 +276,11 @@ static int position_of(const Problem *p, Tile t) {
     return p->lengths[t.sequence] - tokens + t.first_query;
 }
 
+/* The first key that a query at `position` sees. */
+INLINE int first_key(const Problem *p, int position) {
+    return p->window && position >= p->window ? position - p->window + 1 : 0;
+}
+
 /* The softmax of a tile's rows over keys `key` .. `stop`. */
 INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scratch *s, int bf16) {
     int group = p->heads / p->kv_heads, rows = t.queries * group, dim = p->dim;
@@ -267,7 +288,8 @@ INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scra
     int depth = depth_of(dim, bf16), position = position_of(p, t);
     for (int r = 0; r < rows; r++) to.peak[r] = -INFINITY, to.mass[r] = 0;
     memset(to.sums, 0, sizeof(float) * (size_t)(rows * padded));
-    for (; key < stop; key += KEYS) {
+    int low = first_key(p, position) / KEYS * KEYS; /* whole tiles: an order for all */
+    for (key = key < low ? low : key; key < stop; key += KEYS) {
         int keys = stop - key < KEYS ? stop - key : KEYS;
         int whole = whole_vectors(keys);
         locate(p, t.sequence, t.head, key, keys, s->k_rows, s->v_rows, size);
@@ -282,16 +304,22 @@ INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scra
             fetch(s->next_k, ahead, dim * size);
         }
         pack_values(s->v_rows, keys, dim, padded, s, bf16);
-        /* Queries that lie before this tile see none of it. */
-        int hidden = key > position ? (key - position) * group : 0;
-        gemm(rows - hidden, whole, depth, s->q + hidden * depth, depth, s->kt[0], KEYS,
-             s->scores[hidden], KEYS, 0, words);
-        for (int r = hidden; r < rows; r++) {
-            int visible = position + r / group + 1 - key;
-            soften(s->scores[r], visible < keys ? visible : keys, whole, p->scale,
-                   to.sums + r * padded, padded, &to.peak[r], &to.mass[r], words);
+        /* Queries that lie before this tile see none of it, nor do those whose window does not
+         * reach back to it. */
+        int hidden = key > position ? (key - position) * group : 0, last = rows;
+        if (p->window) {
+            int64_t reach = ((int64_t)key + keys + p->window - 1 - position) * group;
+            if (reach < last) last = (int)reach;
         }
-        gemm(rows - hidden, padded, words ? (keys + 1) / 2 : keys, s->scores[hidden], KEYS, s->v,
+        gemm(last - hidden, whole, depth, s->q + hidden * depth, depth, s->kt[0], KEYS,
+             s->scores[hidden], KEYS, 0, words);
+        for (int r = hidden; r < last; r++) {
+            int visible = position + r / group + 1 - key;
+            int from = first_key(p, position + r / group) - key;
+            soften(s->scores[r], from, visible < keys ? visible : keys, whole, p->scale,
+                   p->softcap, to.sums + r * padded, padded, &to.peak[r], &to.mass[r], words);
+        }
+        gemm(last - hidden, padded, words ? (keys + 1) / 2 : keys, s->scores[hidden], KEYS, s->v,
              padded, to.sums + hidden * padded, padded, 1, words);
     }
 }
@@ -315,8 +343,14 @@ static void finish(const Problem *p, Tile t, State from, int bf16) {
     int group = p->heads / p->kv_heads, dim = p->dim, padded = whole_vectors(dim);
     int first_row = p->starts[t.sequence] + t.first_query;
     for (int r = 0; r < t.queries * group; r++) {
-        int64_t to = (int64_t)(first_row + r / group) * p->heads + t.head * group + r % group;
+        int head = t.head * group + r % group;
+        int64_t to = (int64_t)(first_row + r / group) * p->heads + head;
         float share = 1.0f / from.mass[r];
+        if (p->sinks) {
+            float sink = p->sinks[head], top = sink > from.peak[r] ? sink : from.peak[r];
+            float old = exp_negative(splat(from.peak[r] - top))[0];
+            share = old / (from.mass[r] * old + exp_negative(splat(sink - top))[0]);
+        }
         for (int d = 0; d < dim; d += VW)
             store_at((char *)p->out + to * dim * (bf16 ? 2 : 4), d, dim,
                      load(from.sums + r * padded, d, 0) * share, bf16);
@@ -335,10 +369,11 @@ static void attend(const Problem *p, Tile t, Scratch *s, int bf16) {
     int rows = t.queries * (p->heads / p->kv_heads), end = position_of(p, t) + t.queries;
     State whole = state_at(s->states[0], rows), next = state_at(s->states[1], rows);
     load_queries(p, t, s, bf16);
-    for (int key = 0; key < end; key += SPAN) {
+    int first = first_key(p, position_of(p, t)) / SPAN * SPAN;
+    for (int key = first; key < end; key += SPAN) {
         int stop = end - key < SPAN ? end : key + SPAN;
-        (bf16 ? span_bf16 : span_f32)(p, t, key, stop, key ? next : whole, s);
-        if (key) add_span(whole, next, rows, whole_vectors(p->dim));
+        (bf16 ? span_bf16 : span_f32)(p, t, key, stop, key > first ? next : whole, s);
+        if (key > first) add_span(whole, next, rows, whole_vectors(p->dim));
     }
     finish(p, t, whole, bf16);
 }
@@ -350,7 +385,8 @@ static void attend_span(const Problem *p, Tile t, int which, int spans, float *p
     int group = p->heads / p->kv_heads, padded = whole_vectors(p->dim);
     int64_t size = state_size(group, padded);
     int end = position_of(p, t) + 1;
-    int key = which * SPAN, stop = end - key < SPAN ? end : key + SPAN;
+    int key = (first_key(p, end - 1) / SPAN + which) * SPAN;
+    int stop = end - key < SPAN ? end : key + SPAN;
     State first = state_at(parts, group);
     load_queries(p, t, s, bf16);
     (bf16 ? span_bf16 : span_f32)(p, t, key, stop, state_at(parts + which * size, group), s);
@@ -364,7 +400,8 @@ static void attend_span(const Problem *p, Tile t, int which, int spans, float *p
 /* How many spans the only query of a sequence has for itself; 1: its tile is one item. */
 static int spans_of(const Problem *p, int sequence) {
     int queries = p->starts[sequence + 1] - p->starts[sequence];
-    return queries == 1 ? (p->lengths[sequence] + SPAN - 1) / SPAN : 1;
+    int length = p->lengths[sequence];
+    return queries == 1 ? (length + SPAN - 1) / SPAN - first_key(p, length - 1) / SPAN : 1;
 }
 
 /* The items of each sequence: its tiles or spans, each times the KV heads. */

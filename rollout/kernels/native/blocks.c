@@ -20,6 +20,7 @@ typedef struct {
     const int32_t *starts, *lengths, *tables;
     int64_t tokens, sequences, hidden, inner, heads, kv_heads, dim, rotary, page;
     int64_t table_width;
+    int64_t window;     /* keys that a query sees, or 0 for all */
     int64_t begin, end; /* halves to run: 2 i is the attention of block i, 2 i + 1 what follows */
     float eps, scale;
     int32_t wide, level, threads; /* wide: cos and sin are float32 */
@@ -67,6 +68,7 @@ static Problem attention_problem(const Blocks *p) {
     a.sequences = (int32_t)p->sequences, a.table_width = (int32_t)p->table_width;
     a.heads = (int32_t)p->heads, a.kv_heads = (int32_t)p->kv_heads;
     a.dim = (int32_t)p->dim, a.block = (int32_t)p->page, a.scale = p->scale;
+    a.window = (int32_t)p->window;
     return a;
 }
 

@@ -6,15 +6,18 @@
 
 #include <stdint.h>
 
-/* Causal attention over pages; see attention.c. */
+/* Causal attention over pages; see attention.c. `window`: keys that a query sees, itself included,
+ * or 0 for all. `softcap`: scores become softcap * tanh(score / softcap), or 0. `sinks`: a score
+ * of each query head that takes its share of the softmax and has no value, or null. */
 typedef struct {
     const void *q, *k, *v;
     void *out;
     const int32_t *starts, *lengths, *tables;
+    const float *sinks;
     int64_t q_row, q_head; /* strides in elements */
     int64_t kv_block, kv_head;
-    int32_t sequences, heads, kv_heads, dim, block, table_width;
-    float scale;
+    int32_t sequences, heads, kv_heads, dim, block, table_width, window;
+    float scale, softcap;
 } Problem;
 
 /* How a problem is cut into items, with memory for what they leave each other. Good for all

@@ -17,6 +17,9 @@ def paged_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T + causal mask) v`` per sequence and head; returns [T, H, D].
 
@@ -25,6 +28,9 @@ def paged_attention(
     the last tokens of its context of context_lens[s] tokens (int32 [S]), all of them already in
     the cache, position p in block block_tables[s, p // block] (int32 [S, M]). A sequence
     without rows is skipped. Prefill, chunked prefill and decode are this one case.
+    ``window``: how many keys a query sees, its own included; 0 for all. ``softcap``: scaled scores
+    become ``softcap * tanh(score / softcap)``; 0 for no cap. ``sinks``: float32 [H], a score of
+    each head that takes part in its softmax and has no value.
     Sums and softmax are float32 (float64 for float64 inputs).
     """
     kv_heads, block = k_cache.shape[1], k_cache.shape[2]
@@ -44,7 +50,7 @@ def paged_attention(
         for row in range(starts[s], starts[s + 1], _QUERY_ROWS):
             rows = slice(row, min(row + _QUERY_ROWS, starts[s + 1]))
             first = length - (starts[s + 1] - row)
-            out[rows] = _attend(q[rows], k, v, first, scale)
+            out[rows] = _attend(q[rows], k, v, first, scale, window, softcap, sinks)
     return out
 
 
@@ -57,6 +63,9 @@ def batch_invariant_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention``, where a row's bits depend on its own sequence alone.
 
@@ -64,19 +73,47 @@ def batch_invariant_attention(
     ``paged_attention`` is so already; this reference, in torch's own order, is not.
     """
     return paged_attention.reference(
-        q, k_cache, v_cache, query_starts, context_lens, block_tables, scale
+        q,
+        k_cache,
+        v_cache,
+        query_starts,
+        context_lens,
+        block_tables,
+        scale,
+        window,
+        softcap,
+        sinks,
     )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Rows of one sequence at positions ``first``, ``first + 1`` ... over keys [KH, length, D]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows, heads, dim = q.shape
     stop = first + rows
-    k, v = k[:, :stop].to(wide), v[:, :stop].to(wide)
+    start = max(0, first + 1 - window) if window else 0
+    k, v = k[:, start:stop].to(wide), v[:, start:stop].to(wide)
     grouped = q.to(wide).view(rows, k.shape[0], -1, dim).permute(1, 2, 0, 3)  # [KH, G, rows, D]
     scores = grouped @ k.transpose(1, 2)[:, None] * scale
-    keys = torch.arange(stop, device=q.device)
-    hidden = keys > torch.arange(first, stop, device=q.device)[:, None]
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    keys = torch.arange(start, stop, device=q.device)
+    positions = torch.arange(first, stop, device=q.device)[:, None]
+    hidden = keys > positions
+    if window:
+        hidden |= keys <= positions - window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        sunk = sinks.to(wide).view(k.shape[0], -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sunk), dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     return (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype)

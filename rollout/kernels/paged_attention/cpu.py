@@ -25,6 +25,9 @@ def paged_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     _, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
@@ -37,18 +40,24 @@ def paged_attention(
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
     fits = takes_heads(heads, kv_heads, dim) and scale > 0
     if bf16 is None or not (alike and dense and fits):
-        return op.reference(q, k_cache, v_cache, query_starts, context_lens, block_tables, scale)
+        places = (query_starts, context_lens, block_tables)
+        return op.reference(q, k_cache, v_cache, *places, scale, window, softcap, sinks)
     if q.stride(2) != 1:
         q = q.contiguous()
     starts, lengths, tables = (
         x.to(torch.int32).contiguous() for x in (query_starts, context_lens, block_tables)
     )
+    if sinks is not None:
+        assert sinks.shape == (heads,)
+        sinks = sinks.to(torch.float32).contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     problem = structure("Problem")(
         *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
         *(starts.data_ptr(), lengths.data_ptr(), tables.data_ptr()),
+        None if sinks is None else sinks.data_ptr(),
         *(q.stride(0), q.stride(1), kv_heads * block * dim, block * dim),
-        *(len(lengths), heads, kv_heads, dim, block, tables.shape[1], scale),
+        *(len(lengths), heads, kv_heads, dim, block, tables.shape[1], window),
+        *(scale, softcap),
     )
     run = entry("paged_attention")
     if run(ctypes.addressof(problem), bf16, torch.get_num_threads()):

@@ -23,6 +23,7 @@ from rollout.kernels.paged_attention import paged_attention as op
 _MAX_SPLITS = 32
 _WAVES = 2  # programs per multiprocessor that splitting aims at
 _LOG2_E = 1.4426950408889634
+_TO_LOG2 = tl.constexpr(_LOG2_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +46,27 @@ def paged_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
     if not takes(q, k_cache, v_cache):
-        return op.reference(*arguments, scale)
+        return op.reference(*arguments, scale, window, softcap, sinks)
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group, decodes = heads // kv_heads, tokens <= 2 * len(context_lens)
     if not decodes:
-        return attend(*arguments, scale, _prefill_tiles(group, dim, q.dtype))
+        tiles = _prefill_tiles(group, dim, q.dtype)
+        return attend(*arguments, scale, tiles, window, softcap, sinks)
     programs = max(1, tokens * kv_heads)
     longest = block_tables.shape[1] * k_cache.shape[2]
+    longest = min(longest, window) if window else longest
     tiles = _decode_tiles(group, dim, q.dtype)
     wanted = triton.cdiv(_WAVES * multiprocessors(q.device), programs)
     splits = power_of_2(min(wanted, _MAX_SPLITS, triton.cdiv(longest, tiles.keys)))
-    return attend(*arguments, scale, _decode_tiles(group, dim, q.dtype, splits))
+    tiles = _decode_tiles(group, dim, q.dtype, splits)
+    return attend(*arguments, scale, tiles, window, softcap, sinks)
 
 
 def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -75,13 +82,16 @@ def batch_invariant_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One size of tile for prefill and decode, keys never split."""
     arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
     if not takes(q, k_cache, v_cache):
-        return op.reference(*arguments, scale)
+        return op.reference(*arguments, scale, window, softcap, sinks)
     tiles = _prefill_tiles(q.shape[1] // k_cache.shape[1], q.shape[2], q.dtype)
-    return attend(*arguments, scale, tiles)
+    return attend(*arguments, scale, tiles, window, softcap, sinks)
 
 
 def attend(
@@ -93,6 +103,9 @@ def attend(
     block_tables: Tensor,
     scale: float,
     tiles: Tiles,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention`` cut into ``tiles``, for arguments that ``takes`` accepts."""
     tokens, heads, dim = q.shape
@@ -111,11 +124,13 @@ def attend(
         weights = torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device)
     single = tiles.queries == 1
     count = tokens if single else tokens // tiles.queries + sequences if tokens else 0
+    sunk = weights if sinks is None else sinks
     launch(
         _attend,
         (count, kv_heads, splits),
-        *(q, k_cache, v_cache, parts, weights, query_starts, context_lens, block_tables),
-        *(scale * _LOG2_E, q.stride(0), q.stride(1), block_tables.stride(0), tokens, sequences),
+        *(q, k_cache, v_cache, parts, weights, sunk, query_starts, context_lens, block_tables),
+        *(scale * _LOG2_E, softcap * _LOG2_E, window),
+        *(q.stride(0), q.stride(1), block_tables.stride(0), tokens, sequences),
         *(kv_heads, block),
         GROUP=heads // kv_heads,
         DIM=dim,
@@ -125,12 +140,23 @@ def attend(
         KEYS=tiles.keys,
         SPLITS=splits,
         IEEE=q.dtype == torch.float32,
+        WINDOW=window > 0,
+        CAP=softcap > 0,
+        SINKS=sinks is not None,
         warps=tiles.warps,
         stages=tiles.stages,
     )
     if splits > 1:
         size = power_of_2(dim)
-        launch(_add, (tokens, heads), parts, weights, out, tokens, DIM=dim, BLOCK_D=size, N=splits)
+        launch(
+            _add,
+            (tokens, heads),
+            *(parts, weights, sunk, out, tokens),
+            DIM=dim,
+            BLOCK_D=size,
+            N=splits,
+            SINKS=sinks is not None,
+        )
     return out
 
 
@@ -164,10 +190,13 @@ def _attend(
     v_cache,
     out,
     weights,
+    sinks,
     query_starts,
     context_lens,
     block_tables,
     scale,
+    cap,
+    window,
     q_row,
     q_head,
     table_row,
@@ -183,6 +212,9 @@ def _attend(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     IEEE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     sequence = _sequence_of(tile, query_starts, sequences, QUERIES)
@@ -209,8 +241,11 @@ def _attend(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        each = tl.cdiv(tl.cdiv(end, KEYS), SPLITS) * KEYS
-        low = split * each
+        begins = end * 0
+        if WINDOW:  # whole tiles of keys, so that all rows add them up alike
+            begins = tl.maximum(context - stop + first + 1 - window, 0) // KEYS * KEYS
+        each = tl.cdiv(tl.cdiv(end - begins, KEYS), SPLITS) * KEYS
+        low = begins + split * each
         high = tl.minimum(low + each, end)
         table = block_tables + sequence.to(tl.int64) * table_row
         for begin in range(low, high, KEYS):
@@ -223,7 +258,11 @@ def _attend(
             keys = tl.load(k_cache + there, mask=both, other=0.0)
             scores = tl.zeros([ROWS, KEYS], tl.float32)
             scores = multiply(rows, tl.trans(keys), scores, IEEE) * scale
+            if CAP:
+                scores = _bend(scores, cap)
             seen = key[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen & real[None, :], scores, float("-inf"))
             peak = tl.maximum(best, tl.max(scores, 1))
             anchor = tl.where(peak == float("-inf"), 0.0, peak)
@@ -234,6 +273,12 @@ def _attend(
             chances = narrow(chances, v_cache.dtype.element_ty)
             total = multiply(chances, values, total * shrink[:, None], IEEE)
             best = peak
+        if SINKS and SPLITS == 1:
+            sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _TO_LOG2
+            top = tl.maximum(best, sink)
+            shrink = tl.exp2(best - top)
+            mass = mass * shrink + tl.exp2(sink - top)
+            total = total * shrink[:, None]
         whole = tl.where(mass == 0.0, 1.0, mass)  # a split may hold no key of a row
         total = total / whole[:, None]
         heads = kv_heads * GROUP
@@ -246,6 +291,15 @@ def _attend(
             flat += split.to(tl.int64) * tokens * heads
             tl.store(out + flat[:, None] * DIM + column[None, :], total, mask=mask)
             tl.store(weights + flat, best + tl.log2(whole), mask=live)
+
+
+@triton.jit
+def _bend(scores, cap):
+    """``cap * tanh(scores / cap)``; both in units of log 2."""
+    size = tl.abs(scores / cap)
+    power = tl.exp(-2.0 * size)
+    bent = (1.0 - power) / (1.0 + power) * cap
+    return tl.where(scores < 0.0, -bent, bent)
 
 
 @triton.jit
@@ -276,7 +330,17 @@ def _sequence_of(tile, query_starts, sequences, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _add(parts, weights, out, tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+def _add(
+    parts,
+    weights,
+    sinks,
+    out,
+    tokens,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+    SINKS: tl.constexpr,
+):
     """Sum of the splits' results, each by the mass of its keys."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)
@@ -284,8 +348,15 @@ def _add(parts, weights, out, tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, 
     flat = (split.to(tl.int64) * tokens + token) * heads + head
     logs = tl.load(weights + flat)
     top = tl.max(logs, 0)
-    weight = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
-    weight = weight / tl.maximum(tl.sum(weight, 0), 1e-30)  # without any key, zeros
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * _TO_LOG2
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(logs - top)
+    mass = tl.sum(weight, 0)
+    if SINKS:
+        mass += tl.exp2(sink - top)
+    weight = weight / tl.maximum(mass, 1e-30)  # without any key, zeros
     at = flat[:, None] * DIM + column[None, :]
     values = tl.load(parts + at, mask=(column < DIM)[None, :], other=0.0)
     # A split without a key has weight 0, and wrote zeros.

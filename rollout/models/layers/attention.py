@@ -24,6 +24,8 @@ class Attention(nn.Module):
         self.heads = config.num_heads // size
         self.kv_heads = max(1, config.num_kv_heads // size)
         self.scale = config.head_dim**-0.5
+        self.window, self.softcap = 0, 0.0
+        self.sinks: Tensor | None = None
         self.attend = batch_invariant_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
         inputs = config.num_heads * config.head_dim
@@ -47,6 +49,9 @@ class Attention(nn.Module):
             batch.context_lens,
             batch.block_tables,
             self.scale,
+            self.window,
+            self.softcap,
+            self.sinks,
         )  # [T, heads, head_dim]
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
