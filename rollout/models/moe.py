@@ -69,7 +69,7 @@ def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[T
 
 def _within_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
     """``choice`` [T, experts], minus infinity outside each token's best groups."""
-    grouped = choice.unflatten(1, (moe.groups, -1))  # [T, groups, experts of one]
+    grouped = choice.view(len(choice), moe.groups, -1)  # [T, groups, experts of one]
     best = grouped.topk(2 if moe.arch.groups == "top2" else 1, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(best, dtype=torch.bool)
     kept.scatter_(1, best.topk(moe.top_groups, dim=-1).indices, True)

@@ -19,7 +19,8 @@ def test_an_unknown_architecture_lists_the_supported_and_the_nearest():
         Registry().choose(["Qwen3ForCausalML"])
     text = str(caught.value)
     assert "Did you mean 'Qwen3ForCausalLM'?" in text
-    assert "Supported: " in text and "LlamaForCausalLM, " in text
+    assert "Supported: " in text
+    assert "LlamaForCausalLM, " in text
 
 
 def test_registering_gives_a_wider_registry_and_leaves_the_first_as_it_was():
