@@ -210,6 +210,7 @@ class Model:
         config = self.config
         return KVShape(
             num_layers=config.num_layers,
+            tensors=2,
             kv_heads=config.num_kv_heads,
             block_size=BLOCK,
             head_dim=config.head_dim,

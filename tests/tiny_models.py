@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -29,6 +33,8 @@ from transformers import (
 )
 
 ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -39,7 +45,36 @@ ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
 # Six experts of 24, two for each token; Mixtral's expert size is its intermediate_size.
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 6,  # as transformers has it: of the part that turns
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        **LATENT,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 3,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        **LATENT,
+    },
     "glm4_moe": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,

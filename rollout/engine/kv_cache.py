@@ -15,9 +15,13 @@ from rollout.models.forward import LayerKV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """What one block holds on this rank: keys and values of ``block_size`` positions."""
+    """What one block holds on this rank: keys and values of ``block_size`` positions.
+
+    ``tensors``: 2, or 1 where values are a part of the keys.
+    """
 
     num_layers: int
+    tensors: int
     kv_heads: int  # of this rank
     block_size: int
     head_dim: int
@@ -26,7 +30,7 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         elements = self.kv_heads * self.block_size * self.head_dim
-        return 2 * self.num_layers * elements * self.dtype.itemsize
+        return self.tensors * self.num_layers * elements * self.dtype.itemsize
 
 
 class KVCache:
@@ -53,10 +57,10 @@ class KVCache:
         self.free()
         pages = (num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         try:
-            self._layers = [
-                LayerKV(*(torch.empty(pages, dtype=shape.dtype, device=self.device) for _ in "kv"))
-                for _ in range(shape.num_layers)
-            ]
+            for _ in range(shape.num_layers):
+                k = torch.empty(pages, dtype=shape.dtype, device=self.device)
+                v = k if shape.tensors == 1 else torch.empty_like(k)
+                self._layers.append(LayerKV(k, v))
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.free()
             need = num_blocks * shape.block_bytes

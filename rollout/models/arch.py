@@ -58,6 +58,17 @@ class MoEArch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentArch:
+    """Latent attention; its sizes have one name everywhere.
+
+    ``interleaved``: the dimensions of a head that turn together are neighbours in the file,
+    instead of half of the turned part apart.
+    """
+
+    interleaved: Switch = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """One architecture, declared in a file of ``architectures/`` under its Hugging Face name.
 
@@ -80,4 +91,5 @@ class Arch:
     sliding_window: int | None = None
     next_layers: str | None = None
     partial_rotary: bool = False
+    latent: LatentArch | None = None
     moe: MoEArch | None = None

@@ -10,6 +10,7 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.base import Build
 from rollout.models.layers.embedding import Embedding
+from rollout.models.layers.latent_attention import LatentAttention
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
 from rollout.models.layers.norm import RMSNorm
 
@@ -44,7 +45,8 @@ class DecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(build, build.config.hidden_size)
-        self.self_attn = Attention(build)
+        latent = build.config.latent is not None
+        self.self_attn = LatentAttention(build) if latent else Attention(build)
         self.post_attention_layernorm = RMSNorm(build, build.config.hidden_size)
         self.feed_forward = name
         self.add_module(name, feed_forward or GatedMLP(build))

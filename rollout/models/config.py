@@ -13,6 +13,7 @@ import torch
 from rollout.errors import ConfigError
 from rollout.models.arch import Arch
 from rollout.models.config_reader import Reader
+from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
 
@@ -70,6 +71,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
     sliding_window: int | None = None
     next_layers: int = 0
 
@@ -98,6 +100,8 @@ class ModelConfig:
                 f"{file}: num_attention_heads {heads} must be a multiple of "
                 f"num_key_value_heads {kv_heads}"
             )
+        rope = _read_rope(read, arch)
+        latent = None if arch.latent is None else read_latent(read, arch.latent, rope.scaling)
         slides = arch.always_slides and values.get("sliding_window", arch.sliding_window)
         return cls(
             architecture=architecture,
@@ -107,10 +111,10 @@ class ModelConfig:
             num_layers=read.count("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=_read_head_dim(read, arch, heads),
+            head_dim=latent.rope_dim if latent else _read_head_dim(read, arch, heads),
             rms_norm_eps=read.number("rms_norm_eps"),
             max_position_embeddings=read.count("max_position_embeddings"),
-            rope=_read_rope(read, arch),
+            rope=rope,
             tied=read.flag("tie_word_embeddings"),
             qkv_bias=read.switch(arch.qkv_bias),
             o_bias=read.switch(arch.o_bias),
@@ -119,6 +123,7 @@ class ModelConfig:
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             bos_token_id=values.get("bos_token_id"),
+            latent=latent,
             moe=None if arch.moe is None else read_moe(read, arch.moe),
             sliding_window=read.count("sliding_window", arch.sliding_window) if slides else None,
             next_layers=read.count(arch.next_layers, 0, least=0) if arch.next_layers else 0,
@@ -138,6 +143,15 @@ class ModelConfig:
             return config
         extra = token_ids(_read_json(extra_file).get("eos_token_id"), str(extra_file))
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
+
+    def cached_heads(self, size: int) -> tuple[int, int, int]:
+        """What a rank of ``size`` keeps of a token in each layer: (tensors, heads, their elements).
+
+        Keys and values; or, of latent attention, one vector that is both, whole on every rank.
+        """
+        if self.latent is not None:
+            return 1, 1, self.latent.cached
+        return 2, max(1, self.num_kv_heads // size), self.head_dim
 
     def check_length(self, max_len: int) -> None:
         """Raise ``ConfigError`` where a sequence of ``max_len`` tokens outgrows the window."""
@@ -161,7 +175,7 @@ class ModelConfig:
                 f"Total number of attention heads ({self.num_heads}) must be divisible by "
                 f"tensor parallel size ({size})."
             )
-        if self.num_kv_heads % size and size % self.num_kv_heads:
+        if self.latent is None and self.num_kv_heads % size and size % self.num_kv_heads:
             raise ConfigError(
                 f"Number of key/value heads ({self.num_kv_heads}) must be divisible by tensor "
                 f"parallel size ({size}), or divide it (they are then replicated)."

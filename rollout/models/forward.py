@@ -25,7 +25,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's pages, written in place."""
+    """One layer's pages, written in place; of latent attention one tensor, which is both."""
 
     k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]
     v: Tensor  # the same

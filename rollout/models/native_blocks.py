@@ -31,7 +31,7 @@ class NativeBlocks:
 
     def __init__(self, build: Build, blocks: Sequence[DecoderBlock]) -> None:
         self._build, config = build, build.config
-        attention = blocks[0].self_attn
+        attention = _attention(blocks[0])
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scale, self._inner = attention.scale, _mlp(blocks[0]).down_proj.local
         self._window = attention.window
@@ -115,7 +115,7 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
     """Exactly the modules that the native code stands for, their linears in tiles."""
     if type(block) is not DecoderBlock or type(_mlp(block)) is not GatedMLP:
         return False
-    attention, mlp = block.self_attn, _mlp(block)
+    attention, mlp = _attention(block), _mlp(block)
     if type(attention) is not Attention or attention.attend not in ATTENTIONS:
         return False
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -135,13 +135,17 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
     )
 
 
+def _attention(block: DecoderBlock) -> Attention:
+    return cast(Attention, block.self_attn)
+
+
 def _mlp(block: DecoderBlock) -> GatedMLP:
     return cast(GatedMLP, getattr(block, block.feed_forward))
 
 
 def _weights(block: DecoderBlock) -> list[Tensor | None]:
     """In the order of ``Block`` in native/blocks.c."""
-    attention, mlp = block.self_attn, _mlp(block)
+    attention, mlp = _attention(block), _mlp(block)
     q_norm, k_norm = attention.q_norm, attention.k_norm
     return [
         block.input_layernorm.weight,

@@ -83,8 +83,8 @@ def check(config: EngineConfig) -> Preflight:
         _check_files(config, directory, tables[0])
     weight_bytes = max(_rank_bytes(table) for table in tables) * dtype.itemsize
     free = available_bytes(device)
-    kv_heads = max(1, model.num_kv_heads // config.tensor_parallel_size)
-    per_token = 2 * model.num_layers * kv_heads * model.head_dim * dtype.itemsize
+    cached = prod(model.cached_heads(config.tensor_parallel_size))
+    per_token = model.num_layers * cached * dtype.itemsize
     taken = weight_bytes * (config.tensor_parallel_size if device.type == "cpu" else 1)
     if taken > free:
         raise ConfigError(

@@ -133,6 +133,15 @@ def _rotaries() -> Iterator[Case]:
             name = f"{tokens, heads, kv_heads, dim, width}-{'wide' if wide else 'same'}"
             yield Case("rope_and_cache", name, make, writes=(5, 6), returns=True)
 
+            def latent(t: torch.dtype, make: Any = make) -> tuple[Any, ...]:
+                q, k, _, cos, sin, cache, _, slots = make(t)
+                return q, k, None, cos, sin, cache, None, slots
+
+            if not wide:
+                yield Case(
+                    "rope_and_cache", f"{name}, keys alone", latent, writes=(5,), returns=True
+                )
+
 
 def _gates() -> Iterator[Case]:
     for shape in ((1, 2), (0, 8), (3, 62), (8, 2 * 4864), (2, 3, 30), (40, 256)):

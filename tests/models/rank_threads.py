@@ -69,12 +69,12 @@ class Session:
         per = max(-(-len(s) // BLOCK) for s in sequences)
         tables = torch.arange(per * len(sequences), dtype=torch.int32).view(per, -1).T
         self.tables = tables.contiguous()
-        shape = (self.tables.numel(), max(1, config.num_kv_heads // tp.size), BLOCK)
-        pages = [
-            torch.full((*shape, config.head_dim), 7.0, dtype=model.build.dtype)
-            for _ in range(2 * config.num_layers)
-        ]
-        self.kv = [LayerKV(k, v) for k, v in zip(pages[::2], pages[1::2], strict=True)]
+        tensors, heads, elements = config.cached_heads(tp.size)
+        shape = (self.tables.numel(), heads, BLOCK, elements)
+        self.kv = []
+        for _ in range(config.num_layers):
+            k = torch.full(shape, 7.0, dtype=model.build.dtype)
+            self.kv.append(LayerKV(k, k if tensors == 1 else k.clone()))
 
     def advance(self, counts: Sequence[int]) -> list[Tensor]:
         """Run the next ``counts[s]`` tokens of each sequence; their logits, per sequence."""

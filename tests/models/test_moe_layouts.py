@@ -25,7 +25,7 @@ from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
 
-ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3")
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
 EXPERTS = {
     "qwen3_moe": "model.layers.1.mlp.experts.{}.gate_proj.weight",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from rank_threads import Session, loaded, run_ranks
@@ -13,7 +15,31 @@ from rollout.models.config import ModelConfig
 
 # (ranks, expert parallel)
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 16,
+}
 SHAPES = {
+    "deepseek_v3": {},
+    "deepseek_v3, queries of the hidden state, one dense layer, yarn": {
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "rope_parameters": YARN,
+        "num_layers": 3,
+    },
+    "deepseek_v2": {},
+    "deepseek_v2, greedy, yarn": {
+        "topk_method": "greedy",
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "rope_parameters": YARN,
+    },
     "glm4_moe": {},
     "glm4_moe, normalised heads, one dense layer, no groups": {
         "use_qk_norm": True,
@@ -72,14 +98,17 @@ def test_logits_equal_those_of_transformers_at_every_placement(tmp_path, shape):
     for size, expert_parallel in PLACES:
 
         def work(tp, split=expert_parallel):
-            session = Session(loaded(config, tp, weights, expert_parallel=split), sequences)
+            whole = Session(loaded(config, tp, weights, expert_parallel=split), sequences)
             before = tp.all_reduces
-            logits = session.advance([len(s) for s in sequences])
+            logits = whole.advance([len(s) for s in sequences])
             if tp.size > 1:
                 assert tp.all_reduces - before == 2 * config.num_layers + 1
-            return logits
+            tiled = loaded(config, tp, weights, layout="tiles", expert_parallel=split)
+            pieces = Session(tiled, sequences)
+            steps = [pieces.advance(counts) for counts in ((7, 5, 0), (12, 0, 32), (0, 1, 1))]
+            return logits, [torch.cat(parts) for parts in zip(*steps, strict=True)]
 
-        for got in run_ranks(size, work):
+        for got in chain(*run_ranks(size, work)):
             for ours, theirs in zip(got, wanted, strict=True):
                 assert (ours - theirs).abs().max() < 1e-4
                 mine, other = ours.log_softmax(-1), theirs.log_softmax(-1)

@@ -194,11 +194,12 @@ class ModelRunner:
             model.load_weights(checkpoint.items())
 
     def _kv_shape(self) -> KVShape:
-        config = self.model_config
+        tensors, heads, elements = self.model_config.cached_heads(self.tp.size)
         return KVShape(
-            num_layers=config.num_layers,
-            kv_heads=max(1, config.num_kv_heads // self.tp.size),
+            num_layers=self.model_config.num_layers,
+            tensors=tensors,
+            kv_heads=heads,
             block_size=self.config.block_size,
-            head_dim=config.head_dim,
+            head_dim=elements,
             dtype=self.dtype,
         )

@@ -26,7 +26,7 @@ typedef struct AttentionPlan AttentionPlan;
 AttentionPlan *plan_attention(const Problem *p);
 void end_plan(AttentionPlan *plan);
 
-/* Rope, and keys and values into their pages; see pointwise.c. */
+/* Rope, and keys and values into their pages; v is null where values are a part of the keys. */
 typedef struct {
     const char *q, *k, *v, *cos, *sin; /* cos, sin: [tokens, width], dense */
     char *out, *k_cache, *v_cache;     /* q rotated, dense; caches [blocks, heads, block, dim] */

@@ -117,6 +117,7 @@ INLINE void turn(const Turn *p, int64_t t, int bf16, int wide) {
         int64_t to = ((page * p->kv_heads + h) * p->block + offset) * p->dim * size;
         rotate_head(p->k + (t * p->k_outer + h * p->k_inner) * size, cos, sin, p->k_cache + to,
                     p->dim, p->width, bf16, wide);
+        if (!p->v) continue; /* values are a part of the keys */
         memcpy(p->v_cache + to, p->v + (t * p->v_outer + h * p->v_inner) * size,
                (size_t)(p->dim * size));
     }

@@ -13,33 +13,37 @@ from rollout.kernels.rope_and_cache import rope_and_cache as op
 def rope_and_cache(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slots: Tensor,
 ) -> Tensor:
-    alike = q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    values, v_pages = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
+    alike = q.dtype == k.dtype == values.dtype == k_cache.dtype == v_pages.dtype
     tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    dense = k_cache.is_contiguous() and v_pages.is_contiguous()
     if not (alike and tables and dense and q.dtype in BF16):
         return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
     tokens, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
-    assert k.shape == v.shape == (tokens, kv_heads, dim), f"{k.shape} {v.shape} for {q.shape}"
-    assert k_cache.shape == v_cache.shape
+    assert k.shape == values.shape == (tokens, kv_heads, dim), (
+        f"{k.shape} {values.shape} for {q.shape}"
+    )
+    assert k_cache.shape == v_pages.shape
     assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
     assert cos.shape == sin.shape
     assert len(cos) == tokens
     assert cos.shape[1] % 2 == 0
     assert slots.shape == (tokens,)
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, values = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, values))
     cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     turn = structure("Turn")(
-        *(x.data_ptr() for x in (q, k, v, cos, sin, out, k_cache, v_cache, slots)),
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(q.data_ptr(), k.data_ptr(), None if v is None else values.data_ptr()),
+        *(x.data_ptr() for x in (cos, sin, out, k_cache, v_pages, slots)),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), values.stride(0), values.stride(1)),
         *(tokens, heads, kv_heads, dim, cos.shape[1], block),
     )
     run = entry("rope_and_cache")

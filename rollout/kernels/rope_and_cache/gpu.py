@@ -16,36 +16,39 @@ _HEADS = 4  # heads of one program
 def rope_and_cache(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slots: Tensor,
 ) -> Tensor:
-    alike = q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    values, v_pages = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
+    alike = q.dtype == k.dtype == values.dtype == k_cache.dtype == v_pages.dtype
     tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    dense = k_cache.is_contiguous() and v_pages.is_contiguous()
     if not (alike and tables and dense and q.dtype in FLOATS):
         return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
     tokens, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
-    assert k.shape == v.shape == (tokens, kv_heads, dim), f"{k.shape} {v.shape} for {q.shape}"
-    assert k_cache.shape == v_cache.shape
+    assert k.shape == values.shape == (tokens, kv_heads, dim), (
+        f"{k.shape} {values.shape} for {q.shape}"
+    )
+    assert k_cache.shape == v_pages.shape
     assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
     assert cos.shape == sin.shape
     assert len(cos) == tokens
     assert cos.shape[1] % 2 == 0
     assert slots.shape == (tokens,)
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, values = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, values))
     cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[1] // 2
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q_blocks = triton.cdiv(heads, _HEADS)
     launch(
         _turn,
         (tokens, q_blocks + triton.cdiv(kv_heads, _HEADS)),
-        *(q, k, v, cos, sin, out, k_cache, v_cache, slots, block),
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(q, k, values, cos, sin, out, k_cache, v_pages, slots, block),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), values.stride(0), values.stride(1)),
         *(heads, kv_heads, q_blocks),
         DIM=dim,
         HALF=half,
@@ -54,6 +57,7 @@ def rope_and_cache(
         DIM_BLOCK=power_of_2(dim),
         HEADS=_HEADS,
         WIDE=cos.dtype == torch.float32,
+        VALUES=v is not None,
         warps=2,
     )
     return out
@@ -87,6 +91,7 @@ def _turn(
     DIM_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     WIDE: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -109,11 +114,12 @@ def _turn(
         _rotate(
             x, k_head, to, stride, head, count, cos, sin, DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE
         )
-        column = tl.arange(0, DIM_BLOCK)
-        live = (head < count)[:, None] & (column < DIM)[None, :]
-        at = head.to(tl.int64)[:, None]
-        value = tl.load(v + token * v_token + at * v_head + column[None, :], mask=live)
-        tl.store(v_out + start + at * stride + column[None, :], value, mask=live)
+        if VALUES:
+            column = tl.arange(0, DIM_BLOCK)
+            live = (head < count)[:, None] & (column < DIM)[None, :]
+            at = head.to(tl.int64)[:, None]
+            value = tl.load(v + token * v_token + at * v_head + column[None, :], mask=live)
+            tl.store(v_out + start + at * stride + column[None, :], value, mask=live)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rollout.kernels import gated_linear, silu_mul
 from rollout.models.layers.base import Build, Layer, rows_slot, sibling, storage_of, whole_slot
-from rollout.weights import Box, WeightSlot
+from rollout.weights import PLAIN, Box, WeightSlot
 
 
 class MergedColumnLinear(Layer):
@@ -82,20 +82,33 @@ class QKVLinear(MergedColumnLinear):
 
 
 class ReplicatedLinear(Layer):
-    """A small linear that every rank holds whole: [T, inputs] -> [T, outputs], without a bias."""
+    """A linear that every rank holds whole: [T, inputs] -> [T, outputs].
+
+    ``tiled``: its weight is worth the layout of the others.
+    """
 
     weight: Tensor
+    bias: Tensor | None
 
-    def __init__(self, build: Build, inputs: int, outputs: int) -> None:
+    def __init__(
+        self, build: Build, inputs: int, outputs: int, bias: bool = False, *, tiled: bool = False
+    ) -> None:
         super().__init__(build)
-        self.declare("weight", (outputs, inputs))
+        shape = (outputs, inputs)
+        self.declare("weight", shape, build.linear_layout(shape) if tiled else PLAIN)
+        self.register_parameter("bias", None)
+        if bias:
+            self.declare("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
+        return self.matmul(x, self.bias)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        name = f"{prefix}.weight"
-        return [whole_slot(name, self.specs["weight"].shape, name)]
+        return [
+            whole_slot(f"{prefix}.{field}", self.specs[field].shape, f"{prefix}.{field}")
+            for field in ("weight", "bias")
+            if field in self.specs
+        ]
 
 
 class RowLinear(Layer):

@@ -10,13 +10,16 @@ from rollout.weights import WeightSlot
 
 
 class RMSNorm(Layer):
-    """Normalise the last dimension in float32, cast, then scale by ``weight``."""
+    """Normalise the last dimension in float32, cast, then scale by ``weight``.
+
+    ``eps``: by default the config's.
+    """
 
     weight: Tensor
 
-    def __init__(self, build: Build, size: int) -> None:
+    def __init__(self, build: Build, size: int, eps: float | None = None) -> None:
         super().__init__(build)
-        self.eps = build.config.rms_norm_eps
+        self.eps = build.config.rms_norm_eps if eps is None else eps
         self.declare("weight", (size,))
 
     def forward(self, x: Tensor) -> Tensor:
