@@ -15,12 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.flags import (
-    add_engine_flags,
-    add_model,
-    engine_config,
-    model_of,
-)
+from rollout.cli.flags import Row, add_engine_flags, add_model, add_rows, engine_config, model_of
 from rollout.cli.tables import print_table
 from rollout.errors import ConfigError, DeadlineExceeded, EngineError
 from rollout.generation import Request, SamplingParams
@@ -31,36 +26,22 @@ if TYPE_CHECKING:
 LENGTH = 64  # tokens of a prompt, and of what follows it, where they fit
 WAIT = 3600.0  # seconds that one round may take
 GB = 1e9
+BENCH: tuple[Row, ...] = (
+    ("--sequences", "N", 8, "sequences that run at the same time"),
+    ("--prompt-tokens", "N", None, f"tokens of each prompt ({LENGTH}, or half of max_model_len)"),
+    ("--new-tokens", "N", None, f"tokens each makes ({LENGTH}, or what max_model_len leaves)"),
+    ("--rounds", "N", 3, "rounds that are measured, after one that warms up"),
+    ("--temperature", "X", 1.0, "of sampling; 0 is greedy"),
+    ("--profile", "", False, "then run one more round and say where each step's time went"),
+    ("--json", "", False, "one JSON object"),
+)
 
 
 def add_bench(commands: Any, add_command: Any) -> None:
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "bench", run, "measure generation, and where its time goes")
     add_model(parser)
-    for name, default, text in (
-        ("sequences", 8, "sequences that run at the same time"),
-        (
-            "prompt-tokens",
-            None,
-            f"tokens of each prompt ({LENGTH}, or half of max_model_len)",
-        ),
-        ("new-tokens", None, f"tokens that each makes ({LENGTH}, or what max_model_len leaves)"),
-        ("rounds", 3, "rounds that are measured, after one that warms up"),
-    ):
-        shown = text if default is None else f"{text} (default: {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="of sampling; 0 is greedy (default: 1)",
-    )
-    parser.add_argument(
-        "--profile", action="store_true",
-        help="then run one more round and say where each step's time went",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_rows(parser, BENCH)
     add_engine_flags(parser)
 
 

@@ -6,27 +6,23 @@ import argparse
 from typing import Any
 
 import rollout
-from rollout.cli.flags import add_token, environment, token_of
+from rollout.cli.flags import TOKEN, Row, add_rows, environment, token_of
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.rpc.tls import ClientTls
 
+TLS: tuple[Row, ...] = (
+    ("--tls-ca", "PEM", None, "speak TLS; the authority that signed the service's own"),
+    ("--tls-cert", "PEM", None, "certificate to show, where the service asks for one"),
+    ("--tls-key", "PEM", None, "its key"),
+    ("--tls-server-name", "NAME", None,
+     "what the service's certificate is made out to, where that is not its address"),
+)  # fmt: skip
+
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
     """A token and TLS files; ``connect`` uses them."""
-    group = parser.add_argument_group("service")
-    add_token(group, "bearer token of the service")
-    group.add_argument(
-        "--tls-ca", metavar="PEM", help="speak TLS; the authority that signed the service's own"
-    )
-    group.add_argument(
-        "--tls-cert", metavar="PEM", help="certificate to show, where the service asks for one"
-    )
-    group.add_argument("--tls-key", metavar="PEM", help="its key")
-    group.add_argument(
-        "--tls-server-name", metavar="NAME",
-        help="what the service's certificate is made out to, where that is not its address",
-    )  # fmt: skip
+    add_rows(parser.add_argument_group("service"), (TOKEN, *TLS))
 
 
 def connect(args: argparse.Namespace, address: str, timeout: float = DEFAULT_TIMEOUT) -> Any:

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -20,6 +20,10 @@ ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(
     f for f in fields(SamplingParams) if f.metadata["served"] and f.name != "logit_bias"
 )
+# Flag, what follows it (a name: N is an integer, X a float; what may follow it; "" nothing),
+# default, help.
+Row = tuple[str, str | tuple[str, ...], Any, str]
+TOKEN: Row = ("--token", "TOKEN", None, "bearer token of the service")
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,6 +157,19 @@ def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: 
         )
 
 
+def add_rows(group: Any, rows: Iterable[Row]) -> None:
+    """A flag for each row of a table."""
+    for name, value, default, text in rows:
+        options: dict[str, Any] = {"choices": value} if isinstance(value, tuple) else {}
+        if value == "":
+            options["action"] = "store_true"
+        else:
+            options |= {"type": {"N": int, "X": float}.get(str(value), str)}
+            options |= {} if "choices" in options else {"metavar": value}
+        text = text.replace("%", "%%") + _default_note(default, text)
+        group.add_argument(name, default=default, help=text, **options)
+
+
 def _kind(hint: Any) -> dict[str, Any]:
     """argparse's words for a field's type."""
     plain = [hint]
@@ -174,10 +191,6 @@ def _default_note(default: Any, text: str) -> str:
     if default in (None, MISSING, (), "auto") or isinstance(default, bool) or "default" in text:
         return ""
     return f" (default: {default})"
-
-
-def add_token(parser: Any, text: str) -> None:
-    parser.add_argument("--token", metavar="TOKEN", help=text)
 
 
 def token_of(args: argparse.Namespace) -> str | None:

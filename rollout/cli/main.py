@@ -19,9 +19,11 @@ from rollout.cli.bench import add_bench
 from rollout.cli.client import add_client_flags, connect
 from rollout.cli.flags import (
     Parser,
+    Row,
     add_engine_flags,
     add_model,
     add_model_flag,
+    add_rows,
     add_sampling_flags,
     engine_config,
     model_of,
@@ -55,6 +57,18 @@ HELP = {  # of each command: what it takes, and an example
         "--model runs/model --trainer fsdp:64 --rollout tp:8x8",
     ),
 }
+GENERATE: tuple[Row, ...] = (
+    ("--connect", "HOST:PORT", None, "use the service at this gRPC address, not MODEL"),
+    ("--json", "", False, "one JSON object per sample"),
+)
+CHECK: tuple[Row, ...] = (
+    ("--against", "DIR", None, "instead: whether the service at HOST:PORT holds the weights of "
+     "this checkpoint; exit status 1 if they differ"),
+)  # fmt: skip
+INFO: tuple[Row, ...] = (
+    ("--json", "", False, "one JSON object"),
+    ("--receipts", "N", 4, "of the last N commits"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,12 +117,7 @@ def _add_command(commands: Any, name: str, run: Any, text: str) -> argparse.Argu
         epilog=f"example: rollout {name} {example}",
     )
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument(
-        "--log-level",
-        choices=LEVELS,
-        default="warning",
-        help="what is logged on stderr (default: warning)",
-    )
+    add_rows(parser, [("--log-level", tuple(LEVELS), "warning", "what is logged on stderr")])
     return parser
 
 
@@ -123,13 +132,10 @@ def _add_generate(commands: Any) -> None:
     )  # fmt: skip
     add_model_flag(parser)
     parser.add_argument(
-        "--connect", metavar="HOST:PORT", help="use the service at this gRPC address, not MODEL"
-    )
-    parser.add_argument(
         "--token-ids", action="append", default=[], metavar="1,2,3",
         help="a prompt as token ids; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object per sample")
+    add_rows(parser, GENERATE)
     add_client_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
@@ -192,11 +198,7 @@ def _add_check(commands: Any) -> None:
         commands, "check", check, "say whether a model can be served here, without its weights"
     )
     add_model(parser)
-    parser.add_argument(
-        "--against", metavar="DIR",
-        help="instead: whether the service at HOST:PORT holds the weights of this checkpoint; "
-        "exit status 1 if they differ",
-    )  # fmt: skip
+    add_rows(parser, CHECK)
     add_client_flags(parser)
     add_engine_flags(parser)
 
@@ -241,10 +243,7 @@ def _check_against(args: argparse.Namespace) -> int:
 def _add_info(commands: Any) -> None:
     parser = _add_command(commands, "info", info, "what a running service is and does")
     parser.add_argument("address", metavar="HOST:PORT", help="gRPC address of the service")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument(
-        "--receipts", type=int, default=4, metavar="N", help="of the last N commits (default: 4)"
-    )
+    add_rows(parser, INFO)
     add_client_flags(parser)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rollout.cli.flags import Row, add_rows
 from rollout.cli.tables import print_table
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import ConfigError
@@ -27,7 +28,12 @@ Wanted = tuple[tuple[Box, ...], ...]  # of one tensor, by rank of one engine
 BANDWIDTHS = (3.0, 25.0, 50.0)  # GB/s: 25 gigabit Ethernet, 200 and 400 gigabit fabrics
 MAX_RANKS = 1 << 16
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
-DTYPES = ("bfloat16", "float16", "float32")
+PLAN: tuple[Row, ...] = (
+    ("--dtype", ("bfloat16", "float16", "float32"), None, "of the engine (default: the config's)"),
+    ("--expert-parallel", "", False, "whole experts on each engine rank"),
+    ("--bucket-mib", "N", DEFAULT_BUCKET_BYTES >> 20, "MiB of a bucket"),
+    ("--json", "", False, "one JSON object, with every link"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,33 +60,17 @@ class Traffic:
 def add_plan(commands: Any, add_command: Any) -> None:
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "plan", run, "say what an update would move, from configs alone")
-    parser.add_argument(
-        "--trainer", required=True, metavar="KIND:N",
-        help="the trainer: fsdp:256 | hsdp:4x64 (replicas x shards) | ddp:8",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rollout",
-        required=True,
-        metavar="tp:NxE",
-        help="the engines: tp:8x32 is 32 of 8 ranks each",
-    )
-    parser.add_argument("--model", required=True, help="config.json, or a directory with one")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the engine (default: the config's)")
-    parser.add_argument(
-        "--expert-parallel", action="store_true", help="whole experts on each engine rank"
-    )
+    for name, form, text in (
+        ("--trainer", "KIND:N", "the trainer: fsdp:256 | hsdp:4x64 (replicas x shards) | ddp:8"),
+        ("--rollout", "tp:NxE", "the engines: tp:8x32 is 32 of 8 ranks each"),
+        ("--model", "MODEL", "config.json, or a directory with one"),
+    ):
+        parser.add_argument(name, required=True, metavar=form, help=text)
     parser.add_argument(
         "--bandwidth", type=float, nargs="+", default=BANDWIDTHS, metavar="GB/S",
         help="of each rank's link, in each direction (default: 3 25 50)",
     )  # fmt: skip
-    parser.add_argument(
-        "--bucket-mib",
-        type=int,
-        default=DEFAULT_BUCKET_BYTES >> 20,
-        metavar="N",
-        help="MiB of a bucket (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object, with every link")
+    add_rows(parser, PLAN)
 
 
 def run(args: argparse.Namespace) -> int:

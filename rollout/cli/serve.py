@@ -14,14 +14,17 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.flags import (
+    TOKEN,
+    Row,
     add_engine_flags,
     add_model,
-    add_token,
+    add_rows,
     engine_config,
     environment,
     model_of,
     token_of,
 )
+from rollout.distributed import LOOPBACK
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, RolloutError
 from rollout.rpc.status import MAX_BODY
@@ -40,79 +43,44 @@ _DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, bef
 RANK_DIED = 1  # exit status
 
 
+LISTENING: tuple[Row, ...] = (
+    ("--host", "HOST", LOOPBACK, "address to listen on"),
+    ("--port", "N", 8000, "HTTP port; 0 picks a free one"),
+    ("--grpc-port", "N", 50051, "gRPC port; 0 picks a free one"),
+    TOKEN,
+    ("--control-token", "TOKEN", None,
+     "token for weights and control (default: --token allows them too)"),
+    ("--tls-cert", "PEM", None, "certificate of both servers, HTTP and gRPC"),
+    ("--tls-key", "PEM", None, "its key"),
+    ("--tls-client-ca", "PEM", None,
+     "let in only clients with a certificate of this authority, over HTTP and gRPC"),
+    ("--insecure", "", False,
+     "allow a --host beyond loopback without TLS: tokens and weights travel in clear"),
+    ("--open-routes", "PATH[,PATH...]", None,
+     "HTTP routes that need no token, for clients that send none; at --open-port alone, where no "
+     "others answer"),
+    ("--open-host", "HOST", LOOPBACK,
+     "address of the open routes: this machine's in the trainer's network"),
+    ("--open-port", "N", None, "their port; 0 picks a free one, which the log names"),
+    ("--max-body-bytes", "N", MAX_BODY, "largest request that is read, HTTP or gRPC"),
+    ("--logprobs-mode", ("raw_logprobs", "processed_logprobs"), "raw_logprobs",
+     "what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's own) or "
+     "processed_logprobs (of the distribution sampled from, as TRL wants them)"),
+    ("--on-death", ("exit", "serve"), "exit",
+     "when a rank's process has ended: exit (status 1, after 5 s in which calls get WorkerDied, "
+     "so that a supervisor starts another), or serve that error on"),
+    ("--exit-with-stdin", "", False,
+     "end when standard input closes, so when the parent process does"),
+    ("--follow", "DIR", None,
+     "update from the checkpoints and versions that appear in DIR, under a --weight-dir"),
+)  # fmt: skip
+
+
 def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "serve", serve, "serve a model over HTTP and gRPC")
     add_model(parser)
-    group = parser.add_argument_group("listening")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
-    )
-    group.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="HTTP port; 0 picks a free one (default: 8000)",
-    )
-    group.add_argument(
-        "--grpc-port", type=int, default=50051, metavar="N",
-        help="gRPC port; 0 picks a free one (default: 50051)",
-    )  # fmt: skip
-    add_token(group, "bearer token that clients must send")
-    group.add_argument(
-        "--control-token", metavar="TOKEN",
-        help="token for weights and control (default: --token allows them too)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tls-cert", metavar="PEM", help="certificate of both servers, HTTP and gRPC"
-    )
-    group.add_argument("--tls-key", metavar="PEM", help="its key")
-    group.add_argument(
-        "--tls-client-ca", metavar="PEM",
-        help="let in only clients with a certificate of this authority, over HTTP and gRPC",
-    )  # fmt: skip
-    group.add_argument(
-        "--insecure", action="store_true",
-        help="allow a --host beyond loopback without TLS: tokens and weights travel in clear",
-    )  # fmt: skip
-    group.add_argument(
-        "--open-routes", metavar="PATH[,PATH...]",
-        help="HTTP routes that need no token, for clients that send none; at --open-port alone, "
-        "where no others answer",
-    )  # fmt: skip
-    group.add_argument(
-        "--open-host", metavar="HOST", default="127.0.0.1",
-        help="address of the open routes: this machine's in the trainer's network (default: "
-        "127.0.0.1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--open-port", type=int, metavar="N",
-        help="their port; 0 picks a free one, which the log names",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-body-bytes", type=int, metavar="N", default=MAX_BODY,
-        help=f"largest request that is read, HTTP or gRPC (default: {MAX_BODY})",
-    )  # fmt: skip
-    group.add_argument(
-        "--logprobs-mode", default="raw_logprobs", metavar="MODE",
-        choices=("raw_logprobs", "processed_logprobs"),
-        help="what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's "
-        "own) or processed_logprobs (of the distribution sampled from, as TRL wants them)",
-    )  # fmt: skip
-    group.add_argument(
-        "--on-death", default="exit", choices=("exit", "serve"),
-        help="when a rank's process has ended: exit (status 1, after 5 s in which calls get "
-        "WorkerDied, so that a supervisor starts another), or serve that error on (exit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--exit-with-stdin", action="store_true",
-        help="end when standard input closes, so when the parent process does",
-    )  # fmt: skip
-    parser.add_argument(
-        "--follow", metavar="DIR",
-        help="update from the checkpoints and versions that appear in DIR, under a --weight-dir",
-    )  # fmt: skip
+    add_rows(parser.add_argument_group("listening"), LISTENING)
     add_engine_flags(parser)
 
 

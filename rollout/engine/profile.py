@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import rollout.engine.loop as loop_module
 from rollout.engine.sequence import ScheduledBatch
 from rollout.engine.tokenizer import Detokenizer
-from rollout.engine.worker.profile import DECODE, PREFILL, KindTotals, Spans, Watched
+from rollout.engine.worker.profile import DECODE, PREFILL, Spans
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineCore
@@ -23,21 +23,20 @@ class EngineProfile:
     """
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._spans, self._totals, self._watched = Spans(), KindTotals(), Watched()
+        self._core, self._spans = core, Spans()
         self._kind: str | None = None  # of the step that is not yet published
 
     def start(self, timeout: float) -> None:
         self._ask("profile", {"on": True}, timeout)
-        self._core.at_step_boundary(self._replace).result(timeout)
+        self._core.at_step_boundary(self._watch).result(timeout)
 
     def stop(self, timeout: float) -> dict[str, Any]:
         """``engine`` and each of ``ranks``: figures by kind of step; ``read``: bytes a second."""
-        self._core.at_step_boundary(self._watched.close).result(timeout)
+        self._core.at_step_boundary(self._spans.restore).result(timeout)
         replies = self._ask("profile", {"on": False}, timeout)
         speeds = self._ask("read_speed", {}, timeout)
         return {
-            "engine": self._totals.figures,
+            "engine": self._spans.figures,
             "ranks": [reply["kinds"] for reply in replies],
             "read": [reply["bytes_per_second"] for reply in speeds],
         }
@@ -47,34 +46,35 @@ class EngineProfile:
         futures = self._core.at_step_boundary(lambda: self._core.call(method, args))
         return [future.result(timeout)[0] for future in futures.result(timeout)]
 
-    def _replace(self) -> None:
-        loop, timed, replace = self._core.loop, self._spans.timed, self._watched.replace
-        self._spans.thread = threading.get_ident()
-        replace(loop, "runs_ahead", lambda _: cast(Any, False))  # a step's parts follow one another
-        replace(loop, "_step", lambda run: timed("step", run))
-        replace(self._core.scheduler, "schedule", lambda run: timed("schedule", self._look(run)))
-        replace(loop_module, "encode_batch", lambda run: timed("build", run))
-        replace(self._core.outputs, "step", lambda run: timed("book", run))
-        replace(self._core.outputs, "publish", lambda run: self._fold(timed("publish", run)))
-        replace(Detokenizer, "feed", lambda run: timed("detokenise", run))
+    def _watch(self) -> None:
+        core, spans = self._core, self._spans
+        spans.thread = threading.get_ident()
+        spans.replace(core.loop, "runs_ahead", False)  # a step's parts follow one another
+        spans.time(core.loop, "_step", "step")
+        spans.replace(core.scheduler, "schedule", self._look(core.scheduler.schedule))
+        spans.time(loop_module, "encode_batch", "build")
+        spans.time(core.outputs, "step", "book")
+        spans.replace(core.outputs, "publish", self._end(core.outputs.publish))
+        spans.time(Detokenizer, "feed", "detokenise")
 
     def _look(self, schedule: Any) -> Any:
+        timed = self._spans.timed("schedule", schedule)
+
         def look() -> ScheduledBatch:
-            batch: ScheduledBatch = schedule()
+            batch: ScheduledBatch = timed()
             decoding = all(entry.num_new == 1 for entry in batch.entries)
             self._kind = (DECODE if decoding else PREFILL) if batch.entries else None
             return batch
 
         return look
 
-    def _fold(self, publish: Any) -> Any:
+    def _end(self, publish: Any) -> Any:
         """The end of a step is its first publishing; others found nothing to do."""
+        timed = self._spans.timed("publish", publish)
 
-        def fold() -> None:
-            publish()
-            spans = self._spans.take()
-            if self._kind is not None:
-                self._totals.add(self._kind, spans)
+        def end() -> None:
+            timed()
+            self._spans.end_step(self._kind)
             self._kind = None
 
-        return fold
+        return end

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,32 +28,24 @@ DECODE, PREFILL = "decode", "prefill"  # a step with any prompt chunk is a prefi
 READ_BYTES = 256 << 20  # beyond any cache
 READ_ROUNDS = 5
 
-Figures = dict[str, dict[str, Any]]  # by kind of step: steps, seconds, calls, bytes
 
-
-@dataclass(slots=True)
-class SpanTotal:
-    """Seconds inside one span, those of spans within it apart, and how often it was entered."""
-
-    seconds: float = 0.0
-    calls: int = 0
-
-
-@dataclass(slots=True)
 class Spans:
-    """Times of named functions of one thread, by where they were called from.
+    """Times of named functions of one thread, by where they were called from and kind of step.
 
-    ``totals["step/forward/linear"]``: own seconds of "linear" inside "forward" inside "step"; the
-    own seconds of a path and of all below it add up to what it took. Calls on other threads than
-    ``thread`` (an id; 0 is none) run unmeasured. ``wait``: called before every look at the clock,
-    for devices that run behind.
+    ``figures[kind]["seconds"]["step/forward/linear"]``: own seconds of "linear" inside "forward"
+    inside "step", ``calls`` how often it was entered; the own seconds of a path and of all below it
+    add up to what it took. Calls on other threads than ``thread`` (an id; 0 is none) run
+    unmeasured. ``wait``: called before every look at the clock, for devices that run behind.
     """
 
-    wait: Callable[[], Any] | None = None
-    thread: int = 0
-    totals: dict[str, SpanTotal] = field(default_factory=dict)
-    _path: str = ""
-    _inside: float = 0.0  # seconds of the spans that ended within the present one
+    def __init__(self, wait: Callable[[], Any] | None = None) -> None:
+        self.thread = 0
+        self.figures: dict[str, dict[str, Any]] = {}
+        self._wait = wait
+        self._replaced = ExitStack()
+        self._totals: dict[str, tuple[float, int]] = {}  # of the step under way
+        self._path = ""
+        self._inside = 0.0  # seconds of the spans that ended within the present one
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, measured as the span ``name``."""
@@ -68,61 +60,44 @@ class Spans:
             try:
                 return run(*args, **kwargs)
             finally:
-                seconds = self._now() - started
-                total = self.totals.setdefault(path, SpanTotal())
-                total.seconds += seconds - self._inside
-                total.calls += 1
-                self._path, self._inside = outer, before + seconds
+                took = self._now() - started
+                seconds, calls = self._totals.get(path, (0.0, 0))
+                self._totals[path] = seconds + took - self._inside, calls + 1
+                self._path, self._inside = outer, before + took
 
         return measured
 
-    def take(self) -> dict[str, SpanTotal]:
-        """What was measured since the last call."""
-        totals, self.totals = self.totals, {}
-        return totals
+    def end_step(self, kind: str | None, **sums: int) -> None:
+        """Add what was measured since the last call to a step's ``kind``; None: forget it."""
+        totals, self._totals = self._totals, {}
+        if kind is None:
+            return
+        into = self.figures.setdefault(kind, {"steps": 0, "seconds": {}, "calls": {}})
+        for path, (seconds, calls) in totals.items():
+            into["seconds"][path] = into["seconds"].get(path, 0.0) + seconds
+            into["calls"][path] = into["calls"].get(path, 0) + calls
+        for name, value in {"steps": 1, **sums}.items():
+            into[name] = into.get(name, 0) + value
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """``owner.name`` is ``new`` until ``restore``; an inherited attribute is found again."""
+        if name in vars(owner):
+            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._replaced.callback(delattr, owner, name)
+        setattr(owner, name, new)
+
+    def time(self, owner: Any, name: str, span: str = "") -> None:
+        """Measure ``owner.name``, as the span of that name or another, until ``restore``."""
+        self.replace(owner, name, self.timed(span or name, getattr(owner, name)))
+
+    def restore(self) -> None:
+        self._replaced.close()
 
     def _now(self) -> float:
-        if self.wait is not None:
-            self.wait()
+        if self._wait is not None:
+            self._wait()
         return time.perf_counter()
-
-
-class Watched:
-    """Attributes of objects replaced by measured ones, until ``close`` puts back what was there."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def replace(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        """``owner.name`` becomes ``make(owner.name)``; an inherited attribute is found again."""
-        own = vars(owner).get(name)
-        setattr(owner, name, make(getattr(owner, name)))
-        if own is None:
-            self._undo.append(lambda: delattr(owner, name))
-        else:
-            self._undo.append(lambda: setattr(owner, name, own))
-
-    def close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-
-class KindTotals:
-    """Adds up finished steps, decode steps and those with prompt tokens apart."""
-
-    def __init__(self) -> None:
-        self.figures: Figures = {}
-
-    def add(self, kind: str, spans: Mapping[str, SpanTotal], **sums: int) -> None:
-        into = self.figures.setdefault(kind, {"steps": 0, "seconds": {}, "calls": {}})
-        into["steps"] += 1
-        for path, total in spans.items():
-            into["seconds"][path] = into["seconds"].get(path, 0.0) + total.seconds
-            into["calls"][path] = into["calls"].get(path, 0) + total.calls
-        for name, value in sums.items():
-            into[name] = into.get(name, 0) + value
 
 
 class RankProfile:
@@ -135,27 +110,23 @@ class RankProfile:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        device = runner.device
-        wait = torch.cuda.synchronize if device.type == "cuda" else None
-        self._spans, self._totals, self._watched = Spans(wait), KindTotals(), Watched()
         self._read = _read_weights(runner)
-        self._replace()
+        self._spans = spans = Spans(
+            torch.cuda.synchronize if runner.device.type == "cuda" else None
+        )
+        spans.replace(runner, "step", self._step(spans.timed("step", _to_its_end(runner.step))))
+        spans.time(runner, "forward")
+        spans.time(runner.sampler, "sample")
+        if runner.tp.size > 1:
+            spans.time(type(runner.tp), "all_reduce")
+            spans.time(type(runner.tp), "all_gather")
+        watch_ops(spans.timed)
 
     def close(self) -> dict[str, Any]:
         """End measuring; what was found, by kind of step."""
         watch_ops(None)
-        self._watched.close()
-        return {"kinds": self._totals.figures}
-
-    def _replace(self) -> None:
-        runner, timed, replace = self._runner, self._spans.timed, self._watched.replace
-        replace(runner, "step", lambda run: self._step(timed("step", _to_its_end(run))))
-        replace(runner, "forward", lambda run: timed("forward", run))
-        replace(runner.sampler, "sample", lambda run: timed("sample", run))
-        if runner.tp.size > 1:
-            replace(type(runner.tp), "all_reduce", lambda run: timed("all_reduce", run))
-            replace(type(runner.tp), "all_gather", lambda run: timed("all_gather", run))
-        watch_ops(timed)
+        self._spans.restore()
+        return {"kinds": self._spans.figures}
 
     def _step(self, run: Any) -> Any:
         def step(args: Any, tensors: Mapping[str, Tensor], version: int) -> Any:
@@ -165,7 +136,7 @@ class RankProfile:
             kind = DECODE if rows == len(lengths) else PREFILL
             shape = self._runner.kv.shape
             kv = int(lengths.sum()) * shape.block_bytes // shape.block_size
-            self._totals.add(kind, self._spans.take(), weight_bytes=self._read, kv_bytes=kv)
+            self._spans.end_step(kind, weight_bytes=self._read, kv_bytes=kv)
             return reply
 
         return step
