@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncRollout": "api",
+    "AsyncSession": "api",
     "ChecksumMismatch": "errors",
     "Completion": "generation",
     "ConfigError": "errors",
@@ -33,7 +34,9 @@ _HOME = {
     "Rollout": "api",
     "RolloutError": "errors",
     "SamplingParams": "generation",
+    "Session": "api",
     "SourceFailed": "errors",
+    "Trajectory": "api",
     "TransferFailed": "errors",
     "UpdateInProgress": "errors",
     "UpdateReceipt": "weight_sync.protocol.messages",
@@ -50,7 +53,10 @@ __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout as AsyncRollout
+    from rollout.api import AsyncSession as AsyncSession
     from rollout.api import Rollout as Rollout
+    from rollout.api import Session as Session
+    from rollout.api import Trajectory as Trajectory
     from rollout.config import EngineConfig as EngineConfig
     from rollout.errors import ChecksumMismatch as ChecksumMismatch
     from rollout.errors import ConfigError as ConfigError

@@ -226,6 +226,15 @@ class SamplingParams:
                 raise InvalidRequest(f"unknown sampling parameter {_short(key)}{hint}")
         return cls(**values)
 
+    @classmethod
+    def of(cls, params: Any) -> SamplingParams:
+        """What one request's ``params`` mean: these, a mapping of their fields, or None."""
+        if isinstance(params, Mapping):
+            return cls.from_dict(params)
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidRequest("params must be SamplingParams, or a list of them, one per prompt")
+        return params or cls()
+
     def _check_contradictions(self) -> None:
         if self.greedy and self.n > 1:
             raise InvalidRequest(f"n must be 1 when using greedy sampling, got {self.n}.")

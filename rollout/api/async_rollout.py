@@ -11,6 +11,7 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.backend import Backend, Outputs
+from rollout.api.session import AsyncSession, Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
@@ -97,6 +98,7 @@ class AsyncRollout:
         self._address = address
         self._server: Any = None
         self._serving = asyncio.Lock()
+        self.sessions = Sessions(self.session)  # those that HTTP clients name
 
     async def start(self) -> None:
         """Load the model (or check that the service answers). Idempotent."""
@@ -183,6 +185,21 @@ class AsyncRollout:
         """Token ids of a text, or of a conversation up to the assistant's turn."""
         await self.start()
         return await self.backend.tokenize(prompt, add_special_tokens)
+
+    async def render(self, messages: Messages, **variables: Any) -> str:
+        """The text of a conversation by the model's chat template, up to the assistant's turn.
+
+        ``variables`` are the template's: ``tools``, ``add_generation_prompt=False``, its own.
+        """
+        await self.start()
+        return await self.backend.render(messages, variables)
+
+    def session(self, **variables: Any) -> AsyncSession:
+        """A conversation of several turns that continues exact token ids.
+
+        ``variables`` are the chat template's: ``tools``, or its own.
+        """
+        return AsyncSession(self.backend, variables)
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
         """End this request or these, or all, at the next step; returns how many there were.
@@ -343,21 +360,13 @@ def _as_conversations(messages: Any) -> list[Messages]:
 
 def _as_params(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams | Mapping):
-        return [_one_params(params)] * count
+        return [SamplingParams.of(params)] * count
     if isinstance(params, str) or not isinstance(params, Sequence):
         raise InvalidRequest(f"params must be SamplingParams or a list, not {params!r}")
-    many = [_one_params(p) for p in params]
+    many = [SamplingParams.of(p) for p in params]
     if len(many) != count:
         raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
     return many
-
-
-def _one_params(params: Any) -> SamplingParams:
-    if isinstance(params, Mapping):
-        return SamplingParams.from_dict(params)
-    if not isinstance(params, SamplingParams | None):
-        raise InvalidRequest("params must be SamplingParams, or a list of them, one per prompt")
-    return params or SamplingParams()
 
 
 def _ids(request_ids: Sequence[str] | None, count: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
@@ -66,6 +66,10 @@ class Backend(Protocol):
     async def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool | None = None
     ) -> list[int]: ...
+
+    async def render(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+        """The text of a conversation by the chat template, which also sees ``variables``."""
+        ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int: ...
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import rollout
 from rollout.config import EngineConfig
@@ -118,6 +119,10 @@ class EmbeddedBackend:
             return await asyncio.to_thread(tokenizer.encode_chat, prompt)
         special = True if add_special_tokens is None else add_special_tokens
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
+
+    async def render(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+        tokenizer = self._tokenizer("a chat template")
+        return await asyncio.to_thread(tokenizer.render_chat, messages, **variables)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         ids = list(self._running if request_ids is None else request_ids)

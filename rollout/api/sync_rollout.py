@@ -13,6 +13,7 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from rollout.api.async_rollout import AsyncRollout, OneParams
+from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed
@@ -91,6 +92,7 @@ class Rollout:
     generate = _blocking(AsyncRollout.generate)
     chat = _blocking(AsyncRollout.chat)
     tokenize = _blocking(AsyncRollout.tokenize)
+    render = _blocking(AsyncRollout.render)
     abort = _blocking(AsyncRollout.abort)
     server_info = _blocking(AsyncRollout.server_info)
     pause_generation = _blocking(AsyncRollout.pause_generation)
@@ -122,6 +124,13 @@ class Rollout:
         finally:
             with contextlib.suppress(EngineClosed):  # shut down meanwhile: nothing left to abort
                 self._loop.run(outputs.aclose())
+
+    def session(self, **variables: Any) -> Session:
+        """A conversation of several turns that continues exact token ids.
+
+        ``variables`` are the chat template's: ``tools``, or its own.
+        """
+        return Session(self._async.session(**variables), self._loop.run)
 
     @property
     def weight_version(self) -> int:

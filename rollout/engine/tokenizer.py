@@ -16,6 +16,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# Of transformers' ``apply_chat_template``: no template's variables, and not a request's to set.
+_OWN_ARGUMENTS = frozenset(
+    ("self", "messages", "conversation", "chat_template", "tokenize", "padding", "truncation",
+     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+     "tokenizer_kwargs")
+)  # fmt: skip
 _LONGEST = 64  # characters that one token is allowed to stand for, at least
 
 
@@ -90,6 +96,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **variables: Any,
@@ -97,6 +104,8 @@ class Tokenizer:
         """The text of a conversation by the chat template; raises ``InvalidRequest``."""
         if not self.chat_template:
             raise InvalidRequest("the tokenizer has no chat template; send a plain prompt instead")
+        if taken := sorted(_OWN_ARGUMENTS & variables.keys()):
+            raise InvalidRequest(f"a chat template takes no variable named {', '.join(taken)}")
         from jinja2 import TemplateError
 
         try:

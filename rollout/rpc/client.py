@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from rollout.rpc.convert import (
     params_to_proto,
     prompt_to_proto,
     stats_from_json,
+    variables_to_json,
 )
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
@@ -116,6 +117,14 @@ class RolloutClient:
             request = pb.TokenizeRequest(messages_json=messages_to_json(prompt))
         reply = await self._call(GenerationStub, "Tokenize", request)
         return list(reply.token_ids)
+
+    async def render(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+        request = pb.TokenizeRequest(
+            messages_json=messages_to_json(messages),
+            variables_json=variables_to_json(variables),
+            render_only=True,
+        )
+        return str((await self._call(GenerationStub, "Tokenize", request)).text)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Abort these requests, or all; returns how many were running or waiting."""

@@ -73,6 +73,23 @@ def messages_to_json(messages: Messages) -> bytes:
         raise InvalidRequest(f"messages must be a list of JSON objects: {error}") from error
 
 
+def variables_to_json(variables: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(variables).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"variables of a chat template must be JSON: {error}") from error
+
+
+def variables_from_json(data: bytes) -> dict[str, Any]:
+    try:
+        variables = json.loads(data or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"variables_json is not JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise InvalidRequest("variables_json must be a JSON object")
+    return variables
+
+
 def messages_from_json(data: bytes) -> list[dict[str, Any]]:
     try:
         messages = json.loads(data)

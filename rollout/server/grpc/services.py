@@ -21,6 +21,7 @@ from rollout.rpc.convert import (
     params_from_proto,
     prompt_from_proto,
     stats_to_json,
+    variables_from_json,
 )
 from rollout.rpc.status import status_of
 from rollout.server.auth import ABORT_ALL, Tokens, authorization_of
@@ -116,6 +117,10 @@ class GenerationService:
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         chat = request.WhichOneof("kind") == "messages_json"
         prompt = messages_from_json(request.messages_json) if chat else request.text
+        if request.render_only and chat:
+            variables = variables_from_json(request.variables_json)
+            text = await self._rollout.backend.render(prompt, variables)
+            return pb.TokenizeResponse(text=text)
         ids = await self._rollout.tokenize(prompt, add_special_tokens=special)
         return pb.TokenizeResponse(token_ids=ids)
 

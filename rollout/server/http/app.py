@@ -21,7 +21,7 @@ from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
-from rollout.server.http import control
+from rollout.server.http import control, sessions
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -74,6 +74,7 @@ def build_app(
     app.state.defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
     include(app, routes)
     include(app, control.routes)
+    include(app, sessions.routes)
     return app
 
 
@@ -145,7 +146,10 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     model = await _served_model(rollout, body.model)
     style = _style(body, params, model, request.app.state.defaults, chat=True)
     ids = _ids(style, 1)
-    outputs = rollout.stream_chat(body.conversation(), params, request_ids=ids, stream=body.stream)
+    conversation = body.conversation()
+    outputs = sessions.chat_outputs(
+        rollout, request.headers, conversation, params, ids[0], stream=body.stream
+    )
     return await _respond(request, body, style, outputs)
 
 

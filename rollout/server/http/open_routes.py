@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError
-from rollout.server.http import app, control
+from rollout.server.http import app, control, sessions
 
-HTTP_ROUTES = app.routes.paths | control.routes.paths
+HTTP_ROUTES = app.routes.paths | control.routes.paths | sessions.routes.paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
