@@ -186,7 +186,7 @@ class AsyncRollout:
         await self.start()
         return await self.backend.tokenize(prompt, add_special_tokens)
 
-    async def render(self, messages: Messages, **variables: Any) -> str:
+    async def render(self, messages: Messages, /, **variables: Any) -> str:
         """The text of a conversation by the model's chat template, up to the assistant's turn.
 
         ``variables`` are the template's: ``tools``, ``add_generation_prompt=False``, its own.

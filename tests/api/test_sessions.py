@@ -1,7 +1,9 @@
 """Conversations of several turns: what was sampled is never tokenised again."""
 
 import asyncio
+import itertools
 import json
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -133,8 +135,6 @@ def test_sixteen_tool_turns_continue_the_ids_that_the_engine_saw(face, engine, s
 
 def write_weights(engine):
     """Other weights of the same shapes."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         return write_tiny(folder, seed=1, tokenizer=True, max_position_embeddings=2048)
 
@@ -274,7 +274,7 @@ def test_a_chat_client_that_names_its_session_gets_its_own_ids_continued(engine)
             messages += [answer["choices"][0]["message"], result(turn)]
         held = (await client.get("/session", params={"session_id": "one"})).json()
         ids = held["prompt_token_ids"] + held["token_ids"]
-        for before, after in zip(answers, answers[1:], strict=False):
+        for before, after in itertools.pairwise(answers):
             known = before["prompt_token_ids"] + before["choices"][0]["token_ids"]
             assert after["prompt_token_ids"][: len(known)] == known
         assert ids == answers[-1]["prompt_token_ids"] + answers[-1]["choices"][0]["token_ids"]
@@ -339,7 +339,7 @@ def test_sessions_of_a_server_are_bounded_in_number_tokens_and_idle_time(engine)
             short = Sessions(rollout.session, idle=0.05)
             await turn(short, "a")
             await asyncio.sleep(0.1)
-            with pytest.raises(InvalidRequest, match="idle for 0.05 s"):
+            with pytest.raises(InvalidRequest, match=r"idle for 0\.05 s"):
                 short.get("a")
             assert len(short) == 0
             with pytest.raises(InvalidRequest, match="characters"):
