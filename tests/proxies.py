@@ -13,6 +13,8 @@ class Proxy:
 
     ``cut_after``: bytes from the client, over all connections, behind which the connection that
     carries them is reset, once per entry. ``refusing``: whether new connections are dropped.
+    ``lose``: what the first of the next requests begins with, whose reply is lost with its
+    connection, one entry after the other; ``lost`` counts them.
     """
 
     def __init__(self, target: str, cut_after: tuple[int, ...] = ()) -> None:
@@ -21,7 +23,8 @@ class Proxy:
         self._cuts = list(cut_after)
         self.refusing = self.silent = False
         self.refuse_after_cut = False
-        self.up = self.down = self.cuts = 0
+        self.up = self.down = self.cuts = self.lost = 0
+        self.lose: list[bytes] = []
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -38,15 +41,24 @@ class Proxy:
                 far = socket.create_connection(self._target)
                 with self._lock:
                     self._open += [near, far]
-                for pair in ((near, far, True), (far, near, False)):
+                losing = threading.Event()
+                for pair in ((near, far, True, losing), (far, near, False, losing)):
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+    def _forward(
+        self, source: socket.socket, sink: socket.socket, up: bool, losing: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if self.silent:
                     continue
                 if up and self._counted(len(data)):
+                    break
+                if up and self.lose and data.startswith(self.lose[0]):
+                    del self.lose[0]
+                    losing.set()
+                if not up and losing.is_set():
+                    self.lost += 1
                     break
                 self.down += 0 if up else len(data)
                 sink.sendall(data)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import rollout
+from rollout.api.read_once import ReadOnce
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
@@ -54,6 +55,7 @@ class EmbeddedBackend:
         self.core = EngineCore(config)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
+        self._reads = ReadOnce()
         self._running: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
 
@@ -195,7 +197,11 @@ class EmbeddedBackend:
         if "\0" in path:
             raise ConfigError(f"no path has a null byte in it: {path!r:.80}")
         source = readable(path, self.config.weight_dirs, self.info())
-        return publish(source, connect=lambda: self.link, options=options)
+
+        def read() -> UpdateReceipt:
+            return publish(source, connect=lambda: self.link, options=options)
+
+        return self._reads.run(options.update_id or "", options.timeout, read)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         return self.coordinator.rollback(timeout)

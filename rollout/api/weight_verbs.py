@@ -31,6 +31,7 @@ class WeightVerbs:
         source: Any = None,
         *,
         server_path: str | Path | None = None,
+        update_id: str | None = None,
         version: int | None = None,
         transport: Any = "auto",
         encoding: str = "auto",
@@ -49,7 +50,8 @@ class WeightVerbs:
         rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
         ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
         not sent keeps its live value. ``server_path`` in place of a source: a checkpoint or version
-        directory that the engine's own host reads, under one of its ``--weight-dir``.
+        directory that the engine's own host reads, under one of its ``--weight-dir``;
+        with an ``update_id`` a repeated call gets the first one's receipt.
         ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
         ``encoding``: auto | full | delta | delta-zstd; a delta keeps a host copy of what it sent,
         and goes full by itself where the engine holds something else, and every ``anchor_every``
@@ -68,9 +70,12 @@ class WeightVerbs:
             label=label,
             partial=partial,
             anchor_every=anchor_every,
+            update_id=update_id,
         )
         if (source is None) == (server_path is None):
             raise ConfigError("update_weights takes a source, or server_path=, and not both")
+        if update_id is not None and server_path is None:
+            raise ConfigError("update_id goes with server_path=: other updates get their own")
         if server_path is not None:
             options.to_server()
             return self._backend.update_from(str(server_path), options)

@@ -11,6 +11,7 @@ from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError, InvalidRequest
+from rollout.weight_sync.engine.repeats import Caller
 from rollout.weight_sync.engine.vllm_session import (
     DEADLINE,
     PACK_BYTES,
@@ -66,7 +67,13 @@ class InitBody(_Body):
     timeout: Seconds = TIMEOUT
 
 
-class StartBody(_Body):
+class _OfUpdate(_Body):
+    """``update_id``: the caller's own name of the update, by which a repeated verb is known."""
+
+    update_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+
+class StartBody(_OfUpdate):
     """``timeout`` bounds each wait of the update, ``deadline`` the time between two verbs."""
 
     is_checkpoint_format: bool = True
@@ -94,28 +101,35 @@ class UpdateInfo(_Packed):
         return [TensorMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in rows]
 
 
-class UpdateBody(_Body):
+class UpdateBody(_OfUpdate):
+    """``index``: which call of the update this is, from 0 on."""
+
     update_info: UpdateInfo
+    index: Annotated[int, Field(ge=0)] | None = None
 
 
-class FinishBody(_Body):
+class FinishBody(_OfUpdate):
     """``weight_version``: a label that ``weight_info`` and the receipt show beside the version."""
 
     weight_version: Annotated[str, Field(max_length=1024)] | int | None = None
 
 
-class AbortBody(_Body):
+class AbortBody(_OfUpdate):
     reason: Annotated[str, Field(max_length=1024)] = ""
 
 
 class Verbs:
-    """Each verb takes a parsed body and runs in a thread of its own accord, to its end."""
+    """Each verb takes a parsed body and runs in a thread of its own accord, to its end.
 
-    def __init__(self, rollout: AsyncRollout) -> None:
-        self._rollout = rollout
+    A repeated verb is answered as the first was (``engine/repeats.py``). ``peer`` names the
+    connection that the verbs came by: without it they are known as repeated by ``update_id`` alone.
+    """
+
+    def __init__(self, rollout: AsyncRollout, peer: str = "") -> None:
+        self._rollout, self._peer = rollout, peer
 
     async def init(self, body: InitBody) -> Document:
-        info = body.init_info
+        info, caller = body.init_info, Caller(peer=self._peer)
         group = ForeignGroup(
             host=info.master_address,
             port=info.master_port,
@@ -123,7 +137,7 @@ class Verbs:
             size=info.world_size,
         )
         packing = info.packing(Packing(nbytes=PACK_BYTES))
-        await self._run(lambda verbs: verbs.init(group, packing, body.timeout))
+        await self._run(lambda verbs: verbs.init(group, packing, body.timeout, caller))
         return {"message": "Weight transfer initialized", "world_size": info.world_size}
 
     async def start(self, body: StartBody) -> Document:
@@ -131,28 +145,38 @@ class Verbs:
             raise InvalidRequest(
                 "is_checkpoint_format=false is not supported: send file-form names"
             )
-        version = await self._run(
+        started = await self._run(
             lambda verbs: verbs.start(
-                timeout=body.timeout, deadline=body.deadline, in_flight=body.in_flight
+                timeout=body.timeout,
+                deadline=body.deadline,
+                in_flight=body.in_flight,
+                caller=self._caller(body),
             )
         )
-        return {"message": "Weight update started", "version": version}
+        return {
+            "message": "Weight update started",
+            "version": started.version,
+            "update_id": started.update_id,
+        }
 
     async def update(self, body: UpdateBody) -> Document:
+        caller = self._caller(body)
         try:
             tensors = body.update_info.tensors()
         except InvalidRequest as error:
             why = str(error)
-            await self._run(lambda verbs: verbs.refuse(why))
+            await self._run(lambda verbs: verbs.refuse(why, caller))
             raise
         nbytes = await self._run(
-            lambda verbs: verbs.update(tensors, body.update_info.packing(verbs.packing))
+            lambda verbs: verbs.update(
+                tensors, body.update_info.packing(verbs.packing), caller, body.index
+            )
         )
         return {"message": "Weights updated", "num_tensors": len(tensors), "num_bytes": nbytes}
 
     async def finish(self, body: FinishBody) -> Document:
         label = None if body.weight_version is None else str(body.weight_version)
-        receipt = await self._run(lambda verbs: verbs.finish(label))
+        receipt = await self._run(lambda verbs: verbs.finish(label, self._caller(body)))
         return {
             "message": "Weight update finished",
             "version": receipt.version,
@@ -161,8 +185,11 @@ class Verbs:
         }
 
     async def abort(self, body: AbortBody) -> Document:
-        found = await self._run(lambda verbs: verbs.abort(body.reason))
+        found = await self._run(lambda verbs: verbs.abort(body.reason, self._caller(body)))
         return {"message": "Weight update aborted" if found else "Nothing to abort"}
+
+    def _caller(self, body: _OfUpdate) -> Caller:
+        return Caller(update_id=body.update_id or "", peer=self._peer)
 
     async def _run(self, verb: Callable[[VerbSession], Any]) -> Any:
         backend = self._rollout.backend

@@ -1,6 +1,7 @@
 """Updates whose directory the server reads itself: only under what it allows."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from safetensors.torch import save_file
@@ -54,6 +55,19 @@ def test_the_server_reads_a_checkpoint_that_is_allowed(rollout, roots, weights) 
     assert (receipt.version, receipt.label) == (live + 7, "five")
     assert rollout.weight_version == live + 7
     assert rollout.check_weights(weights).equal
+
+
+def test_a_read_that_is_asked_for_again_by_its_id_is_done_once(rollout, roots) -> None:
+    asked = {"server_path": roots[0] / "checkpoint-5", "timeout": 10}
+    name = f"read-{rollout.weight_version}"
+    with ThreadPoolExecutor(2) as pool:  # the second comes while the first is under way
+        runs = [pool.submit(rollout.update_weights, update_id=name, **asked) for _ in range(2)]
+        first, second = (run.result(30) for run in runs)
+    assert first == second == rollout.update_weights(update_id=name, **asked)
+    assert rollout.weight_version == first.version
+    assert rollout.update_weights(update_id=f"{name}+", **asked).version == first.version + 1
+    with pytest.raises(ConfigError, match="goes with server_path"):
+        rollout.update_weights([], update_id=name)
 
 
 def test_the_server_reads_a_written_version(rollout, reader, roots, weights) -> None:

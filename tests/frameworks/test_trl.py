@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from serving import serve
 from tiny_models import write_tiny
 
@@ -29,21 +30,10 @@ def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) ->
     flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--token", "secret"]
     flags += ["--open-routes", ",".join(ROUTES), "--open-port", str(port)]
     with serve(tmp_path / "tiny", *flags, "--tensor-parallel-size", "2") as served:
-        command = [
-            sys.executable, str(HERE / "trl_job.py"), str(tmp_path / "tiny"),
-            f"http://127.0.0.1:{port}", served.grpc, "secret", str(tmp_path / "out"),
-        ]  # fmt: skip
-        path = [str(HERE / "stand_in"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "NO_PROXY": "*",
-        }
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    got = json.loads(done.stdout.splitlines()[-1])
+        got = run(
+            "trl_job.py", tmp_path / "tiny",
+            f"http://127.0.0.1:{port}", served.grpc, "secret", tmp_path / "out",
+        )  # fmt: skip
     syncs, rows = got["syncs"], got["rows"]
     assert [sync["equal"] for sync in syncs] == [True] * 3
     assert [sync["version"] for sync in syncs] == [1, 2, 3]
@@ -53,3 +43,33 @@ def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) ->
         # The server's logprobs are those of the distribution it sampled from, as TRL computes them.
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["completions/mean_length"] > 0
+
+
+@pytest.mark.more
+def test_trls_client_loses_a_reply_to_every_weight_verb_and_its_finish_commits_no_failure(
+    tmp_path: Path,
+) -> None:
+    write_tiny(tmp_path / "tiny", "qwen3", tied=True)
+    with serve(tmp_path / "tiny", "--dtype", "float32") as served:
+        got = run("trl_retry_job.py", tmp_path / "tiny", served.http, served.grpc)
+    assert (got["lost"], got["left"]) == (5, 0)
+    assert (got["version"], got["equal"]) == (1, True)
+    assert "409" in got["why"]  # the finish's, which TRL sends from a finally
+    assert "model.nonsense.weight" in got["why"]
+    assert got["after"] == 1
+
+
+def run(job: str, *args: object) -> dict:
+    """What the last line of a job says that has TRL, and a stand-in of vLLM, on its path."""
+    path = [str(HERE / "stand_in"), str(ROOT), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": "*",
+    }
+    command = [sys.executable, str(HERE / job), *map(str, args)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -38,7 +38,7 @@ GONE = (TransferFailed, IncompleteUpdate, DeadlineExceeded)
 BROKEN = {
     Fault("flip", bucket=2, bit=77): (ChecksumMismatch, r"1 of \d+ tensors arrived changed"),
     Fault("drop", bucket=2): (GONE, "bucket"),
-    Fault("duplicate", bucket=2): (TransferFailed, "bucket 2 came where 3 was due"),
+    Fault("duplicate", bucket=2): None,  # one that brings its bytes is known by its header
     Fault("reorder", bucket=2): (TransferFailed, "bucket 3 came where 2 was due"),
     Fault("truncate", bucket=2): (
         (TransferFailed, ChecksumMismatch),
@@ -57,7 +57,7 @@ BROKEN = {
 ON_CHANNEL = {
     Fault("flip", phase="seal", bit=5): (ChecksumMismatch, "arrived changed"),
     Fault("drop", phase="seal"): (VersionConflict, "commit before seal"),
-    Fault("duplicate", phase="seal"): (TransferFailed, "not in progress"),
+    Fault("duplicate", phase="seal"): None,
     Fault("cut", phase="seal"): (TransferFailed, "channel was closed"),
     Fault("cut", phase="commit"): (TransferFailed, "channel was closed"),
     Fault("delay", phase="commit", seconds=0.2): None,
@@ -103,7 +103,10 @@ def expect(trainer, weights, expected, **options) -> None:
 @pytest.mark.parametrize("fault", BROKEN, ids=name_of)
 def test_a_fault_of_the_transport(trainer, engine, checkpoints, fault) -> None:
     trainer.send(checkpoints[1])
-    expect(trainer, checkpoints[2], BROKEN[fault], transport=Faulty(trainer.transport, fault))
+    expected = BROKEN[fault]
+    if fault.kind == "duplicate" and trainer.transport == "broadcast":
+        expected = (TransferFailed, "bucket 2 came where 3 was due")
+    expect(trainer, checkpoints[2], expected, transport=Faulty(trainer.transport, fault))
     good = trainer.send(checkpoints[2])
     assert good.version == engine.version
     assert good.digest == sum(engine.digests(TIMEOUT).values()) % 2**64

@@ -264,17 +264,6 @@ def test_a_version_that_does_not_rise_is_refused(engine, new, version) -> None:
     assert update(engine, new, version=10).version == 10
 
 
-def test_the_same_update_twice_is_refused(engine, new) -> None:
-    from rollout.weight_sync.protocol.messages import UpdateRequest
-
-    update(engine, new)
-    request = UpdateRequest(
-        update_id=engine.info().last_update_id, bucket_bytes=BUCKET, timeout=DEADLINE
-    )
-    with pytest.raises(VersionConflict, match="already live as version 1"):
-        engine.open().begin(request)
-
-
 def test_an_update_on_another_base_is_refused(engine) -> None:
     from rollout.weight_sync.protocol.messages import UpdateRequest
 

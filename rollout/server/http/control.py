@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict
 from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from rollout.errors import InvalidRequest
 from rollout.server.auth import Access
-from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.guard import Engine, Routes, WeightVerbs
 from rollout.server.verbs import AbortBody as AbortUpdateBody
-from rollout.server.verbs import FinishBody, InitBody, StartBody, UpdateBody, Verbs
+from rollout.server.verbs import FinishBody, InitBody, StartBody, UpdateBody
 from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
@@ -105,34 +105,34 @@ async def get_world_size(rollout: Engine) -> dict[str, Any]:
 
 
 @routes.on("POST", "/init_weight_transfer_engine", Access.CONTROL)
-async def init_weight_transfer_engine(rollout: Engine, body: InitBody) -> dict[str, Any]:
-    return await Verbs(rollout).init(body)
+async def init_weight_transfer_engine(verbs: WeightVerbs, body: InitBody) -> dict[str, Any]:
+    return await verbs.init(body)
 
 
 @routes.on("POST", "/start_weight_update", Access.CONTROL)
 async def start_weight_update(
-    rollout: Engine, body: Annotated[StartBody | None, Body()] = None
+    verbs: WeightVerbs, body: Annotated[StartBody | None, Body()] = None
 ) -> dict[str, Any]:
-    return await Verbs(rollout).start(body or StartBody())
+    return await verbs.start(body or StartBody())
 
 
 @routes.on("POST", "/update_weights", Access.CONTROL)
-async def update_weights(rollout: Engine, body: UpdateBody) -> dict[str, Any]:
-    return await Verbs(rollout).update(body)
+async def update_weights(verbs: WeightVerbs, body: UpdateBody) -> dict[str, Any]:
+    return await verbs.update(body)
 
 
 @routes.on("POST", "/finish_weight_update", Access.CONTROL)
 async def finish_weight_update(
-    rollout: Engine, body: Annotated[FinishBody | None, Body()] = None
+    verbs: WeightVerbs, body: Annotated[FinishBody | None, Body()] = None
 ) -> dict[str, Any]:
-    return await Verbs(rollout).finish(body or FinishBody())
+    return await verbs.finish(body or FinishBody())
 
 
 @routes.on("POST", "/abort_weight_update", Access.CONTROL)
 async def abort_weight_update(
-    rollout: Engine, body: Annotated[AbortUpdateBody | None, Body()] = None
+    verbs: WeightVerbs, body: Annotated[AbortUpdateBody | None, Body()] = None
 ) -> dict[str, Any]:
-    return await Verbs(rollout).abort(body or AbortUpdateBody())
+    return await verbs.abort(body or AbortUpdateBody())
 
 
 @routes.on("GET", "/server_info", Access.GENERATION)

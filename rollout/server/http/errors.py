@@ -9,15 +9,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from rollout.errors import STATUS, RolloutError
+from rollout.errors import STATUS, EngineClosed, RolloutError, WorkerDied
 
 RETRY_AFTER = "1"  # seconds, of an overloaded engine
 _KINDS = {400: "InvalidRequest", 404: "NotFoundError", 413: "InvalidRequest"}
 
 
-def error_body(error: RolloutError) -> tuple[dict[str, Any], int]:
-    """The JSON body and HTTP status of an error; a class without a row takes its base's."""
+def verb_status(error: RolloutError) -> int:
+    """The HTTP status of a weight verb's error: below 500 while there is an engine.
+
+    Clients send a request again upon a status from 500 on, and an update that has failed stays so.
+    """
     status = _status(type(error))
+    return status if status < 500 or isinstance(error, EngineClosed | WorkerDied) else 409
+
+
+def error_body(error: RolloutError, *, weight_verb: bool = False) -> tuple[dict[str, Any], int]:
+    """The JSON body and HTTP status of an error; a class without a row takes its base's."""
+    status = verb_status(error) if weight_verb else _status(type(error))
     return openai_error(str(error), type(error).__name__, status), status
 
 
@@ -35,7 +44,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RolloutError)
     async def named(request: Request, error: RolloutError) -> Response:
-        body, status = error_body(error)
+        weight_verb = getattr(request.state, "is_weight_verb", False)
+        body, status = error_body(error, weight_verb=weight_verb)
         return JSONResponse(body, status, {"Retry-After": RETRY_AFTER} if status == 429 else None)
 
     @app.exception_handler(RequestValidationError)

@@ -18,6 +18,7 @@ from rollout.api import AsyncRollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.server.auth import ROUTES, Access, Tokens
 from rollout.server.http.errors import error_body, openai_error
+from rollout.server.verbs import Verbs
 
 
 class Routes(APIRouter):
@@ -46,6 +47,16 @@ def _rollout_of(request: Request) -> AsyncRollout:
 
 
 Engine = Annotated[AsyncRollout, Depends(_rollout_of)]  # of the application that has the route
+
+
+def _verbs_of(request: Request, rollout: Engine) -> Verbs:
+    request.state.is_weight_verb = True  # so that its errors are none that clients try again for
+    client = request.client  # a proxy's word for it has no port
+    peer = f"{client.host}:{client.port}" if client is not None and client.port else ""
+    return Verbs(rollout, peer)
+
+
+WeightVerbs = Annotated[Verbs, Depends(_verbs_of)]  # of that engine, as this connection's
 
 
 class Guard:

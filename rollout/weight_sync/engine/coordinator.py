@@ -28,6 +28,7 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.engine.begin_check import check_request
+from rollout.weight_sync.engine.ended import EndedUpdates
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
@@ -137,6 +138,7 @@ class Coordinator:
         self._label: str | None = None
         self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
         self._free = threading.Condition()
+        self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._can_roll_back = False
         # What the ranks voted to hold, by tensor: of the live version and of the one before.
@@ -302,10 +304,6 @@ class Coordinator:
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(
                 f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
-            )
-        if self._receipts and self._receipts[-1].update_id == request.update_id:
-            raise VersionConflict(
-                f"update {request.update_id} is already live as version {self.engine.version}"
             )
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:

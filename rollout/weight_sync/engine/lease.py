@@ -22,6 +22,7 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.engine.coordinator import Coordinator
+from rollout.weight_sync.engine.ended import Outcome
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import (
     check_finite,
@@ -60,7 +61,12 @@ class Lease:
         self._of = coordinator
         self._transports = coordinator.transports if transports is None else transports
         self._accepted = Accepted()
+        self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
         self._request: UpdateRequest | None = None
+        self._begun: Begun | None = None
+        self._committed: UpdateReceipt | None = None
+        self._replays: Outcome | None = None  # the commit of an update whose id came once more
+        self._carried: list[int] = []  # a hash of the header of each that came with its bytes
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: _Sealed | None = None
@@ -76,12 +82,17 @@ class Lease:
         self._started = time.perf_counter()
 
     def begin(self, request: UpdateRequest) -> Begun:
-        if self._request is not None:
+        if self._begun is not None and request == self._asked:
+            return self._begun
+        if self._asked is not None:
             raise VersionConflict("a channel carries one update; open another")
         of = self._of
         self._enter("beginning")
         try:
             self._accepted = of.check_fields(request, self._transports)
+            self._asked = request
+            if (outcome := of.ended.find(request.update_id)) is not None:
+                return self._replay(request, outcome)
             of.acquire(self, request.timeout)
             self._started = time.perf_counter()
             request = replace(of.staged_in(request), version=of.check(request))
@@ -113,7 +124,7 @@ class Lease:
             *(request.update_id, request.version, request.transport, request.encoding),
             request.staging,
         )
-        return Begun(
+        self._begun = Begun(
             update_id=request.update_id,
             epoch=of.engine.epoch,
             base_version=of.engine.version,
@@ -121,12 +132,17 @@ class Lease:
             layout=layout,
             wants=wants,
         )
+        return self._begun
 
     def room(self, nbytes: int) -> Tensor | None:
+        if self._replays is not None:
+            return None
         request = self._live("bucket")
         return self._of.engine.room(nbytes) if nbytes <= request.bucket_bytes else None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        if self._replays is not None or self._comes_again(header, payload):
+            return
         request = self._live("bucket")
         if self._accepted.bounded:
             check_size(header, request.bucket_bytes)
@@ -137,6 +153,8 @@ class Lease:
         self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
 
     def wait(self, index: int, timeout: float) -> None:
+        if self._replays is not None:
+            return
         self._live("transfer")
         if self._connecting is not None:
             self._await(self._connecting, timeout, "connect")
@@ -146,7 +164,12 @@ class Lease:
             self._await(futures, timeout, f"bucket {index}")
 
     def seal(self, seal: Seal) -> None:
+        if self._replays is not None:
+            self._replays.check_same(seal, self._of.metadata)
+            return
         request, of = self._live("seal"), self._of
+        if self._sealed is not None and self._sealed.seal == seal:
+            return
 
         def judge(held: Mapping[str, int]) -> Seal:
             missing = set(of.metadata) - set(seal.digests)
@@ -167,6 +190,10 @@ class Lease:
         self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
 
     def commit(self) -> UpdateReceipt:
+        if self._replays is not None:
+            return self._replays.committed
+        if self._committed is not None:
+            return self._committed
         request, of = self._live("commit"), self._of
         if self._sealed is None:
             raise VersionConflict("commit before seal")
@@ -188,6 +215,7 @@ class Lease:
         times = {"commit": now - started, "stall": stall, "total": now - self._started}
         receipt = replace(receipt, timings={**receipt.timings, **times})
         of.record(receipt, request.label, held, reversible=self._base_is_whole)
+        self._committed = receipt
         self._leave()
         self._end("committed")
         return receipt
@@ -204,6 +232,29 @@ class Lease:
         return self._ended not in (None, "committed")
 
     # ---- helpers ----
+
+    def _replay(self, request: UpdateRequest, outcome: Outcome) -> Begun:
+        """Answer an update that is live already as if it had just come: by what it did then."""
+        if not self._accepted.on_channel:
+            raise VersionConflict(
+                f"update {request.update_id} is already live as version {outcome.committed.version}"
+            )
+        self._replays = outcome
+        self._leave()
+        return outcome.begun
+
+    def _comes_again(self, header: BucketHeader, payload: Tensor | None) -> bool:
+        """Whether a bucket that brings its bytes is one that has been taken; else note it.
+
+        By index and header: were its bytes others this time, the digests at the seal would tell.
+        """
+        if payload is None:
+            return False
+        if header.index < len(self._carried):
+            return self._carried[header.index] == hash(header)
+        if header.index == len(self._carried):
+            self._carried.append(hash(header))
+        return False
 
     def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:
         """Every rank's vote, and ``judge``'s on the digests they hold; either can refuse."""
@@ -266,6 +317,9 @@ class Lease:
                 return
             self._freed = True
         request, of = self._request, self._of
+        if self._begun is not None:
+            begun = replace(self._begun, wants=None)
+            of.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))
         if failed and request is None and reason is not _CLOSED:
             log.info("an update was refused: %s", reason)
         elif failed and request is not None:

@@ -102,6 +102,11 @@ class RankUpdates:
             raise
         return {}
 
+    def member(self, member_id: str) -> dict[str, Any]:
+        """Whether this rank is in the group that ``join`` called ``member_id``, and that lives."""
+        member = self._member if member_id == self._member_id else None
+        return {"alive": member is not None and member.is_alive()}
+
     def leave(self, member_id: str | None = None) -> dict[str, Any]:
         """Leave the framework's group, from any thread; a blocked ``join`` or ``bucket`` raises.
 

@@ -8,16 +8,17 @@ same transaction as every other transport's: staged, judged complete on every ra
 once. There is no stream that could hold the lease, so a deadline does: an update that no verb
 touches for that long is aborted. Whenever a broadcast may still be under way as an update fails,
 the ranks leave the group: a sender that waits is freed, and what it had left to send cannot be
-taken for the next update's.
+taken for the next update's. Verbs may be repeated: see ``repeats``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout.config import DEFAULT_BUCKET_BYTES
@@ -25,9 +26,11 @@ from rollout.errors import ConfigError, InvalidRequest, RolloutError, UpdateInPr
 from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.lease import Lease
+from rollout.weight_sync.engine.repeats import Caller, Said, VerbAnswers
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.fit import check_metadata, differences
 from rollout.weight_sync.protocol.messages import (
+    Begun,
     BucketEntry,
     BucketHeader,
     Seal,
@@ -39,6 +42,7 @@ from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import file_form, is_weight
 
+ANYBODY = Caller()
 TIMEOUT = 60.0  # seconds of each wait, unless asked otherwise: a trainer may have to gather first
 DEADLINE = 300.0  # seconds an update may lie untouched
 PACK_BYTES = 1 << 30  # vLLM's own
@@ -55,33 +59,45 @@ class Packing:
     nbytes: int = PACK_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """An update that is open: its id, and the version it will have."""
+
+    update_id: str
+    version: int
+
+
 class VerbSession:
     """The verbs of one engine; any thread, one verb at a time, ``abort`` and ``close`` beside it.
 
     A second verb while one runs, and a start while an update is open, are ``UpdateInProgress``.
+    Each takes its ``caller``, and answers a repeated verb as it did the first: see ``repeats``.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._of = coordinator
-        self._lock = threading.Lock()
-        self._running: str | None = None
+        self._answers = VerbAnswers(self._verb_begins, self._verb_ends)
+        self._lock = self._answers.lock
         self._open: _Update | None = None
         self._ended = "none was started"
-        self._committed: UpdateReceipt | None = None  # until the next start
+        self._committed: UpdateReceipt | None = None  # until the next one begins
         self._group: ForeignGroup | None = None
         self._group_id = ""
         self._packing = Packing()
         self._starts = False  # whether this sender says start itself
 
     def init(
-        self, group: ForeignGroup, packing: Packing | None = None, timeout: float = TIMEOUT
-    ) -> None:
+        self, group: ForeignGroup, packing: Packing | None = None, timeout: float = TIMEOUT,
+        caller: Caller = ANYBODY,
+    ) -> None:  # fmt: skip
         """Take every rank's place in the trainer's group, instead of an earlier one.
 
         Returns when the group has formed; ``DeadlineExceeded`` or ``TransferFailed`` when it does
-        not within ``timeout`` seconds, ``ConfigError`` when it has too few places.
+        not within ``timeout`` seconds, ``ConfigError`` when it has too few places. Where the ranks
+        are in it already, and its trainer lives, they stay as they are: the verb came again.
         """
-        with self._verb("init_weight_transfer_engine"):
+
+        def act() -> None:
             self._none_open()
             last = group.rank_offset + self._of.num_ranks
             if last > group.size:
@@ -90,20 +106,13 @@ class VerbSession:
                     f"this engine's {self._of.num_ranks} ranks need places up to {last - 1}; "
                     "get_world_size tells how many ranks there are, the trainer comes on top"
                 )
-            self._leave()
-            self._of.acquire(None, timeout)  # other updates' bytes do not wait behind this
-            self._group_id = uuid.uuid4().hex
-            try:
-                args = {"id": self._group_id, "group": group.to_wire(), "timeout": timeout}
-                limit = timeout + START_LIMIT + _GRACE
-                self._of.gather("stage_join", args, limit, phase="rendezvous")
-            except BaseException:
-                self._leave()
-                raise
-            finally:
-                self._of.free(None)
+            if self._group != group or not self._is_alive(timeout):
+                self._join(group, timeout)
             self._group, self._packing = group, packing or Packing()
             self._starts = False
+
+        said = Said("init_weight_transfer_engine", caller, repr((group, packing)))
+        self._answers.run(said, act, remember=False)  # the ranks know whether it still holds
 
     @property
     def packing(self) -> Packing:
@@ -111,34 +120,47 @@ class VerbSession:
         return self._packing
 
     def start(
-        self, *, timeout: float = TIMEOUT, deadline: float = DEADLINE, in_flight: str = "keep"
-    ) -> int:
-        """Open an update; returns the version it will have.
+        self, *, timeout: float = TIMEOUT, deadline: float = DEADLINE, in_flight: str = "keep",
+        caller: Caller = ANYBODY,
+    ) -> Started:  # fmt: skip
+        """Open an update, under the caller's ``update_id`` if it gives one.
 
         ``timeout`` bounds each wait in it, ``deadline`` the time between two verbs, in seconds.
         """
-        with self._verb("start_weight_update"):
+
+        def act() -> Started:
+            self._not_ended(caller)
             self._in_group()
             self._none_open()
-            self._starts, self._committed = True, None
-            return self._begin(timeout, deadline, in_flight, implicit=False).version
+            self._starts = True
+            update = self._begin(caller.update_id, timeout, deadline, in_flight, implicit=False)
+            return Started(update_id=update.update_id, version=update.version)
 
-    def update(self, tensors: Sequence[TensorMeta], packing: Packing | None = None) -> int:
+        return self._answers.run(Said("start_weight_update", caller), act)
+
+    def update(
+        self, tensors: Sequence[TensorMeta], packing: Packing | None = None,
+        caller: Caller = ANYBODY, index: int | None = None,
+    ) -> int:  # fmt: skip
         """Receive ``tensors``, which the trainer broadcasts in this order; returns their bytes.
 
         Names may be those of files or of transformers in memory. Unknown, misshapen or repeated
         ones are a ``WeightMismatch`` before anything is received. Without a start by this sender
         (vLLM before it had one) the call opens an update, and the one that completes the model
-        commits it.
+        commits it. ``index``: which call of the update this is, from 0 on, if the sender counts.
         """
-        with self._verb("update_weights"):
+
+        def act() -> int:
+            self._is_for(caller)
+            if index is not None and index != (now := self._open.calls if self._open else 0):
+                raise Conflict(f"update_weights {index} came, and {now} is due")
             self._in_group()
             try:
                 update = self._open
                 if update is None:
                     if self._starts:
                         raise Conflict(f"start_weight_update first: {self._ended}")
-                    update = self._begin(TIMEOUT, DEADLINE, "keep", implicit=True)
+                    update = self._begin("", TIMEOUT, DEADLINE, "keep", implicit=True)
                 received = update.receive(tensors, packing or self._packing)
             except BaseException as error:
                 self._end(str(error))
@@ -148,29 +170,45 @@ class VerbSession:
                 self._commit(update, None)
             return received
 
-    def refuse(self, reason: str) -> None:
+        content = f"{index} {packing} {[(m.name, m.dtype, tuple(m.shape)) for m in tensors]}"
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return self._answers.run(Said("update_weights", caller, digest), act)
+
+    def refuse(self, reason: str, caller: Caller = ANYBODY) -> None:
         """An update's announcement makes no sense: end it, as one that fails in ``update``."""
-        with self._verb("update_weights"):
+
+        def act() -> None:
+            self._is_for(caller)
             self._end(reason)
             self._leave()
 
-    def finish(self, label: str | None = None) -> UpdateReceipt:
+        self._answers.run(Said("update_weights", ANYBODY, reason), act)
+
+    def finish(self, label: str | None = None, caller: Caller = ANYBODY) -> UpdateReceipt:
         """Judge the open update complete and make it live, under ``label`` beside its number.
 
-        An update that has just committed answers with its receipt again.
+        An update that has just committed answers with its receipt again. After one that failed or
+        was aborted there is nothing to make live: ``VersionConflict`` with the reason.
         """
-        with self._verb("finish_weight_update"):
+
+        def act() -> UpdateReceipt:
+            if caller.update_id and (earlier := self._of.ended.find(caller.update_id)) is not None:
+                return earlier.committed
+            self._is_for(caller)
             if self._open is not None:
                 return self._commit(self._open, label)
             if self._committed is not None:
                 return self._committed
             raise Conflict(f"no weight update is open: {self._ended}")
 
-    def abort(self, reason: str = "") -> bool:
+        return self._answers.run(Said("finish_weight_update", caller), act)
+
+    def abort(self, reason: str = "", caller: Caller = ANYBODY) -> bool:
         """Give the open update up, also while it receives; False when there is none, or its commit
         has begun.
         """
-        return self._end("aborted by abort_weight_update" + (f": {reason}" if reason else ""))
+        why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
+        return self._end(why, caller.update_id)
 
     def close(self) -> None:
         """The engine ends: abort what is open."""
@@ -178,28 +216,59 @@ class VerbSession:
 
     # ---- helpers ----
 
-    @contextmanager
-    def _verb(self, name: str) -> Iterator[None]:
-        with self._lock:
-            if self._running is not None:
-                raise UpdateInProgress(f"{name}: {self._running} is under way; wait for its answer")
-            self._running = name
-            if self._open is not None:
-                self._open.timer.cancel()
+    def _verb_begins(self) -> None:
+        if self._open is not None:
+            self._open.timer.cancel()
+
+    def _verb_ends(self) -> None:
+        if self._open is not None:
+            self._watch(self._open)
+
+    def _is_for(self, caller: Caller) -> None:
+        """``VersionConflict`` where the caller means another update than the one that is open."""
+        update_id = caller.update_id
+        if not update_id or (self._open is not None and self._open.update_id == update_id):
+            return
+        self._not_ended(caller)
+        now = "none is open" if self._open is None else f"{self._open.update_id} is open"
+        raise Conflict(f"update {update_id} was not started here, or ended long ago: {now}")
+
+    def _not_ended(self, caller: Caller) -> None:
+        """``VersionConflict`` where the caller's update has ended, and how."""
+        outcome = self._of.ended.find(caller.update_id) if caller.update_id else None
+        if outcome is not None:
+            raise Conflict(
+                f"update {caller.update_id} is live as version {outcome.committed.version}"
+            )
+
+    def _is_alive(self, timeout: float) -> bool:
+        """Whether every rank is in the group, and the trainer that leads it still there."""
+        with suppress(RolloutError):
+            args = {"id": self._group_id}
+            replies = self._of.gather("stage_member", args, timeout, phase="rendezvous")
+            return all(reply["alive"] for reply in replies)
+        return False
+
+    def _join(self, group: ForeignGroup, timeout: float) -> None:
+        self._leave()
+        self._of.acquire(None, timeout)  # other updates' bytes do not wait behind this
+        self._group_id = uuid.uuid4().hex
         try:
-            yield
+            args = {"id": self._group_id, "group": group.to_wire(), "timeout": timeout}
+            limit = timeout + START_LIMIT + _GRACE
+            self._of.gather("stage_join", args, limit, phase="rendezvous")
+        except BaseException:
+            self._leave()
+            raise
         finally:
-            with self._lock:
-                self._running = None
-                if self._open is not None:
-                    self._watch(self._open)
+            self._of.free(None)
 
     def _watch(self, update: _Update) -> None:
         """Abort ``update`` unless a verb comes within its deadline."""
 
         def expire() -> None:
             with self._lock:
-                if self._open is not update or self._running is not None:
+                if self._open is not update or self._answers.is_busy:
                     return
             self._end(f"no verb came within its deadline of {update.deadline:g} s")
 
@@ -222,18 +291,21 @@ class VerbSession:
                 f"{self._open.deadline:g} s"
             )
 
-    def _begin(self, timeout: float, deadline: float, in_flight: str, *, implicit: bool) -> _Update:
+    def _begin(
+        self, update_id: str, timeout: float, deadline: float, in_flight: str, *, implicit: bool
+    ) -> _Update:
+        self._committed = None
         lease = Lease(self._of, (VllmTransfer.name,))
         begun = lease.begin(
             UpdateRequest(
-                update_id=uuid.uuid4().hex,
+                update_id=update_id or uuid.uuid4().hex,
                 transport=VllmTransfer.name,
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 in_flight=in_flight,
                 timeout=timeout,
             )
         )
-        self._open = _Update(self._of, lease, begun.version, timeout, deadline, implicit)
+        self._open = _Update(self._of, lease, begun, timeout, deadline, implicit)
         return self._open
 
     def _commit(self, update: _Update, label: str | None) -> UpdateReceipt:
@@ -247,11 +319,14 @@ class VerbSession:
             self._ended = f"the last one is live as version {receipt.version}"
         return receipt
 
-    def _end(self, reason: str) -> bool:
+    def _end(self, reason: str, update_id: str = "") -> bool:
+        """``update_id``: of the only one that is to end, "" for whichever is open."""
         with self._lock:
-            update, self._open = self._open, None
-            if update is None:
+            update = self._open
+            if update is None or update_id not in ("", update.update_id):
                 return False
+            self._open = None
+            self._answers.forget(update.update_id)
             update.timer.cancel()
             self._ended = f"the last one ended: {reason}"
         update.lease.abort(reason)
@@ -272,17 +347,18 @@ class _Update:
         self,
         of: Coordinator,
         lease: Lease,
-        version: int,
+        begun: Begun,
         timeout: float,
         deadline: float,
         implicit: bool,
     ) -> None:
-        self._of, self.lease, self.version = of, lease, version
+        self._of, self.lease = of, lease
+        self.update_id, self.version = begun.update_id, begun.version
         self._timeout, self.deadline, self.implicit = timeout, deadline, implicit
         self.timer = threading.Timer(deadline, lambda: None)  # not started: see ``_watch``
         self.began = time.monotonic()
         self._sent: list[TensorMeta] = []
-        self._num_buckets = self._nbytes = 0
+        self.calls = self._num_buckets = self._nbytes = 0
 
     def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
         """Announce the broadcasts to the ranks in order, a few ahead of what they have taken."""
@@ -300,6 +376,7 @@ class _Update:
             self._wait(index)
         received = sum(meta.nbytes for meta in tensors)
         self._nbytes += received
+        self.calls += 1
         return received
 
     def is_complete(self) -> bool:

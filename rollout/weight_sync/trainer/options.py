@@ -16,7 +16,10 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports.base import Transport
 
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
-_READ_THERE = ("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial")
+_READ_THERE = (
+    *("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial"),
+    "update_id",
+)
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "version": (int, type(None)),
@@ -24,6 +27,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "timeout": (float, int),
     "label": (str, type(None)),
     "partial": (bool,),
+    "update_id": (str, type(None)),
 }
 
 
@@ -36,7 +40,8 @@ class UpdateOptions:
     the source is distributed; the whole goes by itself when the engine holds something else, and
     as every ``anchor_every``-th update (0: never for this reason). "delta-zstd" compresses the
     changes, too, where both sides can. "auto" sends changes to engines on other hosts, while few
-    elements change and memory is plenty. "full" keeps nothing.
+    elements change and memory is plenty. "full" keeps nothing. ``update_id``: of an update that the
+    server reads itself, by which a repeated one is known.
     """
 
     version: int | None = None
@@ -49,6 +54,7 @@ class UpdateOptions:
     label: str | None = None
     partial: bool = False
     anchor_every: int = 0
+    update_id: str | None = None
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""

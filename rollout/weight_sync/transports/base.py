@@ -59,12 +59,14 @@ class Accepted:
     """What an offer means for the engine.
 
     ``senders``: trainer ranks that send. ``known``: the digest of requested boxes that they
-    remember. ``bounded``: whether buckets are no longer than ``bucket_bytes``.
+    remember. ``bounded``: whether buckets are no longer than ``bucket_bytes``. ``on_channel``:
+    whether they bring their bytes, so that an update can be sent again over any channel.
     """
 
     senders: int = 1
     known: str = ""
     bounded: bool = True
+    on_channel: bool = False
 
 
 class Holding(Protocol):

@@ -85,7 +85,7 @@ class Inline(Transport):
             raise ConfigError(f"grace must be 0 to {MAX_GRACE:g} seconds, got {said.grace}")
         if said.senders > MAX_SENDERS:
             raise ConfigError(f"senders must be 1 to {MAX_SENDERS}, got {said.senders}")
-        return Accepted(senders=said.senders)
+        return Accepted(senders=said.senders, on_channel=True)
 
     def receiver(self, request: UpdateRequest, at: EngineRank) -> Receiver:
         return InlineReceiver()

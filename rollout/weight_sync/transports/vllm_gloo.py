@@ -5,7 +5,8 @@ waited for cannot be given up. A peer of ours says what comes before it sends; a
 send something else than it announced, or nothing. Then this process is lost, not the engine's.
 
     rank --{"group", "rank", "timeout"}--> process --{"ok"} or {"error"}--> rank
-         --{"nbytes"} ------------------->         (the bytes lie in memory that both map)
+         --{"nbytes"} ------------------->         (the bytes lie in memory that both map; 0 asks
+                                                    whether the trainer's store is there)
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
-from rollout.errors import DeadlineExceeded, TransferFailed, from_wire
-from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
+from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed, from_wire
+from rollout.weight_sync.transports.vllm_group import ALIVE_LIMIT, START_LIMIT, ForeignGroup
 from rollout.wire.frames import recv_frame, send_frame
 
 MODULE = "rollout.weight_sync.transports.vllm_gloo_process"
@@ -58,6 +59,14 @@ class GlooMember:
         self._tell(nbytes=nbytes)
         self._answer(timeout, f"a broadcast of {nbytes} bytes; does the trainer send them?")
         return self._buffer[:nbytes]
+
+    def is_alive(self) -> bool:
+        try:
+            self._tell(nbytes=0)
+            self._answer(ALIVE_LIMIT, "asking the trainer's store")
+        except RolloutError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the process, which frees the other members at once. Idempotent."""

@@ -32,10 +32,13 @@ def main() -> None:
     threading.Thread(target=_read, args=(sock, asked), daemon=True).start()
     send_frame(sock, {"ok": True})
     try:
-        joined = _join(asked.get())
+        store, group = _join(asked.get())
         send_frame(sock, {"ok": True})
         while True:
-            _receive(joined[1], memory, asked.get()["nbytes"])
+            if nbytes := asked.get()["nbytes"]:
+                _receive(group, memory, nbytes)
+            else:
+                _look(store)
             send_frame(sock, {"ok": True})
     except RolloutError as error:
         send_frame(sock, {"error": to_wire(error)})
@@ -65,6 +68,15 @@ def _join(ask: dict[str, Any]) -> tuple[Any, Any]:
         raise kind(
             f"{place}: the group did not form within {ask['timeout']:g} s; does the trainer "
             f"listen there, and do all {group.size} members come? ({told})"
+        ) from error
+
+
+def _look(store: Any) -> None:
+    try:
+        store.check(["rollout"])
+    except (RuntimeError, dist.DistError) as error:
+        raise TransferFailed(
+            f"the trainer's store is gone: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 START_LIMIT = 60.0  # seconds for the process of a gloo place to import torch, on a busy machine
+ALIVE_LIMIT = 5.0  # seconds for the trainer's store to say that it is there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,10 @@ class Member(Protocol):
 
     def receive(self, nbytes: int, timeout: float) -> Tensor:
         """The next broadcast of the trainer, uint8 [nbytes], valid until the next call."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the trainer's store still answers on the connection of ``join``."""
         ...
 
     def close(self) -> None: ...

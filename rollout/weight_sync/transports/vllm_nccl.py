@@ -97,6 +97,12 @@ class NcclMember:
                 time.sleep(_POLL)
         return into
 
+    def is_alive(self) -> bool:
+        try:
+            return not self._closed.is_set() and self._store.check([ID_KEY]) is not None
+        except (RuntimeError, dist.DistError):
+            return False
+
     def close(self) -> None:
         if self._closed.is_set():
             return
