@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from by_hand import ByHand
-from ranks import Engine, same
+from engine_ranks import Engine, same
+from manual_update import ManualUpdate
 
 from rollout.errors import VersionConflict
 from rollout.weight_sync.engine.lease import Lease
@@ -25,7 +25,7 @@ def weights(engine, checkpoints):
 
 def test_every_step_may_come_twice_and_counts_once(engine, weights) -> None:
     before = engine.version
-    update = ByHand(engine, weights)
+    update = ManualUpdate(engine, weights)
     assert update.begin() == update.begin()
     for header, payload in update.buckets:
         for _ in range(2):
@@ -43,12 +43,12 @@ def test_every_step_may_come_twice_and_counts_once(engine, weights) -> None:
 def test_a_committed_update_that_is_sent_again_is_answered_and_changes_nothing(
     engine, weights
 ) -> None:
-    first = ByHand(engine, weights)
+    first = ManualUpdate(engine, weights)
     first.send_all()
     receipt, live = first.commit(), engine.live()
-    between = ByHand(engine, weights)  # somebody else's update is open meanwhile
+    between = ManualUpdate(engine, weights)  # somebody else's update is open meanwhile
     between.begin()
-    again = ByHand(engine, weights, update_id=first.request.update_id)
+    again = ManualUpdate(engine, weights, update_id=first.request.update_id)
     again.send_all()
     assert again.commit() == receipt
     again.channel.close()
@@ -61,21 +61,21 @@ def test_a_committed_update_that_is_sent_again_is_answered_and_changes_nothing(
 def test_other_weights_under_the_id_of_a_committed_update_are_refused(
     engine, weights, checkpoints
 ) -> None:
-    first = ByHand(engine, weights)
+    first = ManualUpdate(engine, weights)
     first.send_all()
     receipt = first.commit()
     other = checkpoints[1] if weights is checkpoints[2] else checkpoints[2]
-    again = ByHand(engine, other, update_id=first.request.update_id)
+    again = ManualUpdate(engine, other, update_id=first.request.update_id)
     with pytest.raises(VersionConflict, match=f"live as version {receipt.version} with other"):
         again.send_all()
     assert engine.version == receipt.version
 
 
 def test_another_transport_cannot_send_a_committed_update_again(engine, weights) -> None:
-    first = ByHand(engine, weights)
+    first = ManualUpdate(engine, weights)
     first.send_all()
     version = first.commit().version
-    again = ByHand(engine, weights, update_id=first.request.update_id, transport="foreign")
+    again = ManualUpdate(engine, weights, update_id=first.request.update_id, transport="foreign")
     again.channel = Lease(engine.coordinator, ("foreign",))
     with pytest.raises(VersionConflict, match=f"already live as version {version}"):
         again.begin()
@@ -83,12 +83,12 @@ def test_another_transport_cannot_send_a_committed_update_again(engine, weights)
 
 def test_a_commit_after_a_failed_update_is_refused_with_the_reason(engine, weights) -> None:
     before = engine.version
-    update = ByHand(engine, weights)
+    update = ManualUpdate(engine, weights)
     update.send_all()
     update.channel.abort("the learner found a NaN")
     with pytest.raises(Exception, match="found a NaN"):
         update.commit()
-    again = ByHand(engine, weights, update_id=update.request.update_id)
+    again = ManualUpdate(engine, weights, update_id=update.request.update_id)
     with pytest.raises(VersionConflict, match=r"without a commit: the learner found a NaN; .*own"):
         again.begin()
     assert engine.version == before
@@ -96,11 +96,11 @@ def test_a_commit_after_a_failed_update_is_refused_with_the_reason(engine, weigh
 
 
 def test_what_was_refused_before_it_began_may_be_tried_again_under_its_id(engine, weights) -> None:
-    holder, waiting = ByHand(engine, weights), ByHand(engine, weights, timeout=0.1)
+    holder, waiting = ManualUpdate(engine, weights), ManualUpdate(engine, weights, timeout=0.1)
     holder.begin()
     with pytest.raises(Exception, match="did not end within"):
         waiting.begin()
     holder.channel.close()
-    again = ByHand(engine, weights, update_id=waiting.request.update_id)
+    again = ManualUpdate(engine, weights, update_id=waiting.request.update_id)
     again.send_all()
     assert again.commit().version == engine.version
