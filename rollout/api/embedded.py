@@ -35,7 +35,7 @@ from rollout.weight_sync.protocol.messages import (
     WeightChannel,
     WeightInfo,
 )
-from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink, publish
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import nearest_first
 from rollout.weight_sync.versions.follower import readable
 from rollout.weights import TensorMeta
@@ -88,8 +88,11 @@ class EmbeddedBackend:
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         ids = await self._token_ids(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        async for item in self._run(ids, texts, params, request_ids, stream):
-            yield item
+        async with contextlib.aclosing(
+            self._run(ids, texts, params, request_ids, stream)
+        ) as outputs:
+            async for item in outputs:
+                yield item
 
     @property
     def max_model_len(self) -> int:
@@ -110,8 +113,11 @@ class EmbeddedBackend:
         ids = await asyncio.to_thread(
             lambda: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         )
-        async for item in self._run(ids, texts, params, request_ids, stream):
-            yield item
+        async with contextlib.aclosing(
+            self._run(ids, texts, params, request_ids, stream)
+        ) as outputs:
+            async for item in outputs:
+                yield item
 
     async def tokenize(
         self, prompt: str | Messages, add_special_tokens: bool | None = None
@@ -184,8 +190,8 @@ class EmbeddedBackend:
         return self._verbs
 
     @property
-    def link(self) -> WeightLink:
-        return _NearLink(self.coordinator)
+    def link(self) -> NearLink:
+        return NearLink(self.coordinator)
 
     def info(self) -> WeightInfo:
         return self.coordinator.info()
@@ -338,11 +344,15 @@ def _look_at(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-class _NearLink:
-    """The way to the weights within one process: bytes go with the calls, no group has to form."""
+class NearLink:
+    """The way to the weights within one process: bytes go with the calls, no group has to form.
+
+    ``close`` aborts an update that it has opened and that has not committed.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._opened: Lease | None = None
 
     def info(self) -> WeightInfo:
         info = self._coordinator.info()
@@ -355,7 +365,12 @@ class _NearLink:
         return self._coordinator.receipts
 
     def open(self) -> WeightChannel:
-        return Lease(self._coordinator)
+        self._opened = Lease(self._coordinator)
+        return self._opened
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("an engine in this process has one channel alone")

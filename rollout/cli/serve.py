@@ -102,8 +102,6 @@ def serve(args: argparse.Namespace) -> int:
         args.tls_client_ca is not None and args.tls_cert is None
     ):
         raise ConfigError("--tls-cert and --tls-key go together, --tls-client-ca with them")
-    if args.tls_cert is not None and args.follow is not None:
-        raise ConfigError("--follow reaches the service without TLS: give one or the other")
     if args.follow is not None:
         from rollout.weight_sync.versions.follower import allowed
 
@@ -153,7 +151,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
             print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()
-            async with _following(args.follow, config, at, tokens):
+            async with _following(args.follow, config, at):
                 return await _until(stop, at.died if args.on_death == "exit" else None)
 
     # Starting can take minutes: a signal must end it too.
@@ -184,14 +182,11 @@ async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -
 
 
 @contextlib.asynccontextmanager
-async def _following(
-    directory: str | None, config: Any, at: Addresses, tokens: Tokens
-) -> AsyncIterator[None]:
-    """Updates from ``directory`` go through the service's own gRPC, from a thread."""
+async def _following(directory: str | None, config: Any, at: Addresses) -> AsyncIterator[None]:
+    """Updates from ``directory`` come from a thread beside the engine, through no port."""
     if directory is None:
         yield
         return
-    from rollout.rpc.client import RolloutClient
     from rollout.weight_sync.versions.follower import Follower
 
     counters = at.counters
@@ -201,9 +196,8 @@ async def _following(
         counters.follow_error = error
         counters.follow_failures += bool(error)
 
-    client = RolloutClient(at.grpc, tokens.control or tokens.generation, config.timeout)
     follower = Follower(
-        directory, config.weight_dirs, lambda: client, timeout=config.timeout, on_state=note
+        directory, config.weight_dirs, lambda: at.link, timeout=config.timeout, on_state=note
     )
     ended = threading.Event()
     thread = NativeThread("follow", lambda: follower.run(ended), ended.set)
@@ -212,9 +206,8 @@ async def _following(
         yield
     finally:
         ended.set()
-        client.close()  # an update under way ends now, and changes nothing
+        at.link.close()  # an update under way ends now, and changes nothing
         await asyncio.to_thread(thread.join, _FOLLOW_WAIT)
-        client.close()
 
 
 def _on_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -18,7 +18,9 @@ class Asked(Generic[T]):
     task, which takes none.
 
     The deadline is ``timeout`` seconds from now; ``DeadlineExceeded`` names ``what``. Whatever
-    ends the waiting but a result calls ``undo``, also when the waiting task is cancelled.
+    ends the waiting but a result calls ``undo``, also when the waiting task is cancelled. What has
+    begun at the deadline is waited for as long again: it can no longer be taken back, so its
+    result is the truth.
     """
 
     def __init__(
@@ -34,12 +36,12 @@ class Asked(Generic[T]):
     def result(self) -> T:
         try:
             wait((self._future,), self._left())
-            if self._future.done():
-                return self._future.result()
+            if self._has_begun():
+                wait((self._future,), self._timeout)
+            return self._outcome()
         except BaseException:
             self._failed()
             raise
-        return self._at_deadline()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -49,20 +51,25 @@ class Asked(Generic[T]):
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             await asyncio.wait((waiting,), timeout=self._left())
-        except asyncio.CancelledError:
+            if self._has_begun():
+                await asyncio.wait((waiting,), timeout=self._timeout)
+            return self._outcome()
+        except BaseException:
             waiting.cancel()  # what has not begun is not done for nobody
             self._failed()
             raise
-        return self.result() if self._future.done() else self._at_deadline()
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _at_deadline(self) -> T:
-        if self._future.cancel() or not self._future.done():
-            self._failed()
-            raise DeadlineExceeded(f"{self._what} did not end within {self._timeout:g} s")
-        return self.result()  # it ended at the last moment
+    def _has_begun(self) -> bool:
+        """Whether it is being done this moment; at a deadline: what has not begun never will."""
+        return not self._future.done() and not self._future.cancel()
+
+    def _outcome(self) -> T:
+        if self._future.done() and not self._future.cancelled():
+            return self._future.result()
+        raise DeadlineExceeded(f"{self._what} did not end within {self._timeout:g} s")
 
     def _failed(self) -> None:
         undo, self._undo = self._undo, None

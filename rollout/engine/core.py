@@ -223,7 +223,7 @@ class EngineCore:
         call = Call(sink, stream, self.inputs.take(requests))
         arrived = time.monotonic()
         admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))
-        admitted.add_done_callback(lambda future: self._admitted(future, requests, call))
+        admitted.add_done_callback(lambda future: self._not_admitted(future, requests, call))
 
     def stats(self) -> EngineStats:
         """One moment; takes no lock and waits for nobody."""
@@ -363,22 +363,25 @@ class EngineCore:
 
     def _admit(self, requests: Sequence[Request], call: Call, arrived: float) -> None:
         """In the engine's thread: queue a whole call, or end it when that is no longer possible."""
-        refusal = self._refusal()
+        try:
+            with self.inputs.handing_over(requests):
+                refusal = self._refusal()
+                if refusal is None:
+                    self.outputs.add(self.inputs.build(requests, call, arrived))
+        except Exception as error:
+            log.exception("a call could not be admitted")
+            text = f"the call could not be admitted: {type(error).__name__}: {error}"
+            refusal = EngineError(text)
         if refusal is not None:
             self.outputs.refuse(call, refusal)
-            return
-        self.outputs.add(self.inputs.build(requests, call, arrived))
 
-    def _admitted(self, done: Future[None], requests: Sequence[Request], call: Call) -> None:
-        """A call that the engine's thread could not take, or never got to, hears why."""
-        self.inputs.arrived(requests)
-        error = done.exception()
-        if isinstance(error, RolloutError):
+    def _not_admitted(self, asked: Future[None], requests: Sequence[Request], call: Call) -> None:
+        """A call that the engine's thread never got to hears why."""
+        error = asked.exception()
+        if error is not None:
+            with self.inputs.handing_over(requests):
+                pass
             self.outputs.refuse(call, error)
-        elif error is not None:
-            log.error("a call could not be admitted", exc_info=error)
-            text = f"the call could not be admitted: {type(error).__name__}: {error}"
-            self.outputs.refuse(call, EngineError(text))
 
     def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
         return gather_replies(self.call(method, args), method, timeout)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 
 from rollout.engine.output import Call, RequestState, Sample
@@ -78,10 +79,17 @@ class InputProcessor:
             self._coming += count
         return ids
 
-    def arrived(self, requests: Sequence[Request]) -> None:
-        """What ``take`` took is with the scheduler now, or has been refused after all."""
+    @contextmanager
+    def handing_over(self, requests: Sequence[Request]) -> Iterator[None]:
+        """What ``take`` took goes to the scheduler within, or is refused after all.
+
+        No call that is judged meanwhile counts it twice, or not at all.
+        """
         with self._taking:
-            self._coming -= sum(request.params.n for request in requests)
+            try:
+                yield
+            finally:
+                self._coming -= sum(request.params.n for request in requests)
 
     def build(self, requests: Sequence[Request], call: Call, arrived: float) -> list[RequestState]:
         """States with their samples, numbered in order. Engine thread only."""

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollout.api import AsyncRollout
-from rollout.api.embedded import EmbeddedBackend
+from rollout.api.embedded import EmbeddedBackend, NearLink
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
@@ -36,7 +36,7 @@ class Addresses:
     """Where the service listens, "host:port" each; ``memory`` says what its ranks take.
 
     ``died`` is done once a rank's process has ended, with the error that every call gets then.
-    ``counters``: the engine's, for what else runs in its process.
+    ``counters`` and ``link``: the engine's, for what else runs in its process.
     """
 
     http: str
@@ -44,6 +44,7 @@ class Addresses:
     memory: str
     died: asyncio.Future[WorkerDied]
     counters: EngineCounters
+    link: NearLink
 
 
 @asynccontextmanager
@@ -109,6 +110,7 @@ async def serving(
             str(core.memory),
             asyncio.wrap_future(core.died),
             core.counters,
+            backend.link,
         )
 
 

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from api.conftest import ENGINE
 
 from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.errors import (
@@ -18,6 +19,10 @@ from rollout.errors import (
     InvalidRequest,
     PromptTooLong,
 )
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import conversation_to_proto, params_to_proto, prompt_to_proto
+from rollout.server.auth import Tokens
+from rollout.server.grpc.services import GenerationService
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -281,3 +286,41 @@ def test_shutdown_leaves_no_thread(bare_checkpoint):
         rollout.abort()
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not {name for name in left if name.startswith("rollout")}
+
+
+async def test_who_leaves_a_stream_leaves_nothing_to_the_garbage_collector(checkpoint) -> None:
+    """A request would run on until its generator is collected."""
+    conversation = [{"role": "user", "content": "Hello"}]
+    async with AsyncRollout(checkpoint, **ENGINE) as rollout:
+        service = GenerationService(rollout, Tokens())
+        streams = {
+            "prompts": lambda: rollout.stream_many([[1, 2, 3]], LONG),
+            "chat": lambda: rollout.stream_chat(conversation, LONG),
+            "gRPC": lambda: service.Generate(
+                pb.GenerateRequest(
+                    prompts=[prompt_to_proto([1, 2, 3], "a")],
+                    params=[params_to_proto(LONG)],
+                    stream=True,
+                ),
+                None,
+            ),
+            "gRPC chat": lambda: service.Chat(
+                pb.ChatRequest(
+                    conversations=[conversation_to_proto(conversation, "b")],
+                    params=[params_to_proto(LONG)],
+                    stream=True,
+                ),
+                None,
+            ),
+        }
+        for way, make in streams.items():
+            left, hooks = [], sys.get_asyncgen_hooks()
+            sys.set_asyncgen_hooks(finalizer=left.append)
+            try:
+                stream = make()
+                await anext(stream)
+                await stream.aclose()
+            finally:
+                sys.set_asyncgen_hooks(*hooks)
+            assert left == [], way
+            assert await rollout.abort() == 0, way

@@ -13,12 +13,14 @@ from engine_core.toy_model import VOCAB, ToyExecutor, chain, continuation, logpr
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
+from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineBroken,
     EngineClosed,
     EngineError,
+    EngineOverloaded,
     InvalidRequest,
     PromptTooLong,
     WorkerDied,
@@ -576,3 +578,31 @@ def test_a_step_of_more_tokens_than_any_before_may_take_longer(start: Start) -> 
     toy.gate.set()
     assert sink.results()["b"].outputs[0].finish_reason == "length"
     assert core.state == "running"
+
+
+def test_a_call_on_its_way_to_the_scheduler_is_counted_once(start: Start) -> None:
+    """Two may wait, and one does: another that comes while it is handed over is let in."""
+    core = start(max_queued_requests=2)
+    core.control.pause("keep", 5.0).result()
+    honest, refused = core.scheduler.add, []
+    coming = threading.Event()
+
+    def another() -> None:
+        try:
+            core.submit([request("b", max_tokens=1)], Sink(), stream=False)
+        except EngineOverloaded as error:
+            refused.append(error)
+        coming.set()
+
+    def add(samples: list[TokenSequence]) -> None:
+        honest(samples)
+        core.scheduler.add = honest
+        threading.Thread(target=another).start()
+        coming.wait(0.3)
+
+    core.scheduler.add = add
+    core.submit([request("a", max_tokens=1)], Sink(), stream=False)
+    assert coming.wait(10)
+    assert not refused
+    with pytest.raises(EngineOverloaded):
+        core.submit([request("c", max_tokens=1)], Sink(), stream=False)

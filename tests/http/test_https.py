@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,13 +25,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="module")
-def secured(
-    tmp_path_factory: pytest.TempPathFactory, made: Callable[[str], str]
-) -> Iterator[Served]:
-    model: Path = tmp_path_factory.mktemp("https") / "tiny"
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that the service follows."""
+    return tmp_path_factory.mktemp("https")
+
+
+@pytest.fixture(scope="module")
+def secured(runs: Path, made: Callable[[str], str]) -> Iterator[Served]:
+    model: Path = runs / "tiny"
     write_tiny(model)
     files = ("--tls-cert", made("ours.pem"), "--tls-key", made("ours.key"))
-    with serve(model, *files, "--tls-client-ca", made("ours-ca.pem")) as running:
+    following = ("--weight-dir", str(runs), "--follow", str(runs))
+    with serve(model, *files, "--tls-client-ca", made("ours-ca.pem"), *following) as running:
         yield running
 
 
@@ -56,6 +62,17 @@ def test_the_right_certificate_samples_over_https(secured: Served, made) -> None
     tls = ClientTls(ca=made("ours-ca.pem"), cert=made("ours.pem"), key=made("ours.key"))
     with Rollout.connect(secured.grpc, timeout=10, tls=tls) as rollout:  # the same files there
         assert rollout.generate([[1, 2, 3]])[0].finished
+
+
+def test_a_directory_is_followed_beside_tls(secured: Served, runs: Path, made) -> None:
+    tls = ClientTls(ca=made("ours-ca.pem"), cert=made("ours.pem"), key=made("ours.key"))
+    with Rollout.connect(secured.grpc, timeout=10, tls=tls) as rollout:
+        weights = write_tiny(runs / "checkpoint-7", seed=1).state_dict()
+        deadline = time.monotonic() + 30
+        while rollout.weight_version != 7:
+            assert time.monotonic() < deadline, "the checkpoint was not taken"
+            time.sleep(0.1)
+        assert rollout.check_weights(weights).equal
 
 
 @pytest.mark.parametrize(("who", "ca"), [(None, "ours"), ("theirs", "ours"), ("ours", "theirs")])

@@ -202,6 +202,39 @@ def test_an_iterable_that_stalls_lets_others_update_from_its_deadline_on(
     assert during == [engine.version]
 
 
+class Placing(Boxes):
+    """Gathers into given memory, and is slow once it had to wait for that."""
+
+    waited = False
+
+    def place_by(self, buffer_for) -> None:
+        self._place = buffer_for
+
+    def __iter__(self):
+        for name, tensor in self._weights.items():
+            began = time.monotonic()
+            memory = self._place(tensor.dtype, tuple(tensor.shape))
+            if time.monotonic() - began > TIMEOUT / 4:
+                self.waited = True
+                time.sleep(TIMEOUT / 2)
+            yield name, tensor if memory is None else memory.copy_(tensor)
+
+
+def test_waiting_for_the_engine_is_not_the_trainers_time(engine, checkpoints) -> None:
+    """Neither takes longer than its deadline, the two together do."""
+    honest = engine.ranks[0].stage_bucket
+
+    def stage_bucket(args, tensors):
+        engine.ranks[0].stage_bucket = honest
+        time.sleep(0.8 * TIMEOUT)
+        return honest(args, tensors)
+
+    engine.ranks[0].stage_bucket = stage_bucket
+    source = Placing(checkpoints[2], agreements(1)[0])
+    Trainer(engine, "inline").send(source, timeout=TIMEOUT, bucket_bytes=96 << 10)
+    assert source.waited
+
+
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_a_comparison_whose_source_hangs_on_one_rank(engine, checkpoints, hangs) -> None:
     links, leave = agreements(2), threading.Event()

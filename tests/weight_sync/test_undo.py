@@ -352,6 +352,29 @@ def test_contents_that_a_commit_moved_are_read_again_before_a_step(exchanging, c
     assert check_weights(checkpoints[2], connect=lambda: engine, timeout=DEADLINE).equal
 
 
+def test_a_rank_that_fails_once_it_has_moved_bytes_is_read_again(exchanging, checkpoints) -> None:
+    """Nobody says how far it came: that all ranks are back where they were has to be seen."""
+    engine = exchanging
+    update(engine, checkpoints[2])
+    rank = engine.ranks[-1]
+    honest = rank.commit
+
+    def commit(args, tensors):
+        honest(args, tensors)
+        for instance in (rank.instances.live, rank.instances._shadow):
+            parameter = next(instance.parameters())
+            parameter.data.view(torch.int32).view(-1)[7] ^= 1
+        raise RuntimeError("the rank failed after it had moved bytes")
+
+    rank.commit = commit
+    with pytest.raises(EngineBroken, match="going back failed: 1 of"):
+        update(engine, checkpoints[1])
+    assert (engine.version, engine.info().state) == (1, "broken")
+    rank.commit = honest
+    assert update(engine, checkpoints[1]).version == 2
+    assert check_weights(checkpoints[1], connect=lambda: engine, timeout=DEADLINE).equal
+
+
 def test_a_commit_that_moves_nothing_reads_nothing(make, checkpoints) -> None:
     engine = make("shadow")
     update(engine, checkpoints[2])

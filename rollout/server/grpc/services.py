@@ -98,8 +98,9 @@ class GenerationService:
             request_ids=[prompt.request_id for prompt in request.prompts],
             stream=request.stream,
         )
-        async for index, output in outputs:
-            yield pb.GenerateResponse(index=index, output=output_to_proto(output))
+        async with contextlib.aclosing(outputs):
+            async for index, output in outputs:
+                yield pb.GenerateResponse(index=index, output=output_to_proto(output))
 
     @streams
     async def Chat(self, request: Any) -> AsyncIterator[Any]:  # noqa: N802
@@ -109,8 +110,9 @@ class GenerationService:
             request_ids=[c.request_id for c in request.conversations],
             stream=request.stream,
         )
-        async for index, output in outputs:
-            yield pb.GenerateResponse(index=index, output=output_to_proto(output))
+        async with contextlib.aclosing(outputs):
+            async for index, output in outputs:
+                yield pb.GenerateResponse(index=index, output=output_to_proto(output))
 
     @answers
     async def Tokenize(self, request: Any) -> Any:  # noqa: N802

@@ -231,10 +231,14 @@ class _EventStream(StreamingResponse):
 
 
 async def _first(outputs: Outputs) -> tuple[int, RequestOutput]:
+    """The first output; where none comes, whatever the reason, nothing of the call is left."""
     try:
         return await anext(outputs)
     except StopAsyncIteration:
         raise InvalidRequest("the call has no prompts") from None
+    except BaseException:  # also where the client has left
+        await outputs.aclose()
+        raise
 
 
 async def _events(

@@ -356,7 +356,7 @@ class Coordinator:
         def boundary() -> tuple[float, dict[str, int]]:
             started, live = time.perf_counter(), held
             args = {"version": version, "back": request is None}
-            moved = False
+            moved = True  # also where a rank fails: it does not say how far it came
             try:
                 replies = self.await_all(self.engine.call("commit", args), timeout, "commit")
                 moved = any(reply["moved"] for reply, _ in replies)
@@ -429,7 +429,7 @@ class Coordinator:
     def _revert(self, base: int, timeout: float, cause: Exception, moved: bool) -> None:
         """Every rank is told to be at ``base`` again; one that never swapped has nothing to do.
 
-        Where bytes were ``moved`` for it, what is live is read once more.
+        Where bytes were ``moved`` for it, or may have been, what is live is read once more.
         """
         try:
             self.await_all(self.engine.call("revert", {"version": base}), timeout, "revert")

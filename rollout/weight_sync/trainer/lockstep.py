@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from math import prod
+from math import inf, prod
 from types import TracebackType
 from typing import Self
 
@@ -188,8 +188,9 @@ class Watchdog:
         try:
             yield
         except Exception as error:
+            late = self._armed is not None and time.monotonic() > self._armed[0]
             self._disarm()
-            if self._error is None and time.monotonic() > began + self._timeout:
+            if self._error is None and late:
                 self._fail(DeadlineExceeded(reason))  # a collective with a timeout of its own
             if self._error is not None:
                 raise self._error from error
@@ -200,6 +201,22 @@ class Watchdog:
         self._disarm()
         if self._error is not None:
             raise self._error
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside ``over``: a wait that is not for the trainer, with a deadline and an error of its
+        own. Its time does not count here.
+        """
+        with self._acting:
+            armed, began = self._armed, time.monotonic()
+            if armed is not None:
+                self._armed = (inf, armed[1])
+        try:
+            yield
+        finally:
+            with self._acting:
+                if armed is not None:
+                    self._armed = (armed[0] + time.monotonic() - began, armed[1])
 
     def __enter__(self) -> Self:
         self._thread.start()

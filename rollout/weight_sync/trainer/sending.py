@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.link import WeightLink
@@ -27,6 +31,7 @@ from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.inline import InlineSender
+from rollout.weights import Shape
 from rollout.wire.codec import from_plain, to_plain
 
 
@@ -89,7 +94,7 @@ class Sending:
         """Collective: every piece, with a vote after each bucket's worth of whole tensors."""
         gathered, options = self._plan.pieces == "gathered", self._options
         if gathered and self._first is not None and self._plan.encoding.name == "full":
-            self._source.place_by(self._first.buffer_for)
+            self._source.place_by(partial(_buffer_for, self._first, watch))
         walk = Walk(
             self._source.pieces() if gathered else self._own.pieces(),
             self._group,
@@ -161,3 +166,11 @@ class Sending:
     def _own(self) -> LocalShards:
         assert self.shards is not None, "the plan says that they are needed"
         return self.shards
+
+
+def _buffer_for(
+    buckets: BucketSender, watch: Watchdog, dtype: torch.dtype, shape: Shape
+) -> Tensor | None:
+    """Asked for within a gather; it is the engine that a bucket to gather to is waited for."""
+    with watch.apart():
+        return buckets.buffer_for(dtype, shape)
