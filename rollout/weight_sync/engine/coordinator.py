@@ -356,7 +356,9 @@ class Coordinator:
         def boundary() -> tuple[float, dict[str, int]]:
             started, live = time.perf_counter(), held
             args = {"version": version, "back": request is None}
-            moved = True  # also where a rank fails: it does not say how far it came
+            # A rank that fails does not say how far it came; without staging, live is overwritten
+            # already, and looked at once what was kept has been brought back.
+            moved = request is None or request.staging != "none"
             try:
                 replies = self.await_all(self.engine.call("commit", args), timeout, "commit")
                 moved = any(reply["moved"] for reply, _ in replies)
