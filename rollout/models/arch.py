@@ -26,8 +26,26 @@ class SharedArch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StackedArch:
+    """All experts of a layer in two tensors, in files too.
+
+    ``gate_up_proj`` [experts, hidden, 2 inner] and ``down_proj`` [experts, inner, hidden].
+
+    ``interleaved``: columns of the first alternate between gate and up, instead of gate's before
+    up's. ``bias``: both have one. ``clamped``: fields of alpha and limit, and their defaults; see
+    ``rollout.kernels.fused_experts``.
+    """
+
+    interleaved: bool = False
+    bias: bool = False
+    clamped: tuple[tuple[str, float], tuple[str, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoEArch:
     """The experts of an architecture. Strings are fields of ``config.json``, sizes of one expert.
+
+    ``stacked``: they are not one by one in files. ``router``: the submodule that scores them.
 
     Which layers are sparse: ``every_layer``, there is no ``decoder_sparse_step`` and no
     ``mlp_only_layers``; ``first_dense``, the field that counts dense layers before the others.
@@ -43,6 +61,9 @@ class MoEArch:
     """
 
     names: ExpertNames = PROJ_NAMES
+    stacked: StackedArch | None = None
+    router: str = "gate"
+    router_bias: bool = False
     count: str = "num_experts"
     size: str = "moe_intermediate_size"
     shared: SharedArch | None = None

@@ -240,9 +240,11 @@ def _refuse_unsupported(read: Reader, architecture: str) -> None:
             f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(types)} "
             "layers; make them agree"
         )
-    if values.get("quantization_config"):
+    packed = values.get("quantization_config")
+    if packed and not (isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"):
         raise ConfigError(
-            f"{read.file}: quantization_config is not supported; use an unquantised checkpoint"
+            f"{read.file}: quantization_config is not supported, but for mxfp4 experts; use an "
+            "unquantised checkpoint"
         )
 
 

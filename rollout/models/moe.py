@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rollout.models.blocks import GatedMLP
 from rollout.models.layers.base import Build
-from rollout.models.layers.experts import Experts
+from rollout.models.layers.experts import Experts, StackedExperts
 from rollout.models.layers.linear import ReplicatedLinear
 from rollout.models.layers.router import Router
 from rollout.models.moe_config import MoEConfig
@@ -24,8 +24,8 @@ class SparseMoE(nn.Module):
         config, moe = build.config, build.config.moe
         assert moe is not None, f"{config.architecture} needs the configuration of its experts"
         self.tp, self.moe, self.shared = build.tp, moe, moe.arch.shared
-        self.gate = Router(build, moe)
-        self.experts = Experts(build)
+        self.add_module(moe.arch.router, Router(build, moe))
+        self.experts = StackedExperts(build) if moe.arch.stacked else Experts(build)
         if self.shared is not None:
             name = self.shared.name
             self.add_module(name, GatedMLP(build, moe.shared_size, reduce=False))
@@ -33,7 +33,8 @@ class SparseMoE(nn.Module):
                 self.add_module(f"{name}_gate", ReplicatedLinear(build, config.hidden_size, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen, weights = route(self.gate(x), self.moe, self.gate.e_score_correction_bias)
+        router: Router = getattr(self, self.moe.arch.router)
+        chosen, weights = route(router(x), self.moe, router.e_score_correction_bias)
         out: Tensor = self.experts(
             x, chosen, weights if self.moe.arch.wide_weights else weights.to(x.dtype)
         )

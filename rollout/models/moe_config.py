@@ -28,6 +28,7 @@ class MoEConfig:
     groups: int = 1
     top_groups: int = 1
     scaling: float = 1.0
+    clamped: tuple[float, float] | None = None
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts instead of one dense feed-forward."""
@@ -62,7 +63,18 @@ def read_moe(read: Reader, arch: MoEArch) -> MoEConfig:
         groups=groups,
         top_groups=top_groups,
         scaling=read.number("routed_scaling_factor") if arch.scaled else 1.0,
+        clamped=_read_clamped(read, arch),
     )
+
+
+def _read_clamped(read: Reader, arch: MoEArch) -> tuple[float, float] | None:
+    fields = arch.stacked and arch.stacked.clamped
+    if not fields:
+        return None
+    (alpha, limit) = (
+        default if read.values.get(name) is None else read.number(name) for name, default in fields
+    )
+    return alpha, limit
 
 
 def _read_shared(read: Reader, arch: MoEArch) -> int:

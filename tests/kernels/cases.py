@@ -320,6 +320,14 @@ def _experts() -> Iterator[Case]:
 
         yield Case("fused_experts", f"{size}", make)
 
+        def biased(t: torch.dtype, make: Any = make) -> tuple[Any, ...]:
+            x, w13, w2, *rest = make(t)
+            b13, b2 = _randn(*w13.shape[:2], seed=4).to(t), _randn(*w2.shape[:2], seed=5).to(t)
+            w13, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w13, w2))
+            return x, w13, w2, *rest, b13, b2, (1.7, 0.6)
+
+        yield Case("fused_experts", f"{size}, biased, clamped, transposed", biased)
+
 
 def _exchanges() -> Iterator[Case]:
     for shape in ((3,), (0, 4), (5, 7), (64, 33), (4100,)):

@@ -9,13 +9,22 @@ from rollout.kernels.op import op
 
 @op
 def fused_experts(
-    x: Tensor, w13: Tensor, w2: Tensor, experts: Tensor, weights: Tensor, first: int = 0
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    first: int = 0,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    clamped: tuple[float, float] | None = None,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * w2(silu(w1 x) * (w3 x))``; returns [T, H].
 
-    x: [T, H]; w13: [E, 2 I, H] (w1's rows, then w3's) and w2: [E, H, I], in the dtype of x;
-    experts: [T, k] int64, no expert twice in a row; weights: [T, k], x's dtype or float32.
+    x: [T, H]; w13: [E, 2 I, H] (w1's rows, then w3's) and w2: [E, H, I], in the dtype of x, in any
+    strides; experts: [T, k] int64, no expert twice in a row; weights: [T, k], x's dtype or float32.
     ``w13[e]`` is expert ``first + e``: those outside are another rank's and add nothing.
+    b13 [E, 2 I], b2 [E, H]: biases. ``clamped``: how the two are multiplied, see ``gate``.
 
     Each projection is rounded to x's dtype; products with ``weights`` have the wider dtype of the
     two, are summed over k in the order of ``experts``, and rounded once (what transformers 5's
@@ -33,7 +42,21 @@ def fused_experts(
         if starts[e] == starts[e + 1]:
             continue
         rows = order[starts[e] : starts[e + 1]]
-        gate, up = F.linear(x[rows // chosen], w13[e]).chunk(2, dim=-1)
-        out[rows] = F.linear(F.silu(gate) * up, w2[e])
+        both = F.linear(x[rows // chosen], w13[e], None if b13 is None else b13[e])
+        out[rows] = F.linear(gate(both, clamped), w2[e], None if b2 is None else b2[e])
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
+
+
+def gate(both: Tensor, clamped: tuple[float, float] | None = None) -> Tensor:
+    """[rows, 2 I] -> [rows, I]: silu(first half) * second half.
+
+    ``clamped`` (alpha, limit): columns alternate between the two. The first is at most ``limit``,
+    the second within it; ``first * sigmoid(alpha * first) * (second + 1)``. (gpt-oss)
+    """
+    if clamped is None:
+        first, second = both.chunk(2, dim=-1)
+        return F.silu(first) * second
+    alpha, limit = clamped
+    first, second = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return (second + 1) * (first * torch.sigmoid(first * alpha))

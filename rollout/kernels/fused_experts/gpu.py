@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.fused_experts import fused_experts as op
+from rollout.kernels.fused_experts import gate
 from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow
 from rollout.kernels.silu_mul.gpu import silu_mul
 
@@ -20,11 +21,18 @@ _BYTES = 128  # of a row in one step over the inputs
 
 
 def fused_experts(
-    x: Tensor, w13: Tensor, w2: Tensor, experts: Tensor, weights: Tensor, first: int = 0
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    first: int = 0,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    clamped: tuple[float, float] | None = None,
 ) -> Tensor:
-    alike = x.dtype == w13.dtype == w2.dtype and w13.is_contiguous() and w2.is_contiguous()
-    if x.dtype not in FLOATS or not alike:
-        return op.reference(x, w13, w2, experts, weights, first)
+    if x.dtype not in FLOATS or not x.dtype == w13.dtype == w2.dtype:
+        return op.reference(x, w13, w2, experts, weights, first, b13, b2, clamped)
     tokens, chosen = experts.shape
     kept, device = len(w13), x.device
     assert w13.shape[0] == w2.shape[0], f"{w13.shape} and {w2.shape}: other numbers of experts"
@@ -40,9 +48,10 @@ def fused_experts(
     x = x.contiguous()
     inner = x.new_zeros((len(pairs), w13.shape[1]))  # pairs of other ranks stay zero
     plan = (order, starts, ends, owners)
-    _grouped(x, w13, inner, plan, chosen, rows, gather=True)
+    _grouped(x, w13, b13, inner, plan, chosen, rows, gather=True)
+    inner = silu_mul(inner) if clamped is None else gate(inner, clamped)
     out = x.new_zeros((len(pairs), x.shape[1]))
-    _grouped(silu_mul(inner), w2, out, plan, chosen, rows, gather=False)
+    _grouped(inner, w2, b2, out, plan, chosen, rows, gather=False)
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
 
@@ -50,6 +59,7 @@ def fused_experts(
 def _grouped(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     plan: tuple[Tensor, Tensor, Tensor, Tensor],
     chosen: int,
@@ -64,6 +74,8 @@ def _grouped(
         _multiply,
         (len(owners), triton.cdiv(outputs, _OUTPUTS)),
         *(x, weight, out, order, starts, ends, owners, kept, chosen, outputs, inputs),
+        *(*weight.stride(), weight if bias is None else bias.contiguous()),
+        BIAS=bias is not None,
         GATHER=gather,
         ROWS=rows,
         OUTPUTS=_OUTPUTS,
@@ -86,6 +98,11 @@ def _multiply(
     chosen,
     outputs,
     inputs,
+    of_expert,
+    of_output,
+    of_input,
+    bias,
+    BIAS: tl.constexpr,
     GATHER: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -107,7 +124,7 @@ def _multiply(
             source = place
             target = pair
         output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        weight += expert * outputs * inputs
+        weight += expert * of_expert
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for start in range(0, inputs, INPUTS):
             at = start + tl.arange(0, INPUTS)
@@ -118,11 +135,14 @@ def _multiply(
                 other=0.0,
             )
             b = tl.load(
-                weight + output[None, :] * inputs + at[:, None],
+                weight + output[None, :] * of_output + at[:, None] * of_input,
                 mask=(output < outputs)[None, :] & some[:, None],
                 other=0.0,
             )
             total = multiply(a, b, total, IEEE)
+        if BIAS:
+            more = tl.load(bias + expert * outputs + output, mask=output < outputs, other=0.0)
+            total += more.to(tl.float32)[None, :]
         tl.store(
             out + target[:, None] * outputs + output[None, :],
             narrow(total, out.dtype.element_ty),

@@ -6,17 +6,15 @@ from torch import Tensor
 
 from rollout.kernels import fused_experts
 from rollout.models.layers.base import Build, Layer
-from rollout.weights import Box, WeightSlot
+from rollout.weights import Box, Shape, WeightSlot
 
 
-class Experts(Layer):
-    """``w13`` [experts here, 2 inner here, hidden] and ``w2`` [experts here, hidden, inner here].
+class _Placed(Layer):
+    """Which boxes lie here is the only difference between the two ways to split.
 
-    Which boxes lie here is the only difference between the two ways to split: every rank holds its
-    part of each expert's inner rows, or (``expert_parallel``) some experts whole, a run of nearly
-    equal length. Experts of other ranks are known (their slots are empty) but not kept.
-
-    [T, hidden] -> this rank's part of the sum, [T, hidden]: the caller reduces.
+    Every rank holds its part of each expert's inner rows, or (``expert_parallel``) some experts
+    whole, a run of nearly equal length. Experts of other ranks are known (their slots are empty)
+    but not kept.
     """
 
     w13: Tensor
@@ -26,7 +24,7 @@ class Experts(Layer):
         super().__init__(build)
         moe, tp = build.config.moe, build.tp
         assert moe is not None, "a layer of experts needs their configuration"
-        self.linears, self.total = moe.arch.names.linears, moe.num_experts
+        self.moe, self.total = moe, moe.num_experts
         self.hidden, self.inner = build.config.hidden_size, moe.expert_size
         self.first, self.count = 0, self.total
         self.first_inner, self.local = 0, self.inner
@@ -36,6 +34,16 @@ class Experts(Layer):
         else:
             self.local = self.inner // tp.size
             self.first_inner = tp.rank * self.local
+
+
+class Experts(_Placed):
+    """``w13`` [experts here, 2 inner here, hidden] and ``w2`` [experts here, hidden, inner here].
+
+    [T, hidden] -> this rank's part of the sum, [T, hidden]: the caller reduces.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
         self.declare("w13", (self.count, 2 * self.local, self.hidden))
         self.declare("w2", (self.count, self.hidden, self.local))
 
@@ -43,7 +51,7 @@ class Experts(Layer):
         return fused_experts(x, self.w13, self.w2, experts, weights, self.first)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        gate, up, down = self.linears
+        gate, up, down = self.moe.arch.names.linears
         rows = Box((self.first_inner, 0), (self.first_inner + self.local, self.hidden))
         columns = Box((0, self.first_inner), (self.hidden, self.first_inner + self.local))
         outer, inner = (self.inner, self.hidden), (self.hidden, self.inner)
@@ -62,6 +70,65 @@ class Experts(Layer):
                 source = f"{prefix}.{index}.{name}.weight"
                 result.append(WeightSlot(source, shape, kept, f"{prefix}.{param}", put))
         return result
+
+
+class StackedExperts(_Placed):
+    """The same of a checkpoint that stacks them: ``w13`` [experts here, hidden, 2 inner here] and
+    ``w2`` [experts here, inner here, hidden], as ``StackedArch`` has them.
+
+    Parameters lie as the file's tensors do, so a fused tensor is one slot (two, where gate and up
+    are halves). ``b2`` is added by the first rank, or by the rank that has the expert.
+    """
+
+    b13: Tensor | None
+    b2: Tensor | None
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        assert self.moe.arch.stacked is not None
+        self.stacked = self.moe.arch.stacked
+        self.declare("w13", (self.count, self.hidden, 2 * self.local))
+        self.declare("w2", (self.count, self.local, self.hidden))
+        for name, width in (("b13", 2 * self.local), ("b2", self.hidden)):
+            self.register_parameter(name, None)
+            if self.stacked.bias:
+                self.declare(name, (self.count, width))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        w13, w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        alone = self.build.expert_parallel or self.build.tp.rank == 0
+        b13, b2 = self.b13, self.b2 if alone else None
+        clamped = self.moe.clamped
+        return fused_experts(x, w13, w2, experts, weights, self.first, b13, b2, clamped)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        hidden, inner, local = self.hidden, self.inner, self.local
+        start, stop = self.first, self.first + self.count
+        here, width = self.first_inner, 2 * inner
+        # (first column of the file's tensor, first column here, columns)
+        columns = [(2 * here, 0, 2 * local)]
+        if not self.stacked.interleaved:
+            columns = [(here, 0, local), (inner + here, local, local)]
+        found = []
+
+        def slot(name: str, shape: Shape, take: Box, param: str, put: Box) -> None:
+            found.append(WeightSlot(f"{prefix}.{name}", shape, take, f"{prefix}.{param}", put))
+
+        for at, to, many in columns:
+            take = Box((start, 0, at), (stop, hidden, at + many))
+            put = Box((0, 0, to), (self.count, hidden, to + many))
+            slot("gate_up_proj", (self.total, hidden, width), take, "w13", put)
+            if self.stacked.bias:
+                take = Box((start, at), (stop, at + many))
+                put = Box((0, to), (self.count, to + many))
+                slot("gate_up_proj_bias", (self.total, width), take, "b13", put)
+        take = Box((start, here, 0), (stop, here + local, hidden))
+        put = Box.full((self.count, local, hidden))
+        slot("down_proj", (self.total, inner, hidden), take, "w2", put)
+        if self.stacked.bias:
+            take, put = Box((start, 0), (stop, hidden)), Box.full((self.count, hidden))
+            slot("down_proj_bias", (self.total, hidden), take, "b2", put)
+        return found
 
 
 _NOTHING_2D, _NOTHING_3D = Box.full((0, 0)), Box.full((0, 0, 0))

@@ -22,7 +22,8 @@ class Router(ReplicatedLinear):
     e_score_correction_bias: Tensor | None
 
     def __init__(self, build: Build, moe: MoEConfig) -> None:
-        super().__init__(build, build.config.hidden_size, moe.num_experts)
+        hidden, bias = build.config.hidden_size, moe.arch.router_bias
+        super().__init__(build, hidden, moe.num_experts, bias)
         self.arch = moe.arch
         self.register_parameter(BIAS, None)
         if moe.arch.score_bias is not None:

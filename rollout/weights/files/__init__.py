@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta
+from rollout.weights.files.mxfp4 import Mxfp4Files, is_packed
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 from rollout.weights.files.shards import (
     PT,
@@ -54,9 +55,13 @@ def weight_shards(directory: Path, load_format: str = "auto") -> tuple[FileKind,
 
 
 def open_weights(directory: Path, load_format: str = "auto") -> tuple[FileKind, Files]:
-    """The weights of a directory, opened; every header is checked. Raises ``ConfigError``."""
+    """The weights of a directory, opened; every header is checked. Raises ``ConfigError``.
+
+    Experts in mxfp4 are read as bfloat16.
+    """
     kind, shards = weight_shards(directory, load_format)
-    return kind, SafetensorsFiles(shards) if kind is SAFETENSORS else TorchFiles(shards)
+    files = SafetensorsFiles(shards) if kind is SAFETENSORS else TorchFiles(shards)
+    return kind, Mxfp4Files(files) if is_packed(files.metadata()) else files
 
 
 __all__ = [
