@@ -93,15 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_traffic(
-    model: str,
-    *,
-    trainer: str,
-    rollout: str,
-    dtype: str | None = None,
-    expert_parallel: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    model: str, *, trainer: str, rollout: str, dtype: str | None = None,
+    expert_parallel: bool = False, bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     bandwidths: Sequence[float] = BANDWIDTHS,
-) -> Traffic:
+) -> Traffic:  # fmt: skip
     """Plan one update of every engine at once; ``bandwidths`` in 10^9 bytes per second."""
     replicas, shards = _trainer(trainer)
     size, engines = _rollout(rollout)
@@ -113,9 +108,8 @@ def plan_traffic(
     for (src, dst), nbytes in links.items():
         sent[src] += nbytes
         taken[dst] += nbytes
-    sender, out = max(sent.items(), key=lambda pair: pair[1])
-    receiver, into = max(taken.items(), key=lambda pair: pair[1])
-    link, most = max(links.items(), key=lambda pair: pair[1])
+    (sender, out), (receiver, into) = sent.most_common(1)[0], taken.most_common(1)[0]
+    link, most = links.most_common(1)[0]
     busiest = max(out * engines, into)
     return Traffic(
         tensors=len(metadata),

@@ -33,35 +33,32 @@ def encode_batch(
     count = len(entries)
     sequences = [entry.sequence for entry in entries]
     new = np.fromiter((entry.num_new for entry in entries), np.int64, count)
-    known = np.fromiter((len(s.token_ids) for s in sequences), np.int64, count)
     coming = 0 if batch.previous_rows is None else 1  # tokens that each will have by then
-    if coming:
-        starts, known = known, known + 1
-    else:
+    known = np.fromiter((len(s.token_ids) + coming for s in sequences), np.int64, count)
+    starts = known - 1
+    if not coming:
         starts = np.fromiter((s.num_computed for s in sequences), np.int64, count)
-    query_starts = np.zeros(count + 1, np.int64)
-    np.cumsum(new, out=query_starts[1:])
+    query_starts = np.concatenate([[0], new.cumsum()])
     owner = np.repeat(np.arange(count), new)
     positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owner]
     tables = _block_tables(sequences)
-    slots = tables[owner, positions // block_size].astype(np.int64) * block_size
-    slots += positions % block_size
+    pages = tables[owner, positions // block_size].astype(np.int64)
     samples = starts + new == known
     scored, targets, scored_top = _prompt_rows(entries, query_starts)
     arrays = {
-        "input_ids": (np.full(count, -1) if coming else _input_ids(entries, int(query_starts[-1]))),
+        "input_ids": np.full(count, -1) if coming else _input_ids(entries, int(query_starts[-1])),
         "positions": positions,
-        "slot_mapping": slots,
+        "slot_mapping": pages * block_size + positions % block_size,
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + new).astype(np.int32),
         "block_tables": tables,
         "logit_rows": np.concatenate([query_starts[1:][samples] - 1, scored]),
     }
-    drawing = [sequences[i] for i in np.flatnonzero(samples)]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
-    tensors.update(SamplingMetadata.of(drawing, coming, targets, scored_top).tensors())
+    drawing = [sequences[i] for i in np.flatnonzero(samples)]
+    tensors |= SamplingMetadata.of(drawing, coming, targets, scored_top).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
 
 

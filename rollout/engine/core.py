@@ -111,48 +111,30 @@ class EngineCore:
         self.memory = plan_memory(config, size.num_blocks, self.rank_info)
         log.info("memory %s; seed %d", self.memory, self.seed)
         self._warn_of_nonfinite()
-        eos = set(self.model_config.eos_token_ids)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos.add(self.tokenizer.eos_token_id)
-        vocab_size = self.model_config.vocab_size
-        self.eos_ids = frozenset(token for token in eos if token < vocab_size)
+        self.eos_ids = self._eos_ids()
         self.inputs = InputProcessor(
-            vocab_size=vocab_size,
-            max_model_len=self.max_model_len,
-            eos_ids=self.eos_ids,
-            tokenizer=self.tokenizer,
-            seed=self.seed,
+            vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len,
+            eos_ids=self.eos_ids, tokenizer=self.tokenizer, seed=self.seed,
             max_queued=config.max_queued_requests,
             num_waiting=lambda: self.scheduler.num_waiting,
-        )
+        )  # fmt: skip
         self.blocks = BlockManager(
-            size.num_blocks,
-            config.block_size,
-            salt=self.epoch,
+            size.num_blocks, config.block_size, salt=self.epoch,
             prefix_caching=config.enable_prefix_caching,
-        )
+        )  # fmt: skip
         self.scheduler = Scheduler(
-            self.blocks,
-            max_num_seqs=config.max_num_seqs,
+            self.blocks, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        )  # fmt: skip
         self.outputs = OutputProcessor(
-            self.scheduler,
-            self.counters,
-            epoch=self.epoch,
-            eos_ids=self.eos_ids,
+            self.scheduler, self.counters, epoch=self.epoch, eos_ids=self.eos_ids,
             live_ids=self.inputs.live_ids,
-        )
+        )  # fmt: skip
         self._loop = StepLoop(
-            executor,
-            self.scheduler,
-            self.outputs,
-            block_size=config.block_size,
-            step_timeout=config.timeout,
-            first_timeout=max(config.timeout, config.start_timeout),
-            runs_ahead=config.async_scheduling,
-            on_broken=self.mark_broken,
-        )
+            executor, self.scheduler, self.outputs, block_size=config.block_size,
+            step_timeout=config.timeout, runs_ahead=config.async_scheduling,
+            first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
+        )  # fmt: skip
         self._control = Control(self._loop, self.scheduler, self.outputs, self.call, config.timeout)
 
     def close(self) -> None:
@@ -328,6 +310,12 @@ class EngineCore:
             self.counters.nonfinite_tensors = 0
 
     # ---- helpers ----
+
+    def _eos_ids(self) -> frozenset[int]:
+        eos = set(self.model_config.eos_token_ids)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            eos.add(self.tokenizer.eos_token_id)
+        return frozenset(token for token in eos if token < self.model_config.vocab_size)
 
     def _on_death(self, error: WorkerDied) -> None:
         """From the executor's thread, once."""

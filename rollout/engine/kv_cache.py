@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, EngineClosed
+from rollout.models.config import ModelConfig
 from rollout.models.forward import LayerKV
 
 
@@ -26,6 +27,15 @@ class KVShape:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, ranks: int, block_size: int, dtype: torch.dtype) -> Self:
+        """Of each of ``ranks``."""
+        tensors, heads, elements = model.cached_heads(ranks)
+        return cls(
+            num_layers=model.num_layers, tensors=tensors, kv_heads=heads, block_size=block_size,
+            head_dim=elements, dtype=dtype,
+        )  # fmt: skip
 
     @property
     def block_bytes(self) -> int:
@@ -109,11 +119,11 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in ("weights", "staging", "undo", "kv")}
 
     def __str__(self) -> str:
-        undo = f"{_mib(self.undo)} of host memory at most" if self.undo else "nothing more"
+        undo = f"{mib(self.undo)} of host memory at most" if self.undo else "nothing more"
         return (
-            f"of each rank: {_mib(self.weights)} of weights on {self.where}, {_mib(self.staging)} "
+            f"of each rank: {mib(self.weights)} of weights on {self.where}, {mib(self.staging)} "
             f"for staging on {self.staging_where}, undo={self.undo_by!r} takes {undo}, "
-            f"{_mib(self.kv)} of KV cache"
+            f"{mib(self.kv)} of KV cache"
         )
 
 
@@ -163,8 +173,8 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
             need = -(-wanted // config.block_size)
             raise ConfigError(
                 f"too little memory for one sequence: max_model_len {wanted} needs {need} KV "
-                f"blocks ({_mib(need * block_bytes)} per rank), {max(blocks, 0)} fit "
-                f"({_mib(max(blocks, 0) * block_bytes)}); lower max_model_len or raise "
+                f"blocks ({mib(need * block_bytes)} per rank), {max(blocks, 0)} fit "
+                f"({mib(max(blocks, 0) * block_bytes)}); lower max_model_len or raise "
                 "kv_cache_bytes / num_kv_blocks"
             )
         wanted = room
@@ -180,8 +190,8 @@ def _check_asked(config: EngineConfig, blocks: int, ranks: Sequence[Mapping[str,
         nbytes, spare = blocks * int(reply["kv_block_bytes"]), _spare(config, reply, len(ranks))
         if nbytes > spare:
             raise ConfigError(
-                f"{asked}={getattr(config, asked)} is a KV cache of {_mib(nbytes)} on each rank, "
-                f"but {_mib(spare)} are free beside the weights, staging and undo; lower it, or "
+                f"{asked}={getattr(config, asked)} is a KV cache of {mib(nbytes)} on each rank, "
+                f"but {mib(spare)} are free beside the weights, staging and undo; lower it, or "
                 "leave it out"
             )
 
@@ -217,13 +227,13 @@ def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: 
     if shadow > free:
         raise ConfigError(
             f"too little memory for staging={config.staging!r}: the shadow of the weights needs "
-            f"{_mib(shadow)} per rank, {_mib(free)}{where} are free; use staging='none' or more "
+            f"{mib(shadow)} per rank, {mib(free)}{where} are free; use staging='none' or more "
             "ranks"
         )
     if shadow + undo > free:
         raise ConfigError(
-            f"too little memory for undo={config.undo!r}: it may need {_mib(undo)} per rank beside "
-            f"{_mib(shadow)} for staging, {_mib(free)}{where} are free; use undo='shadow'"
+            f"too little memory for undo={config.undo!r}: it may need {mib(undo)} per rank beside "
+            f"{mib(shadow)} for staging, {mib(free)}{where} are free; use undo='shadow'"
         )
 
 
@@ -236,5 +246,5 @@ def _on_cpu(reply: Mapping[str, Any]) -> bool:
     return str(reply["device"]).startswith("cpu")
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"

@@ -69,16 +69,12 @@ class Sequence:
         max_len: int = sys.maxsize,
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.seq_id = seq_id
-        self.request_id = request_id
-        self.index = index
-        self.params = params
+        self.seq_id, self.request_id, self.index = seq_id, request_id, index
+        self.params, self.seed = params, seed
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
-        self.seed = seed
-        self.stop_ids = stop_ids
+        self.stop_ids, self.max_len = stop_ids, max_len
         self.prompt_len = len(prompt_token_ids)
-        self.max_len = max_len
         self.token_ids = list(prompt_token_ids)
         self.status = Status.WAITING
         self.num_computed = 0

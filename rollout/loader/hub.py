@@ -47,12 +47,7 @@ def resolve_model(
 
 
 def _snapshot(
-    model: str,
-    revision: str | None,
-    kind: FileKind | None,
-    token: str | None,
-    *,
-    local: bool,
+    model: str, revision: str | None, kind: FileKind | None, token: str | None, *, local: bool
 ) -> Path | None:
     """The snapshot with its weights of ``kind`` (None: without weights), else None."""
     from huggingface_hub import snapshot_download
@@ -80,14 +75,11 @@ def _snapshot(
             f"{model} cannot be downloaded ({error}); check the id and revision, and for a gated "
             "model pass a token (HF_TOKEN)"
         ) from error
-    path = Path(found)
-    if not (path / "config.json").is_file():
-        return None
-    if kind is None:
-        return path
     # A cache may hold a tokenizer's files alone, or an index without all of its shards.
     try:
-        return path if find_shards(path, kind).files else None
+        path = Path(found)
+        has_weights = kind is None or find_shards(path, kind).files
+        return path if has_weights and (path / "config.json").is_file() else None
     except ConfigError:
         if local:
             return None

@@ -184,11 +184,7 @@ class RolloutClient:
         return self
 
     def info(self) -> WeightInfo:
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).Info(
-                pb.WeightInfoRequest(), timeout=self.timeout, metadata=self._metadata
-            )
-        return from_json(WeightInfo, reply.json)
+        return from_json(WeightInfo, self._ask("Info", pb.WeightInfoRequest(), self.timeout).json)
 
     @property
     def local_address(self) -> str:
@@ -218,39 +214,25 @@ class RolloutClient:
         request = pb.UpdateFromRequest(
             path=path, options_json=json.dumps(options.to_server()).encode()
         )
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).UpdateFrom(
-                request,
-                timeout=max(MAX_READ, 10 * options.timeout),  # each wait there has its own limit
-                metadata=self._metadata,
-            )
+        limit = max(MAX_READ, 10 * options.timeout)  # each wait there has its own
+        reply = self._ask("UpdateFrom", request, limit)
         receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=options.partial)
         return receipt
 
     def rollback(self, timeout: float) -> UpdateReceipt:
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).Rollback(
-                pb.RollbackRequest(timeout=timeout),
-                timeout=3 * timeout + 1,  # it takes the lease, then a step boundary
-                metadata=self._metadata,
-            )
+        limit = 3 * timeout + 1  # it takes the lease, then a step boundary
+        reply = self._ask("Rollback", pb.RollbackRequest(timeout=timeout), limit)
         receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=True)
         return receipt
 
     def digests(self, timeout: float) -> dict[str, int]:
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).Digests(
-                pb.DigestsRequest(timeout=timeout), timeout=timeout + 1, metadata=self._metadata
-            )
+        reply = self._ask("Digests", pb.DigestsRequest(timeout=timeout), timeout + 1)
         return dict(reply.digests)
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).Receipts(
-                pb.ReceiptsRequest(), timeout=self.timeout, metadata=self._metadata
-            )
+        reply = self._ask("Receipts", pb.ReceiptsRequest(), self.timeout)
         return tuple(from_json(UpdateReceipt, document.json) for document in reply.receipts)
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
@@ -298,6 +280,11 @@ class RolloutClient:
                 f"{self._seen[1]} was committed in epoch {self._seen[0]}; its weights are not "
                 "yours until you send a full update"
             )
+
+    def _ask(self, method: str, request: Any, timeout: float) -> Any:
+        with self._errors():
+            call = getattr(WeightSyncStub(self._sync_channel()), method)
+            return call(request, timeout=timeout, metadata=self._metadata)
 
     async def _call(
         self, stub: Any, method: str, request: Any, timeout: float | None = None

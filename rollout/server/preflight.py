@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
-from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
+from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
@@ -22,10 +23,8 @@ from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
 from rollout.wire.frames import DTYPES, dtype_name
 
-MIB = 1 << 20
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
     """What ``check`` found; sizes are bytes of one rank (the largest)."""
 
@@ -34,10 +33,8 @@ class Preflight:
     dtype: str
     num_tensors: int
     num_elements: int
-    weight_bytes: int
     kv_bytes_per_token: int
-    kv_blocks: int
-    max_model_len: int
+    size: KVSize
     free_bytes: int
     memory: MemoryPlan
     kernels: str
@@ -49,8 +46,9 @@ class Preflight:
             f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
             f"checkpoint     {self.num_tensors} tensors, names and shapes as the tables want them",
             f"memory         {self.memory}, {self.kv_bytes_per_token} bytes a token; "
-            f"{_mib(self.free_bytes)} free on this machine",
-            f"sequences      up to {self.max_model_len} tokens; {self.kv_blocks} KV blocks",
+            f"{mib(self.free_bytes)} free on this machine",
+            f"sequences      up to {self.size.max_model_len} tokens; {self.size.num_blocks} KV "
+            "blocks",
             f"kernels        {self.kernels}",
         ]
 
@@ -61,13 +59,43 @@ def check(config: EngineConfig) -> Preflight:
     Raises the error that starting the engine would raise, or ``WeightMismatch`` naming the
     tensors that are missing, unknown or misshapen.
     """
-    device = choose_device(config.device)
+    device, ranks = choose_device(config.device), config.tensor_parallel_size
     check_graphs(config, device)
-    dummy = config.load_format == "dummy"
     directory = resolve_model(config.model, config.revision, config.load_format)
     model = ModelConfig.from_directory(directory)
-    model.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    tables = _tables(config, directory, model, dtype)
+    weight_bytes = max(_rank_bytes(table) for table in tables) * dtype.itemsize
+    kv = KVShape.of(model, ranks, config.block_size, dtype)
+    free = available_bytes(device)
+    taken = weight_bytes * (ranks if device.type == "cpu" else 1)
+    if taken > free:
+        raise ConfigError(
+            f"too little memory for the weights: {mib(taken)} are needed, {mib(free)} are free"
+        )
+    rank = {
+        "free_bytes": free - taken,
+        "host_free_bytes": available_bytes(torch.device("cpu")),
+        "weight_bytes": weight_bytes,
+        "kv_block_bytes": kv.block_bytes,
+        "device": str(device),
+    }
+    size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
+    return Preflight(
+        architecture=model.architecture, ranks=ranks, dtype=dtype_name(dtype), size=size,
+        num_tensors=len(tables[0].slots),
+        num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
+        kv_bytes_per_token=kv.block_bytes // config.block_size, free_bytes=free,
+        memory=plan_memory(config, size.num_blocks, [rank]),
+        kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
+    )  # fmt: skip
+
+
+def _tables(
+    config: EngineConfig, directory: Path, model: ModelConfig, dtype: torch.dtype
+) -> Sequence[WeightTable]:
+    """Every rank's, whole together and as the files have their tensors."""
+    model.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
     tables = build_tables(
         model,
         config.tensor_parallel_size,
@@ -79,39 +107,9 @@ def check(config: EngineConfig) -> Preflight:
         tensors=lambda: _headers(directory),
     )
     check_tables(tables)
-    if not dummy:
+    if config.load_format != "dummy":
         _check_files(config, directory, tables[0])
-    weight_bytes = max(_rank_bytes(table) for table in tables) * dtype.itemsize
-    free = available_bytes(device)
-    cached = prod(model.cached_heads(config.tensor_parallel_size))
-    per_token = model.num_layers * cached * dtype.itemsize
-    taken = weight_bytes * (config.tensor_parallel_size if device.type == "cpu" else 1)
-    if taken > free:
-        raise ConfigError(
-            f"too little memory for the weights: {_mib(taken)} are needed, {_mib(free)} are free"
-        )
-    rank = {
-        "free_bytes": free - taken,
-        "host_free_bytes": available_bytes(torch.device("cpu")),
-        "weight_bytes": weight_bytes,
-        "kv_block_bytes": per_token * config.block_size,
-        "device": str(device),
-    }
-    size = size_kv(config, model.max_position_embeddings, [rank] * config.tensor_parallel_size)
-    return Preflight(
-        architecture=model.architecture,
-        ranks=config.tensor_parallel_size,
-        dtype=dtype_name(dtype),
-        num_tensors=len(tables[0].slots),
-        num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=per_token,
-        kv_blocks=size.num_blocks,
-        max_model_len=size.max_model_len,
-        free_bytes=free,
-        memory=plan_memory(config, size.num_blocks, [rank]),
-        kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
-    )
+    return tables
 
 
 def _kernels() -> str:
@@ -158,7 +156,3 @@ def _rank_bytes(table: WeightTable) -> int:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
-
-
-def _mib(count: int) -> str:
-    return f"{count / MIB:.1f} MiB"

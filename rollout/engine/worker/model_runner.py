@@ -60,7 +60,8 @@ class ModelRunner:
         self.instances = ModelInstances(
             live, self._build, shadow, config.undo, pinned=self._captures
         )
-        self.kv = KVCache(self._kv_shape(), self.device)
+        shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype)
+        self.kv = KVCache(shape, self.device)
         self.sampler = make_sampler(self.device)
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
@@ -192,14 +193,3 @@ class ModelRunner:
             progress=self.config.progress and self.tp.rank == 0,
         ) as checkpoint:
             model.load_weights(checkpoint.items())
-
-    def _kv_shape(self) -> KVShape:
-        tensors, heads, elements = self.model_config.cached_heads(self.tp.size)
-        return KVShape(
-            num_layers=self.model_config.num_layers,
-            tensors=tensors,
-            kv_heads=heads,
-            block_size=self.config.block_size,
-            head_dim=elements,
-            dtype=self.dtype,
-        )

@@ -74,15 +74,10 @@ async def serve(
         interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
         options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", largest)),
     )
+    weights, health = WeightSyncService(rollout), HealthService(rollout)
     add_service(server, "Generation", GenerationService(rollout, tokens))
     add_service(server, "Control", ControlService(rollout))
-    weights = WeightSyncService(rollout)
-    # The message class would copy the bytes of weights twice.
-    update = grpc.stream_stream_rpc_method_handler(
-        weights.Update, command_from_wire, pb.UpdateEvent.SerializeToString
-    )
-    add_service(server, "WeightSync", weights, Update=update)
-    health = HealthService(rollout)
+    _add_weights(server, weights)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     services = [service.full_name for service in SERVICES.values()]
     reflection.enable_server_reflection(
@@ -93,6 +88,14 @@ async def serve(
         log.warning("tokens, prompts and weights cross the network in clear on %s: no TLS", host)
     await server.start()
     return GrpcServer(server, health, weights, host, bound)
+
+
+def _add_weights(server: Any, weights: WeightSyncService) -> None:
+    # The message class would copy the bytes of weights twice.
+    update = grpc.stream_stream_rpc_method_handler(
+        weights.Update, command_from_wire, pb.UpdateEvent.SerializeToString
+    )
+    add_service(server, "WeightSync", weights, Update=update)
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
