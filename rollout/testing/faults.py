@@ -26,15 +26,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
+from rollout.testing.damage import ends_alike, flipped, misdescribed, swapped
 from rollout.testing.pressure import exhaust_memory, fill_disk
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import (
     Begun,
-    BucketEntry,
     BucketHeader,
     Seal,
     UpdateReceipt,
@@ -44,8 +43,6 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.transports import asked, ways
 from rollout.weight_sync.transports.base import Holding, Opening, Sender, Transport
-from rollout.weight_sync.transports.p2p import outgoing
-from rollout.weights import INTEGERS, Box
 
 PHASES = ("gather", "connect", "bucket", "seal", "commit")
 _BYTES = ("flip", "drop", "duplicate", "reorder", "truncate", "dtype", "shape")  # of a bucket
@@ -233,11 +230,11 @@ class _FaultySender(Sender):
         number, self._tensors = self._tensors, self._tensors + 1
         for fault in self._faults:
             if fault.phase == "gather" and fault.bucket == number and self._channel is not None:
-                if fault.kind == "swap" and _ends_alike(tensor):
+                if fault.kind == "swap" and ends_alike(tensor):
                     continue
                 self._fired.add(fault)
                 if fault.kind == "swap":
-                    tensor = _swapped(tensor)
+                    tensor = swapped(tensor)
                 else:
                     _strike(fault, self._channel, self._timeout)
         return tensor
@@ -268,11 +265,11 @@ class _FaultySender(Sender):
                 continue
             self._fired.add(fault)
             if fault.kind == "flip":
-                payload = _flipped(header, payload, fault.bit)
+                payload = flipped(header, payload, fault.bit)
             elif fault.kind == "truncate":
                 payload = self._truncated(payload)
             elif fault.kind in ("dtype", "shape"):
-                header = _misdescribed(header, fault.kind)
+                header = misdescribed(header, fault.kind)
             elif fault.kind == "reorder":
                 self._late = (header, payload)
                 return
@@ -394,58 +391,3 @@ def _go_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
         return  # it was killed meanwhile
-
-
-def _flipped(header: BucketHeader, payload: Tensor, bit: int) -> Tensor:
-    """A copy with one bit of the tensors' bytes inverted; the gaps between them carry nothing."""
-    spans = [(entry.offset, entry.nbytes) for entry in header.entries]
-    for message, at in outgoing(header, 0):
-        spans += [(at + e.offset - message.start, e.nbytes) for e in message.entries]
-    total = 8 * sum(nbytes for _, nbytes in spans)
-    payload = payload.clone()
-    left = bit % total if total else 0
-    for offset, nbytes in spans:
-        if left < 8 * nbytes:
-            payload[offset + left // 8] ^= 1 << left % 8
-            break
-        left -= 8 * nbytes
-    return payload
-
-
-def _ends_alike(tensor: Tensor) -> bool:
-    """Whether the first and the last element are the same, so that a swap would change nothing."""
-    flat = tensor.reshape(-1)
-    return not len(flat) or bool(torch.equal(flat[:1], flat[-1:]))
-
-
-def _swapped(tensor: Tensor) -> Tensor:
-    swapped = tensor.clone(memory_format=torch.contiguous_format)
-    flat = swapped.view(-1)
-    flat[[0, -1]] = flat[[-1, 0]]
-    return swapped
-
-
-def _misdescribed(header: BucketHeader, kind: str) -> BucketHeader:
-    """The header with another dtype of the same width, or another shape, for its first entry."""
-    if header.messages:
-        first, *rest = header.messages
-        entries = _misnamed(first.entries, kind)
-        return replace(header, messages=(replace(first, entries=entries), *rest))
-    return replace(header, entries=_misnamed(header.entries, kind))
-
-
-def _misnamed(entries: tuple[BucketEntry, ...], kind: str) -> tuple[BucketEntry, ...]:
-    first = entries[0]
-    if kind == "dtype":
-        wrong = replace(first, dtype=INTEGERS[first.dtype.itemsize])
-    else:
-        wrong = _misshapen(first)
-    return (wrong, *entries[1:])
-
-
-def _misshapen(entry: BucketEntry) -> BucketEntry:
-    """As if of a tensor with one more row; the bytes are announced as they are."""
-    if not entry.shape:
-        return replace(entry, shape=(1,), box=Box.full((1,)))
-    shape = (entry.shape[0] + 1, *entry.shape[1:])
-    return replace(entry, shape=shape, box=Box.full(shape) if entry.sparse else entry.box)
