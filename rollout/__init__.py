@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AsyncRollout": "api",
     "AsyncSession": "api",
+    "ChatOptions": "chat",
     "ChecksumMismatch": "errors",
     "Completion": "generation",
     "ConfigError": "errors",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from rollout.api import Rollout as Rollout
     from rollout.api import Session as Session
     from rollout.api import Trajectory as Trajectory
+    from rollout.chat import ChatOptions as ChatOptions
     from rollout.config import EngineConfig as EngineConfig
     from rollout.errors import ChecksumMismatch as ChecksumMismatch
     from rollout.errors import ConfigError as ConfigError

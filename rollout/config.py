@@ -62,6 +62,9 @@ class EngineConfig:
     tokenizer: str | None = _setting(
         None, "directory or hub id of the tokenizer (default: the model's)"
     )
+    chat_template: str | None = _setting(
+        None, "chat template: a file, or the template's own text (default: the tokenizer's)"
+    )
     skip_tokenizer_init: bool = _setting(False, "serve token ids only")
     served_model_name: str | None = _setting(
         None, "name that clients ask for (default: MODEL as given)"

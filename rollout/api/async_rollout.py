@@ -14,6 +14,7 @@ from rollout.api.backend import Backend, Outputs
 from rollout.api.session import AsyncSession, Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
+from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
@@ -127,13 +128,20 @@ class AsyncRollout:
 
     async def chat(
         self,
+        /,
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
         request_ids: Sequence[str] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Continue one conversation or several, rendered by the model's chat template."""
-        outputs = self.stream_chat(messages, params, request_ids=request_ids, stream=False)
+        """Continue one conversation or several, rendered by the model's chat template.
+
+        ``options``: the fields of ``ChatOptions``, such as ``tools`` and ``chat_template_kwargs``.
+        """
+        outputs = self.stream_chat(
+            messages, params, request_ids=request_ids, stream=False, **options
+        )
         return await in_order(outputs)
 
     async def stream(
@@ -169,22 +177,30 @@ class AsyncRollout:
         *,
         request_ids: Sequence[str] | None = None,
         stream: bool = True,
+        **options: Any,
     ) -> Outputs:
-        """As ``stream_many``, for conversations."""
+        """As ``stream_many``, for conversations; ``options`` as for ``chat``."""
+        chat = ChatOptions.from_dict(options)
         await self.start()
         each = _as_conversations(messages)
         ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
-        outputs = self.backend.chat(each, many, ids, stream=stream)
+        outputs = self.backend.chat(each, many, ids, chat, stream=stream)
         async with aclosing(outputs):
             async for item in outputs:
                 yield item
 
     async def tokenize(
-        self, prompt: str | Messages, *, add_special_tokens: bool | None = None
+        self,
+        /,
+        prompt: str | Messages,
+        *,
+        add_special_tokens: bool | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Token ids of a text, or of a conversation up to the assistant's turn."""
+        """Token ids of a text, or of a conversation; ``options`` of the latter as for ``chat``."""
+        chat = ChatOptions.from_dict(options)
         await self.start()
-        return await self.backend.tokenize(prompt, add_special_tokens)
+        return await self.backend.tokenize(prompt, add_special_tokens, chat)
 
     async def render(self, messages: Messages, /, **variables: Any) -> str:
         """The text of a conversation by the model's chat template, up to the assistant's turn.
@@ -192,14 +208,14 @@ class AsyncRollout:
         ``variables`` are the template's: ``tools``, ``add_generation_prompt=False``, its own.
         """
         await self.start()
-        return await self.backend.render(messages, variables)
+        return await self.backend.render(messages, ChatOptions.of_variables(variables))
 
     def session(self, **variables: Any) -> AsyncSession:
         """A conversation of several turns that continues exact token ids.
 
         ``variables`` are the chat template's: ``tools``, or its own.
         """
-        return AsyncSession(self.backend, variables)
+        return AsyncSession(self.backend, ChatOptions.of_variables(variables))
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
         """End this request or these, or all, at the next step; returns how many there were.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
+from rollout.chat import ChatOptions
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
@@ -59,16 +60,20 @@ class Backend(Protocol):
         conversations: Sequence[Messages],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
+        options: ChatOptions,
         *,
         stream: bool,
     ) -> Outputs: ...
 
     async def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool | None = None
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool | None = None,
+        options: ChatOptions | None = None,
     ) -> list[int]: ...
 
-    async def render(self, messages: Messages, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation by the chat template, which also sees ``variables``."""
+    async def render(self, messages: Messages, options: ChatOptions) -> str:
+        """The text of a conversation by the chat template."""
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int: ...

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import rollout
 from rollout.api.read_once import ReadOnce
+from rollout.chat import ChatOptions
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
@@ -103,16 +103,19 @@ class EmbeddedBackend:
         conversations: Sequence[Messages],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
+        options: ChatOptions,
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         tokenizer = self._tokenizer("chat")
-        texts = [tokenizer.render_chat(conversation) for conversation in conversations]
-        for text in texts:
+
+        def encode(conversation: Messages) -> tuple[str, list[int]]:
+            text = tokenizer.render_chat(conversation, options)
             tokenizer.check_length(text, self.max_model_len)
-        ids = await asyncio.to_thread(
-            lambda: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        )
+            return text, tokenizer.encode(text, add_special_tokens=False)
+
+        encoded = await asyncio.to_thread(lambda: [encode(one) for one in conversations])
+        texts, ids = [text for text, _ in encoded], [ids for _, ids in encoded]
         async with contextlib.aclosing(
             self._run(ids, texts, params, request_ids, stream)
         ) as outputs:
@@ -120,17 +123,20 @@ class EmbeddedBackend:
                 yield item
 
     async def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool | None = None
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool | None = None,
+        options: ChatOptions | None = None,
     ) -> list[int]:
         tokenizer = self._tokenizer("tokenize")
         if not isinstance(prompt, str):
-            return await asyncio.to_thread(tokenizer.encode_chat, prompt)
+            return await asyncio.to_thread(tokenizer.encode_chat, prompt, options or ChatOptions())
         special = True if add_special_tokens is None else add_special_tokens
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
 
-    async def render(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+    async def render(self, messages: Messages, options: ChatOptions) -> str:
         tokenizer = self._tokenizer("a chat template")
-        return await asyncio.to_thread(tokenizer.render_chat, messages, **variables)
+        return await asyncio.to_thread(tokenizer.render_chat, messages, options)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         ids = list(self._running if request_ids is None else request_ids)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rollout.api.backend import Backend
+from rollout.chat import ChatOptions
 from rollout.errors import EngineOverloaded, EngineRestarted, InvalidRequest
 from rollout.generation import Completion, PromptInput, RequestOutput, SamplingParams
 from rollout.rpc.convert import Messages
@@ -119,9 +120,9 @@ class AsyncSession:
     a turn that is to have several.
     """
 
-    def __init__(self, backend: Backend, variables: Mapping[str, Any]) -> None:
+    def __init__(self, backend: Backend, options: ChatOptions) -> None:
         self._backend = backend
-        self._variables = dict(variables)
+        self.options = options  # of its later turns, too
         self._messages: list[dict[str, Any]] = []
         self._templated = True  # until raw tokens come, of which no template knows
         self._prompt: list[int] = []
@@ -223,7 +224,7 @@ class AsyncSession:
 
     def fork(self) -> AsyncSession:
         """Another session that goes on from here: a group of samples of one turn, a branch."""
-        other = AsyncSession(self._backend, self._variables)
+        other = AsyncSession(self._backend, self.options)
         other._messages, other._templated = self.messages, self._templated
         other._prompt, other._tokens = list(self._prompt), self._tokens.copy()
         other._turns, other._epoch = list(self._turns), self._epoch
@@ -283,11 +284,11 @@ class AsyncSession:
                 "go on with generate"
             )
         if not self._turns:
-            text = await self._backend.render(new, self._variables)
+            text = await self._backend.render(new, self.options)
             return await self._backend.tokenize(text, False)
         mark = f"mark{uuid.uuid4().hex}"
         history = [*self._messages[:-1], {**self._messages[-1], "content": mark}, *new]
-        text = await self._backend.render(history, self._variables)
+        text = await self._backend.render(history, self.options)
         _, found, after = text.partition(mark)
         if not found or mark in after:
             raise InvalidRequest(
@@ -435,6 +436,10 @@ class Sessions:
             )
         return self._touch(name)
 
+    def messages(self, name: str) -> list[dict[str, Any]]:
+        """Of the session of this name, and none where it is not there."""
+        return self._held[name][0].messages if name in self._held else []
+
     def end(self, name: str) -> bool:
         """Forget it; whether it was there."""
         return self._held.pop(name, None) is not None
@@ -448,13 +453,16 @@ class Sessions:
         request_id: str,
         stream: bool,
         restart: bool = False,
+        options: ChatOptions | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """The next turn, from the whole conversation as chat clients send it.
 
+        ``options`` are the template's from this turn on.
         ``restart``: begin anew from this text, answers included; else their ids have to be here.
         """
         session = self._of(name, conversation, restart)
         try:
+            session.options = options or session.options
             known = session.rewind_to(conversation)
             outputs = session.stream_chat(
                 conversation[known:], params, request_id=request_id, stream=stream

@@ -33,6 +33,7 @@ from rollout.rpc.tls import ServerTls
 if TYPE_CHECKING:
     from rollout.errors import WorkerDied
     from rollout.server.auth import Tokens
+    from rollout.server.http.answers import AnswerDefaults
     from rollout.server.http.open_routes import OpenRoutes
     from rollout.server.service import Addresses
 
@@ -66,6 +67,12 @@ LISTENING: tuple[Row, ...] = (
     ("--logprobs-mode", ("raw_logprobs", "processed_logprobs"), "raw_logprobs",
      "what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's own) or "
      "processed_logprobs (of the distribution sampled from, as TRL wants them)"),
+    ("--tool-call-parser", "NAME", None,
+     "how this model writes calls of tools, for chats that offer some: hermes (Hermes, Qwen2.5, "
+     "Qwen3), llama3_json, mistral, pythonic (Llama 3.2) or qwen3_coder"),
+    ("--reasoning-parser", "NAME", None,
+     "how it marks what it thinks before it answers, which chats then tell apart: deepseek_r1, "
+     "mistral or qwen3"),
     ("--on-death", ("exit", "serve"), "exit",
      "when a rank's process has ended: exit (status 1, after 5 s in which calls get WorkerDied, "
      "so that a supervisor starts another), or serve that error on"),
@@ -120,6 +127,16 @@ def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
     return OpenRoutes(routes=routes, host=args.open_host, port=args.open_port)
 
 
+def _answers(args: argparse.Namespace) -> AnswerDefaults:
+    from rollout.server.http.answers import AnswerDefaults
+
+    return AnswerDefaults(
+        logprobs_mode=args.logprobs_mode,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
+
+
 def _server_tls(args: argparse.Namespace) -> ServerTls | None:
     if args.tls_cert is None:
         return None
@@ -146,7 +163,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
         async with serving(
             config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
             tls=_server_tls(args), insecure=args.insecure, open_routes=_open_routes(args),
-            logprobs_mode=args.logprobs_mode, max_body_bytes=args.max_body_bytes,
+            answers=_answers(args), max_body_bytes=args.max_body_bytes,
         ) as at:  # fmt: skip
             print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)

@@ -85,7 +85,9 @@ class EngineCore:
         self.model_config = ModelConfig.from_directory(directory)
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         if not config.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(config.tokenizer or directory)
+            self.tokenizer = Tokenizer.load(
+                config.tokenizer or directory, chat_template=config.chat_template
+            )
         with self._closing:  # from here on ``close`` ends the executor
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")

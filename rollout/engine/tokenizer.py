@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollout.chat import ChatOptions
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import SamplingParams
 
@@ -16,20 +17,16 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-# Of transformers' ``apply_chat_template``: no template's variables, and not a request's to set.
-_OWN_ARGUMENTS = frozenset(
-    ("self", "messages", "conversation", "chat_template", "tokenize", "padding", "truncation",
-     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-     "tokenizer_kwargs")
-)  # fmt: skip
+_AS_IT_COMES = ChatOptions()
 _LONGEST = 64  # characters that one token is allowed to stand for, at least
 
 
 class Tokenizer:
     """A Hugging Face tokenizer behind the few verbs an engine needs. Thread-safe for reading."""
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, chat_template: str | None = None) -> None:
         self._hf = hf
+        self.chat_template: str | None = chat_template or hf.chat_template
         # The Rust object decodes in a tenth of the wrapper's time; the wrapper's own clean-up
         # of spaces, where a tokenizer asks for it, is only in the wrapper.
         plain = bool(hf.is_fast) and not getattr(hf, "clean_up_tokenization_spaces", False)
@@ -37,10 +34,13 @@ class Tokenizer:
         self._longest = max(_LONGEST, max(map(len, hf.get_vocab()), default=0))
 
     @classmethod
-    def load(cls, path: str | None, revision: str | None = None) -> Tokenizer | None:
+    def load(
+        cls, path: str | None, revision: str | None = None, *, chat_template: str | None = None
+    ) -> Tokenizer | None:
         """Load from a directory or hub id; None when it holds none, or an empty one.
 
-        Raises ``ConfigError`` naming ``path`` when files are there but cannot be used.
+        ``chat_template``: a file or a text in the place of the tokenizer's own. Raises
+        ``ConfigError`` naming ``path`` when files are there but cannot be used.
         """
         if path is None:
             return None
@@ -56,16 +56,13 @@ class Tokenizer:
                 f"the tokenizer of {path} cannot be loaded: {' '.join(str(error).split())}; mend "
                 "its files or pass skip_tokenizer_init=True to serve token ids only"
             ) from error
-        return cls(hf) if hf is not None and len(hf) > 0 else None
+        if hf is None or len(hf) == 0:
+            return None
+        return cls(hf, None if chat_template is None else _template_text(chat_template))
 
     @property
     def eos_token_id(self) -> int | None:
         value: int | None = self._hf.eos_token_id
-        return value
-
-    @property
-    def chat_template(self) -> str | None:
-        value: str | None = self._hf.chat_template
         return value
 
     def check_length(self, text: str, max_tokens: int) -> None:
@@ -94,34 +91,39 @@ class Tokenizer:
         return list(ids)
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = _AS_IT_COMES
     ) -> str:
-        """The text of a conversation by the chat template; raises ``InvalidRequest``."""
-        if not self.chat_template:
-            raise InvalidRequest("the tokenizer has no chat template; send a plain prompt instead")
-        if taken := sorted(_OWN_ARGUMENTS & variables.keys()):
-            raise InvalidRequest(f"a chat template takes no variable named {', '.join(taken)}")
-        from jinja2 import TemplateError
+        """The text of a conversation by the chat template; raises ``InvalidRequest``.
 
+        A template that knows no role "developer" gets "system" for it.
+        """
+        template = self.chat_template
+        if not template:
+            raise InvalidRequest(
+                "the tokenizer has no chat template: send a plain prompt, or start the engine with "
+                "chat_template=FILE"
+            )
+        if options.tools and "tools" not in template:
+            raise InvalidRequest("the chat template takes no tools; leave them out")
         try:
             text: str = self._hf.apply_chat_template(
-                [dict(message) for message in messages],
+                [_known_role(message, template) for message in messages],
+                tools=[dict(tool) for tool in options.tools] or None,
+                chat_template=template,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
+                add_generation_prompt=options.begins_turn,
+                continue_final_message=options.continue_final_message,
+                **options.chat_template_kwargs,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program: what it raises is about its input
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = _AS_IT_COMES
+    ) -> list[int]:
         """Token ids of a conversation; the template alone places special tokens, BOS included."""
-        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str
@@ -133,6 +135,22 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return len(self._hf)
+
+
+def _template_text(given: str) -> str:
+    """Of a file, or the text itself; whatever has braces in it is a text."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
+
+
+def _known_role(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    if dict(message).get("role") == "developer" and "developer" not in template:
+        return {**message, "role": "system"}
+    return dict(message)
 
 
 _CONTEXT = 5  # prompt tokens decoded along, so that a first token knows whether a space leads it

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
+from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
 from rollout.errors import ConfigError, EngineClosed, EngineRestarted
@@ -23,6 +24,7 @@ from rollout.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import (
     Messages,
+    chat_options_to_json,
     conversation_to_proto,
     info_from_proto,
     messages_to_json,
@@ -30,7 +32,6 @@ from rollout.rpc.convert import (
     params_to_proto,
     prompt_to_proto,
     stats_from_json,
-    variables_to_json,
 )
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
@@ -98,30 +99,38 @@ class RolloutClient:
         conversations: Sequence[Messages],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
+        options: ChatOptions,
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         request = pb.ChatRequest(
             conversations=map(conversation_to_proto, conversations, request_ids),
             params=map(params_to_proto, params),
+            options_json=chat_options_to_json(options),
             stream=stream,
         )
         return self._outputs(lambda: GenerationStub(self._aio_channel()).Chat, request)
 
     async def tokenize(
-        self, prompt: str | Messages, add_special_tokens: bool | None = None
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool | None = None,
+        options: ChatOptions | None = None,
     ) -> list[int]:
         if isinstance(prompt, str):
             request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
         else:
-            request = pb.TokenizeRequest(messages_json=messages_to_json(prompt))
+            request = pb.TokenizeRequest(
+                messages_json=messages_to_json(prompt),
+                options_json=chat_options_to_json(options or ChatOptions()),
+            )
         reply = await self._call(GenerationStub, "Tokenize", request)
         return list(reply.token_ids)
 
-    async def render(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+    async def render(self, messages: Messages, options: ChatOptions) -> str:
         request = pb.TokenizeRequest(
             messages_json=messages_to_json(messages),
-            variables_json=variables_to_json(variables),
+            options_json=chat_options_to_json(options),
             render_only=True,
         )
         return str((await self._call(GenerationStub, "Tokenize", request)).text)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from rollout.chat import ChatOptions
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import (
     Completion,
@@ -73,23 +74,6 @@ def messages_to_json(messages: Messages) -> bytes:
         raise InvalidRequest(f"messages must be a list of JSON objects: {error}") from error
 
 
-def variables_to_json(variables: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(variables).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"variables of a chat template must be JSON: {error}") from error
-
-
-def variables_from_json(data: bytes) -> dict[str, Any]:
-    try:
-        variables = json.loads(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"variables_json is not JSON: {error}") from error
-    if not isinstance(variables, dict):
-        raise InvalidRequest("variables_json must be a JSON object")
-    return variables
-
-
 def messages_from_json(data: bytes) -> list[dict[str, Any]]:
     try:
         messages = json.loads(data)
@@ -98,6 +82,25 @@ def messages_from_json(data: bytes) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise InvalidRequest('messages_json must be a list of {"role", "content"} objects')
     return messages
+
+
+def chat_options_to_json(options: ChatOptions) -> bytes:
+    given = options.to_dict()
+    try:
+        return json.dumps(given).encode() if given else b""
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"options of a chat must be JSON: {error}") from error
+
+
+def chat_options_from_json(data: bytes) -> dict[str, Any]:
+    """The fields of ``ChatOptions`` that were given."""
+    try:
+        values = json.loads(data or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"options_json is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidRequest("options_json must be a JSON object of the fields of ChatOptions")
+    return values
 
 
 def output_to_proto(output: RequestOutput) -> Any:

@@ -23,7 +23,7 @@ from rollout.metrics import EngineCounters
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
-from rollout.server.http.answers import TokenText
+from rollout.server.http.answers import AnswerDefaults, TokenText
 from rollout.server.http.app import build_app, token_id_text
 from rollout.server.http.open_routes import OpenRoutes
 
@@ -58,7 +58,7 @@ async def serving(
     tls: ServerTls | None = None,
     insecure: bool = False,
     open_routes: OpenRoutes | None = None,
-    logprobs_mode: str = "raw_logprobs",
+    answers: AnswerDefaults | None = None,
     max_body_bytes: int = MAX_BODY,
 ) -> AsyncIterator[Addresses]:
     """Everything up inside the block, everything gone after it; port 0 picks a free one.
@@ -82,12 +82,12 @@ async def serving(
     core = backend.core
     async with contextlib.AsyncExitStack() as stack:
         main = stack.enter_context(listen(host, port, "HTTP"))
-        apps = [(main, _app(rollout, tokens, logprobs_mode, max_body_bytes))]
+        apps = [(main, _app(rollout, tokens, answers, max_body_bytes))]
         if grpc_port:
             listen(host, grpc_port, "gRPC").close()  # a busy port is better known before the load
         if open_routes is not None:
             beside = listen(open_routes.host, open_routes.port, "open routes")
-            app = _app(rollout, Tokens(), logprobs_mode, max_body_bytes, open_routes.routes)
+            app = _app(rollout, Tokens(), answers, max_body_bytes, open_routes.routes)
             apps.append((stack.enter_context(beside), app))
             _warn_of(open_routes, beside)
         stack.push_async_callback(rollout.shutdown)
@@ -117,7 +117,7 @@ async def serving(
 def _app(
     rollout: AsyncRollout,
     tokens: Tokens,
-    logprobs_mode: str,
+    answers: AnswerDefaults | None,
     max_body_bytes: int,
     open_routes: Sequence[str] | None = None,
 ) -> FastAPI:
@@ -125,7 +125,7 @@ def _app(
         rollout,
         tokens=tokens,
         token_text=_token_text(rollout),
-        logprobs_mode=logprobs_mode,
+        answers=answers,
         max_body_bytes=max_body_bytes,
         open_routes=open_routes,
     )

@@ -98,6 +98,17 @@ def test_chat_renders_the_template_and_answers(face):
         assert again.outputs[0].token_ids == out.outputs[0].token_ids
 
 
+def test_a_chat_goes_on_with_its_final_message_where_it_is_asked_to(face):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "One two"}]
+    [out] = face.chat(messages, GREEDY, continue_final_message=True)
+    assert out.prompt.endswith("assistant\nOne two")
+    assert out.prompt_token_ids == face.tokenize(messages, continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="template takes no tools"):
+        face.chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(InvalidRequest, match="did you mean 'tools'"):
+        face.chat(messages, tool=[])
+
+
 def test_metrics_and_server_info_have_the_same_face(face, engine, checkpoint):
     assert face.metrics().num_kv_blocks == 128
     info = face.server_info()

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from qwen_template import QWEN_TEMPLATE
 from server_settings import CONTROL, MAX_BODY, OPENED, TOKEN
 from serving import Served, serve
 from tiny_models import write_tiny
@@ -27,6 +28,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, open_port: int) -> Iterator
     write_tiny(model, "qwen3", tokenizer=True)
     flags = ["--dtype", "float32", "--served-model-name", "tiny", "--token", TOKEN]
     flags += ["--control-token", CONTROL, "--max-body-bytes", str(MAX_BODY)]
+    template = model.parent / "chat.jinja"
+    template.write_text(QWEN_TEMPLATE)
+    flags += ["--chat-template", str(template)]
+    flags += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
     flags += ["--open-routes", OPENED, "--open-port", str(open_port)]
     with serve(model, *flags) as running:
         yield running

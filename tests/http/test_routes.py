@@ -49,7 +49,13 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"role": "user"}, "messages[0] needs content"),
     ({"role": "user", "content": None}, "messages[0] needs content"),
     ({"content": "hi"}, "messages[0] needs a role"),
-    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls, which are not supported"),
+    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0] needs a function"),
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        "tool_calls[0].function.arguments is not JSON",
+    ),
+    ({"role": "user", "content": "a", "tool_calls": [{}]}, "which only an assistant has"),
+    ({"role": "assistant", "function_call": {"name": "f"}}, "function_call"),
     ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
     ({"role": "user", "content": ["hi"]}, "'str'"),
 ]

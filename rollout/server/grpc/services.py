@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import SamplingParams
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import (
+    chat_options_from_json,
     info_to_proto,
     messages_from_json,
     output_to_proto,
     params_from_proto,
     prompt_from_proto,
     stats_to_json,
-    variables_from_json,
 )
 from rollout.rpc.status import status_of
 from rollout.server.auth import ABORT_ALL, Tokens, authorization_of
@@ -109,6 +110,7 @@ class GenerationService:
             _params(request.params, len(request.conversations)),
             request_ids=[c.request_id for c in request.conversations],
             stream=request.stream,
+            **chat_options_from_json(request.options_json),
         )
         async with contextlib.aclosing(outputs):
             async for index, output in outputs:
@@ -119,11 +121,11 @@ class GenerationService:
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         chat = request.WhichOneof("kind") == "messages_json"
         prompt = messages_from_json(request.messages_json) if chat else request.text
+        options = chat_options_from_json(request.options_json)
         if request.render_only and chat:
-            variables = variables_from_json(request.variables_json)
-            text = await self._rollout.backend.render(prompt, variables)
+            text = await self._rollout.backend.render(prompt, ChatOptions.from_dict(options))
             return pb.TokenizeResponse(text=text)
-        ids = await self._rollout.tokenize(prompt, add_special_tokens=special)
+        ids = await self._rollout.tokenize(prompt, add_special_tokens=special, **options)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -8,17 +8,40 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from rollout.config import check_known
 from rollout.generation import Completion, RequestOutput
+from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
+from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
+from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
 
 TokenText = Callable[[int], str]  # how one token reads in "logprobs"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerDefaults:
-    """What a server does where a request does not say."""
+    """How a server answers where a request does not say.
 
-    token_text: TokenText
-    logprobs_mode: str
+    ``logprobs_mode``: which logprobs fill OpenAI's field. ``tool_call_parser`` and
+    ``reasoning_parser``: how chats are read, by their names in ``TOOL_PARSERS`` and
+    ``REASONING_PARSERS``; None: they are not. Raises ``ConfigError`` for another name.
+    """
+
+    logprobs_mode: str = "raw_logprobs"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("tool_call", TOOL_PARSERS), ("reasoning", REASONING_PARSERS)):
+            if (given := getattr(self, f"{name}_parser")) is not None:
+                check_known(given, list(known), f"{name}_parser")
+
+    @property
+    def tools(self) -> ToolParser | None:
+        return None if self.tool_call_parser is None else TOOL_PARSERS[self.tool_call_parser]
+
+    @property
+    def reasoning(self) -> ReasoningParser | None:
+        return None if self.reasoning_parser is None else REASONING_PARSERS[self.reasoning_parser]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +49,8 @@ class AnswerStyle:
     """What the request asked of the answer's form.
 
     ``logprobs``: whether to report them, and ``top``: how many alternatives. ``token_text`` names
-    one token; ``samples`` is ``n``, by which choices of several prompts are numbered.
+    one token; ``samples`` is ``n``, by which choices of several prompts are numbered. ``reader``
+    makes a chat's message of what was written.
     """
 
     model: str
@@ -38,6 +62,7 @@ class AnswerStyle:
     token_ids: bool
     token_text: TokenText
     request_id: str
+    reader: MessageReader = field(default_factory=MessageReader)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -80,6 +105,7 @@ class Stream:
         self._usage_always = usage_always
         self._last: dict[int, RequestOutput] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) sent
+        self._messages: dict[int, Message] = {}  # choice -> what of a chat was sent
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         """What ``output`` of prompt number ``prompt`` adds, one chunk for each grown choice."""
@@ -92,9 +118,22 @@ class Stream:
             ended = completion.finish_reason is not None
             if len(completion.token_ids) > tokens or len(completion.text) > chars or ended:
                 self._sent[choice] = (len(completion.text), len(completion.token_ids))
-                delta = _delta(output, completion, choice, chars, tokens, first, self.style)
-                made.append(self._chunk([delta]))
+                part = _part(output, completion, choice, tokens, first, self.style)
+                if self.style.chat:
+                    part["delta"] = self._chat_delta(output, completion, choice, first)
+                    _name_tool_calls(part, self._messages[choice])
+                else:
+                    part["text"] = completion.text[chars:]
+                made.append(self._chunk([part]))
         return made
+
+    def _chat_delta(
+        self, output: RequestOutput, completion: Completion, choice: int, first: bool
+    ) -> dict[str, Any]:
+        message = _message(output, completion, self.style)
+        old, self._messages[choice] = self._messages.get(choice, Message()), message
+        added = delta(old, message, _call_ids(self.style, choice))
+        return {"role": "assistant", "content": "", **added} if first else added
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage(list(self._last.values()))}
@@ -122,7 +161,9 @@ def _choice(
 ) -> dict[str, Any]:
     choice = _common(completion, index, 0, style)
     if style.chat:
-        choice["message"] = {"role": "assistant", "content": completion.text}
+        message = _message(output, completion, style)
+        choice["message"] = whole_message(message, _call_ids(style, index))
+        _name_tool_calls(choice, message)
     else:
         choice["text"] = completion.text
         choice["prompt_logprobs"] = _prompt_logprobs(output)
@@ -132,22 +173,30 @@ def _choice(
     return choice
 
 
-def _delta(
+def _message(output: RequestOutput, completion: Completion, style: AnswerStyle) -> Message:
+    ended = completion.finish_reason is not None
+    return style.reader.read(completion.text, output.prompt or "", ended)
+
+
+def _call_ids(style: AnswerStyle, choice: int) -> str:
+    return f"{style.request_id}/{choice}"
+
+
+def _name_tool_calls(choice: dict[str, Any], message: Message) -> None:
+    """An answer that ended by itself and calls tools has a finish reason of its own."""
+    if message.calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"
+
+
+def _part(
     output: RequestOutput,
     completion: Completion,
     index: int,
-    chars: int,
     tokens: int,
     first: bool,
     style: AnswerStyle,
 ) -> dict[str, Any]:
     choice = _common(completion, index, tokens, style)
-    text = completion.text[chars:]
-    if style.chat:
-        choice["delta"] = {"role": "assistant"} if first else {}
-        choice["delta"]["content"] = text
-    else:
-        choice["text"] = text
     if style.token_ids:
         choice["token_ids"] = completion.token_ids[tokens:]
         if first:

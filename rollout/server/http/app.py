@@ -7,6 +7,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -29,14 +30,13 @@ from rollout.server.http.answers import (
     TokenText,
     answer,
 )
+from rollout.server.http.chat_body import ChatBody, TokenizeBody
 from rollout.server.http.errors import error_body, install_error_handlers
 from rollout.server.http.guard import Engine, Guard, Routes, include
+from rollout.server.http.messages import template_messages
 from rollout.server.http.types import (
-    ChatBody,
     CompletionBody,
     SamplingBody,
-    TokenizeBody,
-    text_messages,
 )
 from rollout.server.metrics import render
 
@@ -49,7 +49,7 @@ def build_app(
     *,
     tokens: Tokens | None = None,
     token_text: TokenText | None = None,
-    logprobs_mode: str = "raw_logprobs",
+    answers: AnswerDefaults | None = None,
     max_body_bytes: int = MAX_BODY,
     open_routes: Collection[str] | None = None,
 ) -> FastAPI:
@@ -58,7 +58,7 @@ def build_app(
     Until ``rollout`` has started, ``/health`` says so and everything else is a 503.
 
     ``token_text`` names one token id in OpenAI's logprobs; without it they read ``token_id:N``.
-    ``logprobs_mode``: which logprobs requests get there that do not ask for one of the two.
+    ``answers``: what requests get that do not say.
     ``open_routes``: these alone answer, and ask for no token.
     """
     app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
@@ -71,7 +71,8 @@ def build_app(
         is_loading=lambda: rollout.backend.is_loading,
     )
     app.state.rollout = rollout
-    app.state.defaults = AnswerDefaults(token_text or token_id_text, logprobs_mode)
+    app.state.defaults = answers or AnswerDefaults()
+    app.state.token_text = token_text or token_id_text
     include(app, routes)
     include(app, control.routes)
     include(app, sessions.routes)
@@ -134,7 +135,7 @@ async def version(rollout: Engine) -> dict[str, str]:
 async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
     prompts, params = body.prompts(), body.sampling()
     model = await _served_model(rollout, body.model)
-    style = _style(body, params, model, request.app.state.defaults, chat=False)
+    style = _style(body, params, model, request, chat=False)
     ids = _ids(style, len(prompts))
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
     return await _respond(request, body, style, outputs)
@@ -142,13 +143,20 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
 
 @routes.on("POST", "/v1/chat/completions", Access.GENERATION)
 async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
-    params = body.sampling()
+    defaults: AnswerDefaults = request.app.state.defaults
+    reader = body.reader(defaults.tools, defaults.reasoning)
+    params = body.sampling(keep_special=reader.special)
     model = await _served_model(rollout, body.model)
-    style = _style(body, params, model, request.app.state.defaults, chat=True)
-    ids = _ids(style, 1)
-    conversation = body.conversation()
+    style = replace(_style(body, params, model, request, chat=True), reader=reader)
     outputs = sessions.chat_outputs(
-        rollout, request.headers, conversation, params, ids[0], stream=body.stream
+        rollout,
+        request.headers,
+        body.conversation(),
+        params,
+        style.request_id,
+        stream=body.stream,
+        options=body.chat_options(),
+        reader=reader,
     )
     return await _respond(request, body, style, outputs)
 
@@ -156,8 +164,9 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
 @routes.on("POST", "/tokenize", Access.GENERATION)
 async def tokenize(rollout: Engine, body: TokenizeBody) -> dict[str, Any]:
     await _served_model(rollout, body.model)
-    prompt = body.prompt if body.prompt is not None else text_messages(body.messages or [])
-    ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens)
+    prompt = body.prompt if body.prompt is not None else template_messages(body.messages or [])
+    options = body.options().to_dict()
+    ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens, **options)
     limit = (await rollout.server_info()).max_model_len
     return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
@@ -174,10 +183,11 @@ def _style(
     body: SamplingBody,
     params: SamplingParams,
     model: str,
-    defaults: AnswerDefaults,
+    request: Request,
     *,
     chat: bool,
 ) -> AnswerStyle:
+    state = request.app.state
     prefix = "chatcmpl" if chat else "cmpl"
     return AnswerStyle(
         model=model,
@@ -185,9 +195,9 @@ def _style(
         samples=params.n,
         logprobs=params.logprobs is not None,
         top=params.logprobs or 0,
-        processed=(body.logprobs_mode or defaults.logprobs_mode) == "processed_logprobs",
+        processed=(body.logprobs_mode or state.defaults.logprobs_mode) == "processed_logprobs",
         token_ids=body.return_token_ids,
-        token_text=token_id_text if body.return_tokens_as_token_ids else defaults.token_text,
+        token_text=token_id_text if body.return_tokens_as_token_ids else state.token_text,
         request_id=body.request_id or f"{prefix}-{uuid.uuid4().hex}",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -9,12 +10,15 @@ from starlette.datastructures import Headers
 
 from rollout.api import AsyncRollout, Trajectory
 from rollout.api.backend import Outputs
+from rollout.chat import ChatOptions
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.rpc.convert import Messages
 from rollout.server.auth import Access
 from rollout.server.http.answers import finite
+from rollout.server.http.assistant import MessageReader, whole_message
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.messages import template_messages
 
 SESSION = "x-session-id"
 RESTART = "x-session-restart"  # "true": tokenise the whole conversation, edited answers included
@@ -31,22 +35,54 @@ def chat_outputs(
     request_id: str,
     *,
     stream: bool,
+    options: ChatOptions,
+    reader: MessageReader,
 ) -> Outputs:
-    """Outputs of a chat completion, as a turn of its session where the headers name one."""
+    """Outputs of a chat completion, as a turn of its session where the headers name one.
+
+    ``reader`` is how answers of it are shown: who sends one back as it was shown means it.
+    """
     name = headers.get(SESSION)
     if name is None:
-        return rollout.stream_chat(conversation, params, request_ids=[request_id], stream=stream)
+        return rollout.stream_chat(
+            conversation, params, request_ids=[request_id], stream=stream, **options.to_dict()
+        )
     restart = headers.get(RESTART, "false").lower()
     if restart not in ("true", "false"):
         raise InvalidRequest(f"X-Session-Restart must be true or false, got {restart!r:.40}")
+    held = rollout.sessions.messages(name)
     return rollout.sessions.stream_chat(
         name,
-        conversation,
+        as_written(conversation, held, reader),
         params,
         request_id=request_id,
         stream=stream,
         restart=restart == "true",
+        options=options,
     )
+
+
+def as_written(
+    conversation: Messages, held: Sequence[Mapping[str, Any]], reader: MessageReader
+) -> list[Mapping[str, Any]]:
+    """The conversation with answers as the model wrote them where a client sends them parsed."""
+    made = list(conversation)
+    for number, (theirs, ours) in enumerate(zip(conversation, held, strict=False)):
+        if ours["role"] != "assistant" or theirs == ours:
+            continue
+        opened = ("", *(() if reader.reasoning is None else (reader.reasoning.start,)))
+        shown = [whole_message(reader.read(ours["content"], prompt, True), "") for prompt in opened]
+        if any(_says(theirs) == _says(message) for message in template_messages(shown)):
+            made[number] = ours
+    return made
+
+
+def _says(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of an answer a client has to send back: its ids may differ, its thought be left out."""
+    calls = [
+        (c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())
+    ]
+    return message.get("role"), message["content"], calls
 
 
 @routes.on("GET", "/session", Access.GENERATION)

@@ -7,7 +7,7 @@ the nearest known one, so that a misspelt parameter is never silently dropped.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -128,73 +128,3 @@ class CompletionBody(SamplingBody):
             raise InvalidRequest(f"best_of must equal n ({self.n}), got {self.best_of}")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs are not available when stream=True")
-
-
-class ChatBody(SamplingBody):
-    """``/v1/chat/completions``: text messages, rendered by the checkpoint's chat template."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int = 0
-
-    def conversation(self) -> list[dict[str, Any]]:
-        return text_messages(self.messages)
-
-    def sampling(self) -> SamplingParams:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs=true")
-        limit = self.max_completion_tokens or self.max_tokens
-        return self.params(max_tokens=limit, logprobs=self.top_logprobs if self.logprobs else None)
-
-
-class TokenizeBody(BaseModel):
-    """``/tokenize``: the ids of ``prompt``, or of ``messages`` through the chat template."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _one_of(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of 'prompt' and 'messages' must be given")
-        return self
-
-
-def text_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their content as one string; raises ``InvalidRequest``.
-
-    Content may be a list of parts of type "text"; other parts, and messages without content (an
-    assistant's tool calls among them), are refused.
-    """
-    return [
-        {**message, "content": _content(number, message)} for number, message in enumerate(messages)
-    ]
-
-
-def _content(number: int, message: Mapping[str, Any]) -> str:
-    content, where = message.get("content"), f"messages[{number}]"
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"{where} needs a role")
-    if message.get("tool_calls"):
-        raise InvalidRequest(f"{where} carries tool_calls, which are not supported; send text")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} needs content: a text, or a list of text parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f'{where} has a part of type {kind!r}; only {{"type": "text", "text": ...}} is '
-                "supported"
-            )
-        texts.append(text)
-    return "".join(texts)

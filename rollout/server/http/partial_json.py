@@ -1,0 +1,83 @@
+"""Reads JSON objects, and marks, that are still being written, from the text so far.
+
+What is returned for a text is a beginning of what is returned for any longer one, so that a stream
+can send the difference.
+"""
+
+from __future__ import annotations
+
+import json
+
+
+def skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def value_end(text: str, start: int) -> int | None:
+    """Where the value that begins at ``start`` ends; None while it may go on."""
+    depth, at, quoted = 0, start, False
+    while at < len(text):
+        char = text[at]
+        if quoted:
+            at += char == "\\"
+            quoted = char != '"'
+            if not quoted and not depth:
+                return at + 1
+        elif char == '"':
+            quoted = True
+        elif char in "{[":
+            depth += 1
+        elif char in "}]":
+            depth -= 1
+            if depth <= 0:
+                return at + 1 + depth  # below 0: it closes what the value lies in
+        elif not depth and (char == "," or char.isspace()):
+            return at
+        at += 1
+    return None
+
+
+def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:
+    """The fields of the object at ``start`` as they are written, and where it ends.
+
+    The end is None while it is open, or is no JSON; the last field may be cut short then.
+    """
+    fields: dict[str, str] = {}
+    at = skip_space(text, start + 1)
+    while at < len(text) and text[at] == '"':
+        end = value_end(text, at)
+        key = None if end is None else as_string(text[at:end])
+        if key is None or end is None:
+            return fields, None
+        at = skip_space(text, end)
+        if text[at : at + 1] != ":":
+            return fields, None
+        at = skip_space(text, at + 1)
+        if at == len(text):
+            return fields, None
+        end = value_end(text, at)
+        fields[key] = text[at:end]
+        if end is None:
+            return fields, None
+        at = skip_space(text, end)
+        if text[at : at + 1] == ",":
+            at = skip_space(text, at + 1)
+    return fields, at + 1 if text[at : at + 1] == "}" else None
+
+
+def as_string(raw: str) -> str | None:
+    """The string that ``raw`` is the JSON of; None if it is not, or not whole."""
+    try:
+        value = json.loads(raw, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def before_mark(text: str, mark: str) -> str:
+    """``text`` without an end that may turn out to begin ``mark``."""
+    longest = min(len(mark) - 1, len(text))
+    held = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+    return text[: len(text) - held]

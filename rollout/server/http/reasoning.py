@@ -1,0 +1,55 @@
+"""What a model thought before it answered, by the marks of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollout.server.http.partial_json import before_mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningParser:
+    """``always``: an answer begins inside the thought, unless the prompt has closed one.
+
+    Without it, it does where the prompt ends with ``start``. ``special``: the marks are special
+    tokens, which the text has to keep.
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+    special: bool = False
+
+    def split(self, text: str, prompt: str, final: bool) -> tuple[str, str]:
+        """(thought, answer) of the text so far, without marks.
+
+        Each part is a beginning of what it is for a longer text: what may yet be a mark, and white
+        space around one, is held back until ``final``. A thought that never ends is no answer.
+        """
+        said = text.lstrip()
+        if not final and said and len(said) < len(self.start) and self.start.startswith(said):
+            return "", ""
+        if said.startswith(self.start):
+            thought = said[len(self.start) :]
+        elif self._begins_inside(prompt):
+            thought = text
+        else:
+            return "", text
+        thought, ended, answer = thought.partition(self.end)
+        if not ended and not final:
+            thought = before_mark(thought, self.end)
+        return thought.strip(), answer.lstrip()
+
+    def _begins_inside(self, prompt: str) -> bool:
+        opened, closed = prompt.rfind(self.start), prompt.rstrip().endswith(self.end)
+        if self.always:
+            return not closed
+        return opened >= 0 and prompt.rstrip().endswith(self.start)
+
+
+REASONING_PARSERS: Mapping[str, ReasoningParser] = {
+    "deepseek_r1": ReasoningParser(always=True),
+    "mistral": ReasoningParser(start="[THINK]", end="[/THINK]", special=True),
+    "qwen3": ReasoningParser(),
+}
