@@ -2,7 +2,8 @@
 
     python trainer_job.py RANK WORLD PORT KIND DIRECTORY     KIND: module | ddp | fsdp2 | zero3
 
-Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "update", "address",
+Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "become", "path":
+DIR} goes on with the model of another, of any architecture; {"op": "update", "address",
 "transport", "timeout", "bucket_bytes", "die_at": {rank: item}, "kill_sender_at": bucket} answers
 with the receipt or the error; {"op": "end"}.
 """
@@ -54,9 +55,12 @@ class Dying:
             yield item
 
 
-def build(kind: str, path: str) -> tuple[Any, nn.Module]:
+def build(kind: str, path: str, loaded: bool = False) -> tuple[Any, nn.Module]:
     """What the trainer passes to ``update_weights``, and the module whose weights it sets."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
+    if loaded:
+        model = AutoModelForCausalLM.from_pretrained(path).float()
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model), model
     if kind == "fsdp2":
@@ -146,6 +150,9 @@ def main() -> None:
         if ask["op"] == "load":
             load(kind, module, ask["path"])
             answer: dict[str, Any] = {"loaded": ask["path"]}
+        elif ask["op"] == "become":
+            source, module = build(kind, ask["path"], loaded=True)
+            answer = {"became": ask["path"]}
         else:
             answer = update(source, rank, ask)
         print(json.dumps(answer), file=answers, flush=True)
