@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV2Config,
@@ -44,6 +45,56 @@ ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
+# Dense ones, under the stems of their classes, and what sets their tiny models apart.
+SLIDING: dict[str, Any] = {"sliding_window": 7}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2", {**SLIDING, "num_hidden_layers": 4, "logit_scale": 0.3}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", {**SLIDING, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {**SLIDING, "query_pre_attn_scalar": 24, "num_hidden_layers": 6}),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {**SLIDING, "num_hidden_layers": 4}),
+    "phi3": ("Phi3", {**SLIDING, "partial_rotary_factor": 0.5}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+}
+for _name, (_stem, _) in DENSE.items():
+    _config = f"{_stem}{'Text' if _name == 'gemma3' else ''}Config"
+    ARCHITECTURES[_name] = (
+        getattr(transformers, _config),
+        getattr(transformers, f"{_stem}ForCausalLM"),
+    )
 # Six experts of 24, two for each token; Mixtral's expert size is its intermediate_size.
 LATENT = {
     "num_key_value_heads": 4,
@@ -148,6 +199,7 @@ def write_tiny(
         "pad_token_id": None,
     }
     settings.update(EXPERTS.get(arch, {}))
+    settings.update(DENSE[arch][1] if arch in DENSE else {})
     settings.update(config_overrides)
     fast = make_tokenizer(settings["vocab_size"]) if tokenizer else None
     if fast is not None:

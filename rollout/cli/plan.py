@@ -167,7 +167,7 @@ def _wants(
     config = _config(model, ModelConfig)
     kinds = [config.moe is not None and config.moe.is_sparse(i) for i in range(config.num_layers)]
     shown = {kind: kinds.index(kind) for kind in set(kinds)}  # layers of one kind are equal
-    few = replace(config, num_layers=1 + max(shown.values()), sliding_window=None)
+    few = replace(config, num_layers=1 + max(shown.values()))
     kind = config.dtype if dtype is None else getattr(torch, dtype)
     metadata: tuple[TensorMeta, ...] = ()
     takes: dict[str, list[tuple[Box, ...]]] = {}

@@ -78,6 +78,32 @@ class MoEArch:
     wide_weights: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A factor: the ``field`` of ``config.json`` (``default`` where it has none), to a ``power``.
+
+    ``rounded``: to the model's dtype, before it multiplies.
+    """
+
+    field: str
+    default: float | None = None
+    power: float = 1.0
+    rounded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNorms:
+    """The norms of a block, as the checkpoint calls them; None where there is none.
+
+    Those ``before`` a half normalise its input; those ``after`` it, what it adds to the residual.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentArch:
     """Latent attention; its sizes have one name everywhere.
@@ -93,24 +119,66 @@ class LatentArch:
 class Arch:
     """One architecture, declared in a file of ``architectures/`` under its Hugging Face name.
 
-    The defaults are Llama's; they also are what is read for a model class from elsewhere.
-    ``head_dim_given``: the file must name it (else hidden size over heads is its default).
-    ``rope_theta``: where the file has none. ``always_slides``: a ``sliding_window`` holds wherever
-    one is set, and ``sliding_window`` where the file says nothing; else ``use_sliding_window``
-    switches it on. ``next_layers``: the field that counts layers which predict further tokens: a
-    checkpoint has them behind the others, and nothing here takes them. ``partial_rotary``:
-    ``partial_rotary_factor`` holds where positions are not scaled, too.
+    The defaults are Llama's; they also are what is read for a model class from elsewhere. A pair
+    is a field of ``config.json`` and what holds where the file does not have it.
+
+    Linears: the biases; ``fused_qkv``, ``fused_gate_up``: the checkpoint has one tensor for all.
+    ``activation`` of the gate. ``head_dim_given``: the file must name it (else hidden size over
+    heads is its default). ``tied`` where the file says nothing.
+
+    Norms: ``norm`` is "rms" (rounded, then multiplied by the weight), "rms wide" (multiplied in
+    float32), "rms plus one" (the same by 1 + weight) or "layer" (the mean is subtracted, too);
+    ``norm_eps`` its field. ``qk_norm``: q and k are normalised, ``qk_norm_over`` each "head" by one
+    weight, each of the "heads" by its own, or the whole "row". ``norms``: where a block has which.
+    ``parallel``: both halves of a block read its one norm, and are added together.
+
+    Factors on the embeddings, on q k^T (default: head_dim^-0.5), on what a half adds to the
+    residual, and on the logits; caps on q k^T and on the logits.
+
+    Windows: layers may see ``sliding_window`` keys (that many where the file has no such field):
+    ``slides`` "always" all of them; "switched" by ``use_sliding_window`` those that ``layer_types``
+    or ``max_window_layers`` say; "typed" those that ``layer_types`` says, else all but each
+    ``full_every``-th (0: all).
+
+    Positions: ``rope_theta`` where the file has none. ``local_rope``: (field, base) of layers that
+    slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
+    as 0 ("listed"), or in those that do not slide ("full"). ``interleaved``: the pairs that turn
+    are neighbours. ``partial_rotary``: ``partial_rotary_factor`` holds where positions are not
+    scaled, too, and is this where there is none. ``wide_rope``: cos and sin stay float32.
+
+    ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
+    them behind the others, and nothing here takes them.
     """
 
     qkv_bias: Switch = ("attention_bias", False)
     o_bias: Switch = ("attention_bias", False)
     mlp_bias: Switch = ("mlp_bias", False)
-    qk_norm: Switch = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
     head_dim_given: bool = False
-    rope_theta: float = 1e4
-    always_slides: bool = False
+    tied: bool = False
+    norm: Literal["rms", "rms wide", "rms plus one", "layer"] = "rms"
+    norm_eps: str = "rms_norm_eps"
+    norms: BlockNorms = BlockNorms()
+    parallel: bool = False
+    qk_norm: Switch = False
+    qk_norm_over: Literal["head", "heads", "row"] = "head"
+    embedding_scale: Scale | None = None
+    attention_scale: Scale | None = None
+    residual_scale: Scale | None = None
+    logits_scale: Scale | None = None
+    attention_softcap: tuple[str, float | None] | None = None
+    logits_softcap: tuple[str, float | None] | None = None
+    slides: Literal["always", "switched", "typed"] | None = None
     sliding_window: int | None = None
+    full_every: int = 0
+    rope_theta: float = 1e4
+    local_rope: tuple[str, float] | None = None
+    no_rope: Literal["listed", "full"] | None = None
+    interleaved: bool = False
+    partial_rotary: float | None = None
+    wide_rope: bool = False
     next_layers: str | None = None
-    partial_rotary: bool = False
     latent: LatentArch | None = None
     moe: MoEArch | None = None

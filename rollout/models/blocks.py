@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from rollout.models.forward import ForwardBatch, LayerKV
-from rollout.models.layers.attention import Attention
+from rollout.models.layers.attention import Attention, Turn
 from rollout.models.layers.base import Build
 from rollout.models.layers.embedding import Embedding
 from rollout.models.layers.latent_attention import LatentAttention
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
-from rollout.models.layers.norm import RMSNorm
+from rollout.models.layers.norm import Norm, make_norm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden]; one all-reduce.
+    """down(act(gate(x)) * up(x)): [T, hidden] -> [T, hidden]; one all-reduce.
 
     ``inner``: its size, by default the config's. ``reduce=False`` leaves the sum to the caller.
     """
@@ -26,7 +26,9 @@ class GatedMLP(nn.Module):
         config = build.config
         hidden, inner = config.hidden_size, inner or config.intermediate_size
         parts = [("gate_proj", inner), ("up_proj", inner)]
-        self.gate_up_proj = MergedColumnLinear(build, hidden, parts, config.mlp_bias)
+        self.gate_up_proj = MergedColumnLinear(
+            build, hidden, parts, config.mlp_bias, config.arch.fused_gate_up
+        )
         self.down_proj = RowLinear(build, inner, hidden, config.mlp_bias, reduce)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,39 +37,64 @@ class GatedMLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm attention and feed-forward; the residual sum travels beside the last block's output.
+    """Attention and feed-forward, with norms before or after each as ``BlockNorms`` has them.
 
-    ``feed_forward`` (default: a ``GatedMLP``) is the submodule ``name``, as the checkpoint has it.
+    The residual sum travels beside the last block's output. ``feed_forward`` (default: a
+    ``GatedMLP``) is the submodule ``name``, as the checkpoint has it.
     """
 
     def __init__(
-        self, build: Build, feed_forward: nn.Module | None = None, name: str = "mlp"
+        self,
+        build: Build,
+        index: int,
+        feed_forward: nn.Module | None = None,
+        name: str = "mlp",
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(build, build.config.hidden_size)
+        self.names, self.parallel = build.config.arch.norms, build.config.arch.parallel
+        self.scale = build.config.residual_scale
         latent = build.config.latent is not None
-        self.self_attn = LatentAttention(build) if latent else Attention(build)
-        self.post_attention_layernorm = RMSNorm(build, build.config.hidden_size)
+        self.self_attn = LatentAttention(build) if latent else Attention(build, index)
         self.feed_forward = name
         self.add_module(name, feed_forward or GatedMLP(build))
+        names = self.names
+        for norm in (
+            names.before_attention, names.after_attention, names.before_mlp, names.after_mlp
+        ):  # fmt: skip
+            if norm is not None:
+                self.add_module(norm, make_norm(build, build.config.hidden_size))
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
+        self, x: Tensor, residual: Tensor | None, turn: Turn, batch: ForwardBatch, kv: LayerKV
     ) -> tuple[Tensor, Tensor]:
+        names = self.names
+        x, residual = self._before(names.before_attention, x, residual)
+        out = self.self_attn(x, turn, batch, kv)
+        if self.parallel:
+            return self._scaled(out + getattr(self, self.feed_forward)(x)), residual
+        x = self._scaled(self._after(names.after_attention, out))
+        x, residual = self._before(names.before_mlp, x, residual)
+        out = getattr(self, self.feed_forward)(x)
+        return self._scaled(self._after(names.after_mlp, out)), residual
+
+    def _before(
+        self, name: str | None, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What a half reads, and the residual sum with x."""
+        norm: Norm | None = None if name is None else getattr(self, name)
         if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos, sin, batch, kv)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        out: Tensor = getattr(self, self.feed_forward)(x)
-        return out, residual
+            return x if norm is None else norm(x), x
+        if norm is not None:
+            return norm.add(x, residual)
+        total = x + residual
+        return total, total
+
+    def _after(self, name: str | None, x: Tensor) -> Tensor:
+        out: Tensor = x if name is None else getattr(self, name)(x)
+        return out
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1 else x * self.scale
 
 
 class Decoder(nn.Module):
@@ -77,14 +104,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(build)
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(build, build.config.hidden_size)
+        self.norm = make_norm(build, build.config.hidden_size)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: Sequence[LayerKV]
+        self, x: Tensor, turns: Sequence[Turn], batch: ForwardBatch, kv: Sequence[LayerKV]
     ) -> tuple[Tensor, Tensor]:
-        """The blocks on embeddings [T, hidden]: the last one's output and the residual sum."""
+        """The blocks on embeddings [T, hidden]: the last one's output and the residual sum.
+
+        ``turns``, ``kv``: each layer's.
+        """
         residual: Tensor | None = None
-        for block, pages in zip(self.layers, kv, strict=True):
-            x, residual = block(x, residual, cos, sin, batch, pages)
+        for block, turn, pages in zip(self.layers, turns, kv, strict=True):
+            x, residual = block(x, residual, turn, batch, pages)
         assert residual is not None
         return x, residual

@@ -63,7 +63,6 @@ def build_model(
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
     max_len = max_model_len or config.max_position_embeddings
-    config.check_length(max_len)
     foreign = not issubclass(kind, CausalLM)
     if deterministic:
         check_deterministic(build, kind if foreign else None)

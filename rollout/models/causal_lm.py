@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout.kernels.op import are_watched
 from rollout.models.blocks import Decoder, DecoderBlock
 from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
@@ -24,20 +25,35 @@ from rollout.models.weight_table import build_table
 class CausalLM(Model):
     """What an ``Arch`` declares, built; a model whose blocks differ is a subclass that makes them.
 
-    A live model and its shadow share the rope table.
+    A live model and its shadow share the rope tables.
     """
 
-    def __init__(self, build: Build, max_len: int, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, build: Build, max_len: int, rotaries: Sequence[Rotary] | None = None
+    ) -> None:
         super().__init__(build, max_len)
         config = build.config
-        self.rotary = rotary or Rotary(
-            config.rope,
-            config.head_dim,
-            config.max_position_embeddings,
-            max_len,
-            build.dtype,
-            build.device,
-        )
+        layers = config.layers[: config.num_layers]
+        ropes: list[RopeConfig] = []
+        for layer in layers:
+            if layer.rope not in ropes:
+                ropes.append(layer.rope)
+        self.rotary_of = [ropes.index(layer.rope) for layer in layers]
+        self.rotaries = rotaries or [
+            Rotary(
+                rope,
+                config.head_dim,
+                config.max_position_embeddings,
+                max_len,
+                torch.float32 if config.arch.wide_rope else build.dtype,
+                build.device,
+            )
+            for rope in ropes
+        ]
+        self.embedding_scale = config.embedding_scale
+        scale = config.arch.embedding_scale
+        if scale is not None and scale.rounded:
+            self.embedding_scale = torch.tensor(self.embedding_scale, dtype=build.dtype).item()
         blocks = [self.make_block(build, index) for index in range(config.num_layers)]
         self.model = Decoder(build, blocks)
         self.lm_head = None if config.tied else Head(build)
@@ -52,8 +68,8 @@ class CausalLM(Model):
         """The decoder block number ``index``."""
         moe = build.config.moe
         if moe is None or not moe.is_sparse(index):
-            return DecoderBlock(build)
-        return DecoderBlock(build, SparseMoE(build), moe.arch.names.module)
+            return DecoderBlock(build, index)
+        return DecoderBlock(build, index, SparseMoE(build), moe.arch.names.module)
 
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:
@@ -65,18 +81,29 @@ class CausalLM(Model):
         """Logits [rows, vocab_size] of ``batch.logit_rows``, in the head's dtype, on every rank.
 
         Writes this step's keys and values into ``kv``, one entry per layer. Collective: all ranks
-        call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces, and one
-        all-gather of the logits.
+        call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces (3 x where q and
+        k are normalised over the heads of all ranks), and one all-gather of the logits.
         """
-        cos, sin = self.rotary(batch.positions)
+        turns = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         if self.native_blocks is not None and not are_watched():
-            x, residual = self.native_blocks(x, cos, sin, batch, kv)
+            x, residual = self.native_blocks(x, *turns[0], batch, kv)
         else:
-            x, residual = self.model(x, cos, sin, batch, kv)
+            x, residual = self.model(x, [turns[i] for i in self.rotary_of], batch, kv)
         rows = batch.logit_rows
         x, _ = self.model.norm.add(x[rows], residual[rows])
-        return self.head.logits(x)
+        return self._finish(self.head.logits(x))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        """Logits times their factor, under their cap."""
+        config = self.config
+        if config.logits_scale != 1:
+            logits = logits * config.logits_scale
+        if config.logits_softcap:
+            logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
+        return logits
 
     @property
     def head(self) -> VocabParallel:
@@ -89,4 +116,4 @@ class CausalLM(Model):
                 module.after_load()
 
     def empty_like(self) -> Self:
-        return type(self)(self.build, self.max_len, self.rotary)
+        return type(self)(self.build, self.max_len, self.rotaries)

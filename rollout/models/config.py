@@ -11,44 +11,23 @@ from typing import Any, Self
 import torch
 
 from rollout.errors import ConfigError
-from rollout.models.arch import Arch
+from rollout.models.arch import Arch, Scale
 from rollout.models.config_reader import Reader
 from rollout.models.latent_config import LatentConfig, read_latent
+from rollout.models.layer_config import LayerConfig, QueryGrowth, read_growth, read_layers
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
 
-# How positions may be scaled -> what the file must say then.
-ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
-    "longrope": ("short_factor", "long_factor"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary parameters, from either form of ``config.json``.
-
-    ``partial`` is the rotated share of a head. ``scaling``: the parameters of a kind other than
-    "default", under transformers' names.
-    """
-
-    kind: str
-    theta: float
-    partial: float = 1.0
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's.
 
-    ``sliding_window``: how far attention reaches back in the checkpoint; here it always reaches
-    back to the start, which is the same in sequences that are no longer. ``next_layers``: layers
-    behind the last one that a checkpoint may hold, for a purpose that is none here.
+    ``arch`` is what the architecture declares, the other fields what the file says, by its rules.
+    Factors are 1 and caps 0 where there is none. ``next_layers``: layers behind the last one that a
+    checkpoint may hold, for a purpose that is none here.
     """
 
     architecture: str
@@ -59,9 +38,9 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     max_position_embeddings: int
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
     tied: bool
     qkv_bias: bool
     o_bias: bool
@@ -72,8 +51,16 @@ class ModelConfig:
     bos_token_id: int | None = None
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
-    sliding_window: int | None = None
     next_layers: int = 0
+    arch: Arch = field(default_factory=Arch)
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    query_growth: QueryGrowth | None = None
 
     @classmethod
     def from_hf(
@@ -86,13 +73,13 @@ class ModelConfig:
         """Read the plain dict of a ``config.json``; ``file`` only names it in errors.
 
         Raises ``ConfigError`` for an unsupported architecture, a missing or malformed field, and
-        for what these models cannot do: layers that slide, activations other than silu.
+        for what these models cannot do.
         """
         read = Reader(values, file)
         registry = registry or Registry()
         architecture = registry.choose(read.names("architectures"))
         arch = registry.arch(architecture)
-        _refuse_unsupported(read, architecture)
+        _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
         kv_heads = read.count("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -100,9 +87,10 @@ class ModelConfig:
                 f"{file}: num_attention_heads {heads} must be a multiple of "
                 f"num_key_value_heads {kv_heads}"
             )
-        rope = _read_rope(read, arch)
-        latent = None if arch.latent is None else read_latent(read, arch.latent, rope.scaling)
-        slides = arch.always_slides and values.get("sliding_window", arch.sliding_window)
+        layers = read_layers(read, arch)
+        scaling = layers[0].rope.scaling
+        latent = None if arch.latent is None else read_latent(read, arch.latent, scaling)
+        head_dim = latent.rope_dim if latent else _read_head_dim(read, arch, heads)
         return cls(
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
@@ -111,11 +99,11 @@ class ModelConfig:
             num_layers=read.count("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=latent.rope_dim if latent else _read_head_dim(read, arch, heads),
-            rms_norm_eps=read.number("rms_norm_eps"),
+            head_dim=head_dim,
+            norm_eps=read.number(arch.norm_eps),
             max_position_embeddings=read.count("max_position_embeddings"),
-            rope=rope,
-            tied=read.flag("tie_word_embeddings"),
+            layers=layers,
+            tied=read.flag("tie_word_embeddings", arch.tied),
             qkv_bias=read.switch(arch.qkv_bias),
             o_bias=read.switch(arch.o_bias),
             mlp_bias=read.switch(arch.mlp_bias),
@@ -125,8 +113,16 @@ class ModelConfig:
             bos_token_id=values.get("bos_token_id"),
             latent=latent,
             moe=None if arch.moe is None else read_moe(read, arch.moe),
-            sliding_window=read.count("sliding_window", arch.sliding_window) if slides else None,
             next_layers=read.count(arch.next_layers, 0, least=0) if arch.next_layers else 0,
+            arch=arch,
+            activation=_read_activation(read, arch),
+            embedding_scale=_read_scale(read, arch.embedding_scale),
+            attention_scale=_read_scale(read, arch.attention_scale, head_dim**-0.5),
+            residual_scale=_read_scale(read, arch.residual_scale),
+            logits_scale=_read_scale(read, arch.logits_scale),
+            attention_softcap=_read_softcap(read, arch.attention_softcap),
+            logits_softcap=_read_softcap(read, arch.logits_softcap),
+            query_growth=read_growth(read),
         )
 
     @classmethod
@@ -152,15 +148,6 @@ class ModelConfig:
         if self.latent is not None:
             return 1, 1, self.latent.cached
         return 2, max(1, self.num_kv_heads // size), self.head_dim
-
-    def check_length(self, max_len: int) -> None:
-        """Raise ``ConfigError`` where a sequence of ``max_len`` tokens outgrows the window."""
-        if self.sliding_window is not None and max_len > self.sliding_window:
-            raise ConfigError(
-                f"sliding_window {self.sliding_window} is set, but {self.architecture} runs full "
-                f"attention only here, over up to {max_len} tokens; set max_model_len to at most "
-                f"{self.sliding_window}, or choose another checkpoint"
-            )
 
     def check_tensor_parallel(self, size: int, expert_parallel: bool = False) -> None:
         """Raise ``ConfigError`` unless this model divides over ``size`` ranks.
@@ -221,31 +208,39 @@ def token_ids(value: Any, file: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _refuse_unsupported(read: Reader, architecture: str) -> None:
+def _refuse_unsupported(read: Reader) -> None:
     values = read.values
-    if (act := values.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ConfigError(f"{read.file}: hidden_act {act!r} is not supported, only 'silu'")
-    if values.get("use_sliding_window") and values.get("sliding_window"):
-        layers, first = values.get("num_hidden_layers", 0), values.get("max_window_layers", 0)
-        types = values.get("layer_types")
-        used = "sliding_attention" in types if types else first < layers
-        if used:
-            raise ConfigError(
-                f"{read.file}: use_sliding_window is true, but {architecture} runs full attention "
-                "only here; set use_sliding_window to false or choose another checkpoint"
-            )
-    types, layers = values.get("layer_types"), values.get("num_hidden_layers")
-    if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
-        raise ConfigError(
-            f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(types)} "
-            "layers; make them agree"
-        )
     packed = values.get("quantization_config")
     if packed and not (isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"):
         raise ConfigError(
             f"{read.file}: quantization_config is not supported, but for mxfp4 experts; use an "
             "unquantised checkpoint"
         )
+
+
+def _read_activation(read: Reader, arch: Arch) -> str:
+    name, default = arch.activation
+    given = read.values.get(name) or default
+    if given not in ACTIVATIONS:
+        raise ConfigError(f"{read.file}: {name} {given!r} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[given]
+
+
+def _read_scale(read: Reader, scale: Scale | None, otherwise: float = 1.0) -> float:
+    if scale is None:
+        return otherwise
+    value = scale.default if read.values.get(scale.field) is None else None
+    value = read.number(scale.field) if value is None else value
+    if value <= 0:
+        raise ConfigError(f"{read.file}: {scale.field} must be above 0, got {value}")
+    return float(value**scale.power)
+
+
+def _read_softcap(read: Reader, cap: tuple[str, float | None] | None) -> float:
+    """0 where there is none, as where the file has null."""
+    if cap is None or read.values.get(cap[0], cap[1]) is None:
+        return 0.0
+    return read.number(cap[0]) if cap[0] in read.values else float(cap[1] or 0)
 
 
 def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
@@ -259,34 +254,6 @@ def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
     if head_dim % 2:
         raise ConfigError(f"{read.file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
     return head_dim
-
-
-def _read_rope(read: Reader, arch: Arch) -> RopeConfig:
-    """Both forms: ``rope_parameters``, or ``rope_scaling`` beside ``rope_theta``."""
-    values, file = read.values, read.file
-    given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-    if any(isinstance(v, Mapping) for v in given.values()):
-        raise ConfigError(f"{file}: rope parameters per layer type are not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ROPE_NEEDS:
-        raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_NEEDS)}")
-    for name in ROPE_NEEDS[kind]:
-        if given.get(name) is None:
-            raise ConfigError(f"{file}: field {name!r} is missing; rope_type {kind!r} needs it")
-    theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or arch.rope_theta)
-    partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
-    partial = 1.0 if partial is None else float(partial)
-    if kind == "default":
-        # transformers ignores the factor for most architectures' unscaled rotary; so do we.
-        return RopeConfig(kind=kind, theta=theta, partial=partial if arch.partial_rotary else 1.0)
-    # A top-level value wins over the one inside, as in transformers.
-    own = values.get("original_max_position_embeddings")
-    own = own or given.get("original_max_position_embeddings")
-    given["original_max_position_embeddings"] = own or read.count("max_position_embeddings")
-    scaling = {name: given[name] for name in sorted(given) if name not in ("type", "rope_type")}
-    if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
-        raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
-    return RopeConfig(kind=kind, theta=theta, partial=partial, scaling=scaling)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

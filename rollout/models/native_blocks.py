@@ -14,7 +14,9 @@ from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry, library
 from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention.cpu import takes_heads
+from rollout.models.arch import BlockNorms
 from rollout.models.blocks import DecoderBlock, GatedMLP
+from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.base import Build
@@ -61,6 +63,7 @@ class NativeBlocks:
             and takes_heads(config.num_heads, config.num_kv_heads, config.head_dim)
             and inner % linear.TILE_ROWS == 0
             and len(blocks) > 0
+            and _is_like_llama(config)
             and all(_is_plain(block, inner, config.qk_norm) for block in blocks)
         )
         return NativeBlocks(build, cast("Sequence[DecoderBlock]", blocks)) if fits else None
@@ -83,7 +86,7 @@ class NativeBlocks:
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
             *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
             *(cos.shape[1], page, tables.shape[1], self._window, 0, 2 * len(self._weights)),
-            *(self._build.config.rms_norm_eps, self._scale),
+            *(self._build.config.norm_eps, self._scale),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
         )
         if self._build.tp.size == 1:
@@ -111,6 +114,23 @@ def _run(problem: ctypes.Structure) -> None:
         raise MemoryError("decoder blocks: no memory for attention's scratch")
 
 
+def _is_like_llama(config: ModelConfig) -> bool:
+    """Whether blocks differ from Llama's in nothing that the native code does not know."""
+    arch, layers = config.arch, config.layers[: config.num_layers]
+    return (
+        arch.norm == "rms"
+        and arch.norms == BlockNorms()
+        and not arch.parallel
+        and not arch.interleaved
+        and arch.qk_norm_over == "head"
+        and config.activation == "silu"
+        and config.residual_scale == 1
+        and not config.attention_softcap
+        and config.query_growth is None
+        and all(layer == layers[0] for layer in layers)
+    )
+
+
 def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
     """Exactly the modules that the native code stands for, their linears in tiles."""
     if type(block) is not DecoderBlock or type(_mlp(block)) is not GatedMLP:
@@ -118,12 +138,14 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
     attention, mlp = _attention(block), _mlp(block)
     if type(attention) is not Attention or attention.attend not in ATTENTIONS:
         return False
+    if attention.sinks is not None:
+        return False
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    norms = [block.input_layernorm, block.post_attention_layernorm]
+    norms = [_norm(block, "input_layernorm"), _norm(block, "post_attention_layernorm")]
     for norm in (attention.q_norm, attention.k_norm):
         if (norm is not None) != qk_norm:
             return False
-        norms += [] if norm is None else [norm]
+        norms += [] if norm is None else [cast(RMSNorm, norm)]
     layouts = [each.specs["weight"].layout for each in linears]
     return (
         [type(each) for each in linears] == [QKVLinear, RowLinear, MergedColumnLinear, RowLinear]
@@ -139,6 +161,10 @@ def _attention(block: DecoderBlock) -> Attention:
     return cast(Attention, block.self_attn)
 
 
+def _norm(block: DecoderBlock, name: str) -> RMSNorm:
+    return cast(RMSNorm, getattr(block, name))
+
+
 def _mlp(block: DecoderBlock) -> GatedMLP:
     return cast(GatedMLP, getattr(block, block.feed_forward))
 
@@ -146,16 +172,16 @@ def _mlp(block: DecoderBlock) -> GatedMLP:
 def _weights(block: DecoderBlock) -> list[Tensor | None]:
     """In the order of ``Block`` in native/blocks.c."""
     attention, mlp = _attention(block), _mlp(block)
-    q_norm, k_norm = attention.q_norm, attention.k_norm
+    q_norm, k_norm = (cast("RMSNorm | None", x) for x in (attention.q_norm, attention.k_norm))
     return [
-        block.input_layernorm.weight,
+        _norm(block, "input_layernorm").weight,
         attention.qkv_proj.weight,
         attention.qkv_proj.bias,
         None if q_norm is None else q_norm.weight,
         None if k_norm is None else k_norm.weight,
         attention.o_proj.weight,
         attention.o_proj.bias,
-        block.post_attention_layernorm.weight,
+        _norm(block, "post_attention_layernorm").weight,
         mlp.gate_up_proj.weight,
         mlp.gate_up_proj.bias,
         mlp.down_proj.weight,

@@ -99,6 +99,11 @@ def _norms() -> Iterator[Case]:
         )
     wide = _randn(5, 12, 48)
     yield Case("rms_norm", "slice of heads", lambda t: (wide.to(t)[:, 2:9], _randn(48).to(t), 1e-6))
+    for offset in (0.0, 1.0):
+        heads = lambda t, o=offset: (wide.to(t)[:, 2:9], _randn(48).to(t), 1e-6, o)  # noqa: E731
+        yield Case("rms_norm", f"slice of heads, weights from {offset}", heads)
+        added = lambda t, o=offset: (wide.to(t), wide.to(t) + 1, _randn(48).to(t), 1e-6, o)  # noqa: E731
+        yield Case("add_rms_norm", f"weights from {offset}", added)
     yield Case("rms_norm", "transposed", lambda t: (wide.to(t).mT, _randn(12).to(t), 1e-6))
     yield Case("rms_norm", "zeros", lambda t: (torch.zeros(3, 20, dtype=t), _randn(20).to(t), 1e-6))
     yield Case(

@@ -51,6 +51,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     heads = torch.zeros(2, 48, 128, dtype=BF16)[:, :32]
     yield "rms_norm", lambda: kernel("rms_norm")(heads, weight[:128].clone(), 1e-5)
     yield "add_rms_norm", lambda: kernel("add_rms_norm")(x, x, weight, 1e-5)
+    yield "add_rms_norm", lambda: kernel("add_rms_norm")(x, x, weight, 1e-5, 1.0)
     yield "silu_mul", lambda: kernel("silu_mul")(x)
     yield "swap_tensors", lambda: kernel("swap_tensors")(x, x.clone())
     box = Box((0, 0), (3, 4096))

@@ -8,6 +8,7 @@ from tiny_models import write_tiny
 
 from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
+from rollout.models.layer_config import FULL, SLIDES, LayerConfig, RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,7 +32,7 @@ def test_a_minimal_llama_config_gets_its_architectures_defaults():
     assert config.architecture == "LlamaForCausalLM"
     assert (config.head_dim, config.num_kv_heads) == (16, 4)
     assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tied))
-    assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
+    assert config.layers == (LayerConfig(window=0, rope=RopeConfig(kind="default", theta=1e4)),) * 2
     assert config.eos_token_ids == ()
 
 
@@ -64,7 +65,7 @@ def test_a_missing_field_is_named_with_its_file(name):
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of silu"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"hidden_size": 66}, "set head_dim"),
@@ -74,10 +75,6 @@ def test_a_missing_field_is_named_with_its_file(name):
         ({"rope_scaling": {"type": "linear"}}, "field 'factor' is missing; rope_type 'linear'"),
         ({"quantization_config": {"bits": 4}}, "unquantised"),
         ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list"),
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "use_sliding_window is true",
-        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(changes, match):
@@ -86,28 +83,52 @@ def test_what_cannot_be_run_is_refused(changes, match):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("arch", "changes", "windows"),
     [
-        {"use_sliding_window": False, "sliding_window": 64},
-        {"use_sliding_window": True, "sliding_window": None},
-        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+        ("Llama", {"sliding_window": 64, "use_sliding_window": True}, [0, 0]),
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 64}, [0, 0]),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": None}, [0, 0]),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+            [0] * 2,
+        ),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            [0, 64],
+        ),
+        ("Qwen2", {"use_sliding_window": True, "layer_types": [SLIDES, FULL]}, [4096, 0]),
+        ("Mistral", {}, [4096, 4096]),
+        ("Mistral", {"sliding_window": 64, "layer_types": [SLIDES, FULL]}, [64, 64]),
+        ("Mistral", {"sliding_window": None}, [0, 0]),
+        ("Ministral", {"sliding_window": 64, "layer_types": [SLIDES, FULL]}, [64, 0]),
+        ("Gemma2", {"num_hidden_layers": 3, "head_dim": 16}, [4096, 0, 4096]),
+        ("Gemma3", {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 16}, [9, 0]),
     ],
 )
-def test_a_sliding_window_that_no_layer_uses_is_allowed(changes):
-    assert read(**changes).num_layers == 2
+def test_how_far_each_layer_sees(arch, changes, windows):
+    config = read({**LLAMA, "architectures": [f"{arch}ForCausalLM"]}, **changes)
+    assert [layer.window for layer in config.layers] == windows
 
 
-@pytest.mark.parametrize(
-    ("given", "longest"), [({}, 4096), ({"sliding_window": 64}, 64), ({"sliding_window": None}, 0)]
-)
-def test_mistral_serves_no_more_tokens_than_its_window(given, longest):
-    config = read({**LLAMA, "architectures": ["MistralForCausalLM"]}, **given)
-    config.check_length(longest)
-    if not longest:
-        config.check_length(1 << 20)
-        return
-    with pytest.raises(ConfigError, match=f"sliding_window {longest} is set, but Mistral"):
-        config.check_length(longest + 1)
+def test_layers_that_slide_may_have_their_own_positions():
+    local, scaled = {"rope_theta": 1e4}, {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
+    gemma = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
+    gemma["sliding_window_pattern"] = 2
+    old = read(gemma, rope_theta=1e6, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    new = read(gemma, rope_parameters={SLIDES: local, FULL: scaled})
+    assert old.layers == new.layers
+    slides, full = new.layers
+    assert (slides.rope.kind, slides.rope.theta, slides.rope.scaling) == ("default", 1e4, {})
+    assert (full.rope.kind, full.rope.theta, full.rope.scaling["factor"]) == ("linear", 1e6, 8.0)
+    with pytest.raises(ConfigError, match="say nothing of full_attention"):
+        read(gemma, rope_parameters={SLIDES: local})
+
+
+def test_text_has_one_position_where_images_have_three():
+    mrope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    assert read(rope_scaling=mrope).layers == read().layers
 
 
 def test_both_forms_of_rope_parameters_read_alike():
@@ -116,9 +137,9 @@ def test_both_forms_of_rope_parameters_read_alike():
     old = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3})
     older = read(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
     new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
-    assert old.rope == older.rope == new.rope
-    assert (new.rope.kind, new.rope.theta) == ("llama3", 5e5)
-    assert new.rope.scaling == llama3
+    assert old.layers == older.layers == new.layers
+    assert (new.layers[0].rope.kind, new.layers[0].rope.theta) == ("llama3", 5e5)
+    assert new.layers[0].rope.scaling == llama3
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

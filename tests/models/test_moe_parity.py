@@ -175,13 +175,14 @@ def test_a_field_that_cannot_be_is_refused(tmp_path, arch, change, said):
         ModelConfig.from_hf(values)
 
 
-def test_a_window_that_sequences_outgrow_is_refused(tmp_path):
-    values = write_tiny(tmp_path, "mixtral", sliding_window=128).config.to_dict()
-    config = ModelConfig.from_hf(values)
-    config.check_length(128)
-    with pytest.raises(ConfigError, match=r"sliding_window 128 is set.*max_model_len"):
-        loaded(config, TensorParallel(), {})
-    ModelConfig.from_hf(values | {"sliding_window": None}).check_length(129)
+def test_experts_behind_a_sliding_window(tmp_path):
+    source = write_tiny(tmp_path, "mixtral", sliding_window=7)
+    config, sequence = ModelConfig.from_directory(tmp_path), list(range(5, 45))
+    wanted = source(torch.tensor([sequence])).logits[0]
+    (got,) = Session(loaded(config, TensorParallel(), source.state_dict()), [sequence]).advance(
+        [40]
+    )
+    assert (got - wanted).abs().max() < 1e-4
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path):

@@ -38,7 +38,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tied": True,
     },
 }
-BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {}}
+BIASES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 9},
+}
 
 
 def _run(
@@ -134,7 +139,7 @@ def test_a_long_context_is_shared_out_in_every_block(
 def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model = _model(tmp_path, rope_parameters=rope)
-    assert model.rotary.dim == 8
+    assert model.rotaries[0].dim == 8
     together = _run(model)
     assert model.native_blocks is not None
     model.native_blocks = None

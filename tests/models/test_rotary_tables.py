@@ -66,7 +66,9 @@ def both(rope, length, max_positions=8192):
         rope_parameters={"rope_theta": 10000.0, **rope},
     )
     read = ModelConfig.from_hf({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]})
-    ours = Rotary(read.rope, 32, max_positions, length, torch.float32, torch.device("cpu"))
+    ours = Rotary(
+        read.layers[0].rope, 32, max_positions, length, torch.float32, torch.device("cpu")
+    )
     reference = LlamaRotaryEmbedding(theirs)
     return ours, reference
 
@@ -111,7 +113,7 @@ CONFIG = {
 
 
 def test_a_partial_rotation_turns_the_first_dims_alone():
-    rope = ModelConfig.from_hf(CONFIG).rope
+    rope = ModelConfig.from_hf(CONFIG).layers[0].rope
     assert rope.partial == 0.25
     ours = Rotary(rope, 32, 64, 64, torch.float32, torch.device("cpu"))
     cos, _ = ours(torch.tensor([3]))
@@ -121,15 +123,19 @@ def test_a_partial_rotation_turns_the_first_dims_alone():
 
 @pytest.mark.parametrize("partial", [0.3, 0.0, 1.5])  # 9 dims, none, more than a head has
 def test_a_rotation_that_no_head_can_make_is_refused(partial):
-    rope = replace(ModelConfig.from_hf(CONFIG).rope, partial=partial)
+    rope = replace(ModelConfig.from_hf(CONFIG).layers[0].rope, partial=partial)
     with pytest.raises(ConfigError, match="partial_rotary_factor"):
         Rotary(rope, 32, 64, 64, torch.float32, torch.device("cpu"))
 
 
 def test_tables_are_cast_after_float32_arithmetic():
-    rope = ModelConfig.from_hf(
-        {**LlamaConfig(**BASE).to_dict(), "architectures": ["LlamaForCausalLM"]}
-    ).rope
+    rope = (
+        ModelConfig.from_hf(
+            {**LlamaConfig(**BASE).to_dict(), "architectures": ["LlamaForCausalLM"]}
+        )
+        .layers[0]
+        .rope
+    )
     exact = Rotary(rope, 32, 2048, 2048, torch.float32, torch.device("cpu"))
     rounded = Rotary(rope, 32, 2048, 2048, torch.bfloat16, torch.device("cpu"))
     where = torch.tensor([0, 1, 2047])

@@ -7,11 +7,13 @@ from rollout.kernels.add_rms_norm import add_rms_norm as op
 from rollout.kernels.native import BF16, entry
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float | None = None
+) -> tuple[Tensor, Tensor]:
     bf16 = BF16.get(x.dtype)
     alike = x.dtype == residual.dtype == weight.dtype and weight.is_contiguous()
     if bf16 is None or not alike or x.dim() == 0:
-        return op.reference(x, residual, weight, eps)
+        return op.reference(x, residual, weight, eps, offset)
     dim = x.shape[-1]
     assert x.shape == residual.shape, f"x {x.shape} and residual {residual.shape} differ"
     assert weight.shape == (dim,), f"weight {weight.shape} does not fit x {x.shape}"
@@ -21,6 +23,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return out, total
     entry("add_rms_norm")(
         *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr()),
-        *(out.numel() // dim, dim, eps, bf16, torch.get_num_threads()),
+        *(out.numel() // dim, dim, eps, offset or 0.0, offset is not None),
+        *(bf16, torch.get_num_threads()),
     )
     return out, total

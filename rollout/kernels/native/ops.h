@@ -41,7 +41,8 @@ typedef struct {
     const void *x, *residual, *weight; /* residual may be null */
     void *out, *total;
     int64_t outer, inner, rows, heads, dim;
-    float eps;
+    float eps, offset; /* offset: added to the weight */
+    int32_t wide;      /* the weight multiplies before anything is rounded */
 } Norm;
 
 /* What each thread of a team calls; the op is done when they have met. */

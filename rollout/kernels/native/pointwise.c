@@ -11,7 +11,8 @@ INLINE const void *at(const void *p, int64_t i, int bf16) {
 }
 
 INLINE void norm_row(const void *x, const void *residual, void *total, const void *weight,
-                     void *out, int64_t dim, float eps, int bf16) {
+                     void *out, const Norm *p, int bf16) {
+    int64_t dim = p->dim;
     vf squares = {0};
     for (int64_t d = 0; d < dim; d += VW) {
         vf v = load_at(x, d, dim, bf16);
@@ -21,11 +22,12 @@ INLINE void norm_row(const void *x, const void *residual, void *total, const voi
         }
         squares += v * v;
     }
-    vf scale = splat(1.0f / sqrtf(reduce_sum(squares) / (float)dim + eps));
+    vf scale = splat(1.0f / sqrtf(reduce_sum(squares) / (float)dim + p->eps));
     const void *in = residual ? total : x;
     for (int64_t d = 0; d < dim; d += VW) {
-        vf v = round_to(load_at(in, d, dim, bf16) * scale, bf16);
-        store_at(out, d, dim, v * load_at(weight, d, dim, bf16), bf16);
+        vf v = load_at(in, d, dim, bf16) * scale, w = load_at(weight, d, dim, bf16);
+        if (p->wide) store_at(out, d, dim, v * (w + p->offset), bf16);
+        else store_at(out, d, dim, round_to(v, bf16) * w, bf16);
     }
 }
 
@@ -36,7 +38,7 @@ INLINE void norm(Team *t, const Norm *p, int bf16) {
             norm_row(at(p->x, i / p->heads * p->outer + i % p->heads * p->inner, bf16),
                      p->residual ? at(p->residual, i * p->dim, bf16) : 0,
                      (void *)at(p->total, i * p->dim, bf16), p->weight,
-                     (void *)at(p->out, i * p->dim, bf16), p->dim, p->eps, bf16);
+                     (void *)at(p->out, i * p->dim, bf16), p, bf16);
 }
 
 void norm_part(Team *t, const Norm *p, int32_t bf16) {
@@ -53,17 +55,18 @@ static void run_norm(const Norm *p, int32_t bf16, int32_t threads) {
 
 EXPORT void rollout_rms_norm(const void *x, int64_t outer, int64_t inner, const void *weight,
                              void *out, int64_t rows, int64_t heads, int64_t dim, float eps,
-                             int32_t bf16, int32_t threads) {
+                             float offset, int32_t wide, int32_t bf16, int32_t threads) {
     Norm p = {.x = x, .weight = weight, .out = out, .outer = outer, .inner = inner, .rows = rows};
-    p.heads = heads, p.dim = dim, p.eps = eps;
+    p.heads = heads, p.dim = dim, p.eps = eps, p.offset = offset, p.wide = wide;
     run_norm(&p, bf16, threads);
 }
 
 EXPORT void rollout_add_rms_norm(const void *x, const void *residual, const void *weight, void *out,
-                                 void *total, int64_t rows, int64_t dim, float eps, int32_t bf16,
-                                 int32_t threads) {
+                                 void *total, int64_t rows, int64_t dim, float eps, float offset,
+                                 int32_t wide, int32_t bf16, int32_t threads) {
     Norm p = {.x = x, .residual = residual, .weight = weight, .out = out, .total = total};
     p.outer = dim, p.rows = rows, p.heads = 1, p.dim = dim, p.eps = eps;
+    p.offset = offset, p.wide = wide;
     run_norm(&p, bf16, threads);
 }
 

@@ -14,16 +14,16 @@ _AT_ONCE = 4096  # elements of one program; a row's bits never depend on how man
 _MAX_DIM = 65536
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
     if not takes(x, weight):
-        return op.reference(x, weight, eps)
+        return op.reference(x, weight, eps, offset)
     dim = x.shape[-1]
     assert weight.shape == (dim,), f"weight {weight.shape} does not fit x {x.shape}"
     if x.dim() != 3 or x.stride(2) != 1:
         x = x.contiguous()
     outer, inner, heads = (x.stride(0), x.stride(1), x.shape[1]) if x.dim() == 3 else (dim, 0, 1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    normalise(x, x, weight, out, out, outer, inner, heads, eps, residual=False)
+    normalise(x, x, weight, out, out, outer, inner, heads, eps, offset, residual=False)
     return out
 
 
@@ -42,6 +42,7 @@ def normalise(
     inner: int,
     heads: int,
     eps: float,
+    offset: float | None,
     *,
     residual: bool,
 ) -> None:
@@ -63,10 +64,12 @@ def normalise(
         inner,
         heads,
         eps,
+        0.0 if offset is None else offset,
         DIM=dim,
         BLOCK=block,
         ROWS=at_once,
         RESIDUAL=residual,
+        WIDE=offset is not None,
         warps=4 if block <= _AT_ONCE else 8,
     )
 
@@ -83,10 +86,12 @@ def _normalise(
     inner,
     heads,
     eps,
+    offset,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     dtype = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -100,6 +105,10 @@ def _normalise(
         values = rounded(values, dtype)
         tl.store(total + dense, narrow(values, dtype), mask=live)
     scale = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
-    scaled = rounded(values * scale[:, None], dtype)
+    scaled = values * scale[:, None]
     factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    if WIDE:
+        factor += offset
+    else:
+        scaled = rounded(scaled, dtype)
     tl.store(out + dense, narrow(scaled * factor[None, :], dtype), mask=live)

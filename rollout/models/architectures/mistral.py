@@ -3,5 +3,5 @@
 from rollout.models.arch import Arch
 
 MistralForCausalLM = Arch(
-    qkv_bias=False, o_bias=False, mlp_bias=False, always_slides=True, sliding_window=4096
+    qkv_bias=False, o_bias=False, mlp_bias=False, slides="always", sliding_window=4096
 )

@@ -2,4 +2,6 @@
 
 from rollout.models.arch import Arch
 
-Qwen2ForCausalLM = Arch(qkv_bias=True, o_bias=False, mlp_bias=False)
+Qwen2ForCausalLM = Arch(
+    qkv_bias=True, o_bias=False, mlp_bias=False, slides="switched", sliding_window=4096
+)

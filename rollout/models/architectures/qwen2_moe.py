@@ -6,5 +6,7 @@ Qwen2MoeForCausalLM = Arch(
     qkv_bias=("qkv_bias", True),
     o_bias=False,
     mlp_bias=False,
+    slides="switched",
+    sliding_window=4096,
     moe=MoEArch(shared=SharedArch(size="shared_expert_intermediate_size")),
 )

@@ -2,4 +2,6 @@
 
 from rollout.models.arch import Arch
 
-Qwen3ForCausalLM = Arch(qk_norm=True, mlp_bias=False, head_dim_given=True)
+Qwen3ForCausalLM = Arch(
+    qk_norm=True, mlp_bias=False, head_dim_given=True, slides="switched", sliding_window=4096
+)

@@ -2,4 +2,6 @@
 
 from rollout.models.arch import Arch, MoEArch
 
-Qwen3MoeForCausalLM = Arch(qk_norm=True, mlp_bias=False, moe=MoEArch())
+Qwen3MoeForCausalLM = Arch(
+    qk_norm=True, mlp_bias=False, slides="switched", sliding_window=4096, moe=MoEArch()
+)

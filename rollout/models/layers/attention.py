@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import QKVLinear, RowLinear
-from rollout.models.layers.norm import RMSNorm
+from rollout.models.layers.norm import HeadsNorm, RowNorm, make_norm
+
+Turn = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, rotated dims]
 
 
 class Attention(nn.Module):
     """Project, normalise q and k where the model does, rotate, store, attend, project back.
 
-    [T, hidden] -> [T, hidden]; one all-reduce. Keys are stored rotated.
+    [T, hidden] -> [T, hidden]; one all-reduce, and another where q and k are normalised over the
+    heads of all ranks. Keys are stored rotated. ``sinks``: float32 [heads here], or None.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, index: int) -> None:
         super().__init__()
         config, size = build.config, build.tp.size
-        self.head_dim = config.head_dim
+        self.build, self.head_dim = build, config.head_dim
         self.heads = config.num_heads // size
         self.kv_heads = max(1, config.num_kv_heads // size)
-        self.scale = config.head_dim**-0.5
-        self.window, self.softcap = 0, 0.0
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.window = config.layers[index].window
         self.sinks: Tensor | None = None
+        self.turned = 0  # dims of neighbours that turn; 0 where pairs are a half apart
+        if config.arch.interleaved:
+            rope = config.layers[index].rope
+            self.turned = 0 if rope.kind == "none" else int(config.head_dim * rope.partial)
+        self.growth = config.query_growth
         self.attend = batch_invariant_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
         inputs = config.num_heads * config.head_dim
         self.o_proj = RowLinear(build, inputs, config.hidden_size, config.o_bias)
-        self.q_norm = RMSNorm(build, config.head_dim) if config.qk_norm else None
-        self.k_norm = RMSNorm(build, config.head_dim) if config.qk_norm else None
+        self.q_norm = self._norm(0) if config.qk_norm else None
+        self.k_norm = self._norm(1) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: LayerKV
-    ) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rope_and_cache(q, k, v, cos, sin, kv.k, kv.v, batch.slot_mapping)
+            q, k = self._normalise(q, k)
+        if self.turned:
+            q, k = _apart(q, self.turned), _apart(k, self.turned)
+        q = rope_and_cache(q, k, v, *turn, kv.k, kv.v, batch.slot_mapping)
+        if self.growth is not None:
+            grown = torch.log(1 + batch.positions // self.growth.period) * self.growth.beta
+            q = q * (1 + grown).to(q.dtype)[:, None, None]
         out = self.attend(
             q,
             kv.k,
@@ -55,3 +67,38 @@ class Attention(nn.Module):
         )  # [T, heads, head_dim]
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
+
+    def _norm(self, part: int) -> nn.Module:
+        """The norm of queries (part 0) or keys (1)."""
+        config, over = self.build.config, self.build.config.arch.qk_norm_over
+        if over == "head":
+            return make_norm(self.build, config.head_dim)
+        _, total, first, count = self.qkv_proj.parts[part]
+        if over == "row":
+            return RowNorm(self.build, total, first, count)
+        total, first, count = (rows // config.head_dim for rows in (total, first, count))
+        return HeadsNorm(self.build, total, first, count)
+
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        if not isinstance(self.q_norm, RowNorm) or not isinstance(self.k_norm, RowNorm):
+            return self.q_norm(q), self.k_norm(k)
+        rows_q, rows_k, tp = q.flatten(1), k.flatten(1), self.build.tp
+        if tp.size == 1:
+            return self.q_norm.whole(rows_q).view_as(q), self.k_norm.whole(rows_k).view_as(k)
+        squares = torch.stack([x.float().pow(2).sum(-1) for x in (rows_q, rows_k)], dim=1)
+        squares = tp.all_reduce(squares)
+        copies = max(1, tp.size // self.build.config.num_kv_heads)  # of each KV head
+        q = self.q_norm.part(rows_q, squares[:, :1]).view_as(q)
+        return q, self.k_norm.part(rows_k, squares[:, 1:] / copies).view_as(k)
+
+
+def _apart(x: Tensor, turned: int) -> Tensor:
+    """Heads whose pairs are neighbours in the order in which pairs are a half apart.
+
+    The same for queries and keys leaves their products as they are.
+    """
+    pairs = x[..., :turned].reshape(*x.shape[:-1], turned // 2, 2)
+    pairs = pairs.transpose(-1, -2).flatten(-2)
+    return torch.cat((pairs, x[..., turned:]), dim=-1)

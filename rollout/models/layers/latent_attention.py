@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from rollout.kernels import paged_attention, rope_and_cache
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.latent_config import LatentConfig
+from rollout.models.layers.attention import Turn
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.norm import RMSNorm
@@ -50,13 +51,11 @@ class LatentAttention(nn.Module):
         values = config.num_heads * latent.value_dim
         self.o_proj = RowLinear(build, values, hidden, config.o_bias)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: LayerKV
-    ) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         latent = self.latent
         q, key = self.query(x), self.key(x)
         cache = kv.k
-        q = rope_and_cache(q, key, None, cos, sin, cache, None, batch.slot_mapping)
+        q = rope_and_cache(q, key, None, *turn, cache, None, batch.slot_mapping)
         out = paged_attention(
             q,
             cache,

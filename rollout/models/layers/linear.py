@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from rollout.kernels import gated_linear, silu_mul
 from rollout.models.layers.base import Build, Layer, rows_slot, sibling, storage_of, whole_slot
@@ -13,15 +14,23 @@ class MergedColumnLinear(Layer):
     """Several linears of one input, side by side; each is split by rows (outputs) over ranks.
 
     ``parts``: (source name beside this module, all its output rows). [T, inputs] -> [T, this
-    rank's outputs], the parts in order.
+    rank's outputs], the parts in order. ``fused``: the checkpoint has them as one tensor, too, of
+    this module's name.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, build: Build, inputs: int, parts: list[tuple[str, int]], bias: bool) -> None:
+    def __init__(
+        self,
+        build: Build,
+        inputs: int,
+        parts: list[tuple[str, int]],
+        bias: bool,
+        fused: bool = False,
+    ) -> None:
         super().__init__(build)
-        self.inputs = inputs
+        self.inputs, self.fused = inputs, fused
         # (source, all rows, first row taken here, rows taken here)
         self.parts = [
             (name, rows, *self.share(index, rows)) for index, (name, rows) in enumerate(parts)
@@ -42,7 +51,11 @@ class MergedColumnLinear(Layer):
         return self.matmul(x, self.bias)
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu(first part) * second part, of two equal parts."""
+        """act(first part) * second part, of two equal parts."""
+        activation = self.build.config.activation
+        if activation != "silu":
+            gate, up = self.forward(x).chunk(2, dim=-1)
+            return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
         if self.build.deterministic:
             return silu_mul(self.forward(x))
         spec = self.specs["weight"]
@@ -51,13 +64,18 @@ class MergedColumnLinear(Layer):
         return gated_linear(x, weight, self.bias, spec.layout, (rows, columns))
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        result, at = [], 0
+        result, at, before = [], 0, 0
+        everything = sum(rows for _, rows, *_ in self.parts)
         for name, rows, first, count in self.parts:
             for field in self.specs:
-                shape = (rows, self.inputs) if field == "weight" else (rows,)
-                source = f"{sibling(prefix, name)}.{field}"
-                result.append(rows_slot(source, shape, first, count, f"{prefix}.{field}", at))
+                source, total = f"{sibling(prefix, name)}.{field}", rows
+                if self.fused:
+                    source, total = f"{prefix}.{field}", everything
+                shape = (total, self.inputs) if field == "weight" else (total,)
+                begin = before + first if self.fused else first
+                result.append(rows_slot(source, shape, begin, count, f"{prefix}.{field}", at))
             at += count
+            before += rows
         return result
 
 
@@ -71,7 +89,7 @@ class QKVLinear(MergedColumnLinear):
         config = build.config
         heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = [("q_proj", heads), ("k_proj", kv), ("v_proj", kv)]
-        super().__init__(build, config.hidden_size, parts, config.qkv_bias)
+        super().__init__(build, config.hidden_size, parts, config.qkv_bias, config.arch.fused_qkv)
 
     def share(self, index: int, rows: int) -> tuple[int, int]:
         config, tp = self.build.config, self.build.tp

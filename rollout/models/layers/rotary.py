@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
-from rollout.models.config import RopeConfig
+from rollout.models.layer_config import RopeConfig
 
 
 class Rotary:
@@ -36,7 +36,7 @@ class Rotary:
         device: torch.device,
     ) -> None:
         self.max_len = max_len
-        self.dim = int(head_dim * rope.partial)
+        self.dim = 2 if rope.kind == "none" else int(head_dim * rope.partial)
         if self.dim % 2 or not 0 < self.dim <= head_dim:
             raise ConfigError(
                 f"partial_rotary_factor {rope.partial} of head_dim {head_dim} rotates {self.dim} "
@@ -65,6 +65,8 @@ def frequencies(
     ``max_positions`` is the config's ``max_position_embeddings``, ``max_len`` the longest sequence
     served. Scaled kinds are transformers' own functions.
     """
+    if rope.kind == "none":
+        return torch.zeros(dim // 2), 1.0  # turned by an angle of 0: cos 1, sin 0
     if rope.kind == "default":
         steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / rope.theta**steps, 1.0

@@ -1,0 +1,166 @@
+"""How each layer attends: how far back, and how positions turn its queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.models.arch import Arch
+from rollout.models.config_reader import Reader
+
+# How positions may be scaled -> what the file must say then.
+ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+}
+# Other names of kinds. Of mrope's three positions text has one, three times.
+ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
+# What rope parameters may hold that is no parameter of transformers' functions.
+NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
+SLIDES, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary parameters, from either form of ``config.json``.
+
+    ``partial`` is the rotated share of a head. ``scaling``: the parameters of a kind other than
+    "default", under transformers' names. The kind "none" turns nothing.
+    """
+
+    kind: str
+    theta: float = 1e4
+    partial: float = 1.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries are multiplied by ``1 + beta * log(1 + position // period)``."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """The attention of one layer; ``window``: the keys a query sees, itself included, 0 for all."""
+
+    window: int
+    rope: RopeConfig
+
+
+def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
+    """Every layer's attention, in their order."""
+    types = _read_types(read, arch)
+    window = 0 if SLIDES not in types else read.count("sliding_window", arch.sliding_window)
+    ropes = {kind: _read_rope(read, arch, kind) for kind in dict.fromkeys(types)}
+    turns = _turning(read, arch, types)
+    return tuple(
+        LayerConfig(
+            window=window if kind == SLIDES else 0,
+            rope=ropes[kind] if turn else RopeConfig(kind="none"),
+        )
+        for kind, turn in zip(types, turns, strict=True)
+    )
+
+
+def read_growth(read: Reader) -> QueryGrowth | None:
+    """Ministral 3's, where the rope parameters have it."""
+    given = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
+    beta = given.get("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    inner = Reader(given, read.file)
+    period = inner.count("original_max_position_embeddings")
+    return QueryGrowth(beta=inner.number("llama_4_scaling_beta"), period=period)
+
+
+def _read_types(read: Reader, arch: Arch) -> list[str]:
+    """``sliding_attention`` or ``full_attention`` of each layer."""
+    values, layers = read.values, read.count("num_hidden_layers")
+    given = values.get("layer_types")
+    if isinstance(given, list) and len(given) != layers:
+        raise ConfigError(
+            f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(given)} "
+            "layers; make them agree"
+        )
+    slides = bool(values.get("sliding_window", arch.sliding_window))
+    if arch.slides == "switched":
+        slides = slides and read.flag("use_sliding_window")
+    if arch.slides is None or not slides:
+        return [FULL] * layers
+    if arch.slides == "always":
+        return [SLIDES] * layers
+    if given is not None:
+        types = read.names("layer_types")
+        if unknown := [kind for kind in types if kind not in (SLIDES, FULL)]:
+            raise ConfigError(f"{read.file}: layer_types has {unknown[0]!r}, which nothing here is")
+        return types
+    if arch.slides == "switched":
+        first = read.count("max_window_layers", 0, least=0)
+        return [SLIDES if layer >= first else FULL for layer in range(layers)]
+    every = read.count("sliding_window_pattern", arch.full_every, least=0)
+    return [FULL if every and (i + 1) % every == 0 else SLIDES for i in range(layers)]
+
+
+def _turning(read: Reader, arch: Arch, types: list[str]) -> list[bool]:
+    """Whether positions turn the queries and keys of each layer."""
+    if arch.no_rope is None:
+        return [True] * len(types)
+    if arch.no_rope == "full":
+        return [kind == SLIDES for kind in types]
+    listed = read.values.get("no_rope_layers")  # 1: has rope
+    if listed is None:
+        every = read.count("no_rope_layer_interval", 4)
+        return [(layer + 1) % every != 0 for layer in range(len(types))]
+    if not isinstance(listed, list) or len(listed) != len(types):
+        raise ConfigError(f"{read.file}: no_rope_layers must have 0 or 1 for each layer")
+    return [bool(each) for each in listed]
+
+
+def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
+    """All forms: ``rope_parameters`` (of all layers, or by their type) or ``rope_scaling`` beside
+    ``rope_theta``; layers that slide may have a base of their own, unscaled."""
+    values, file = read.values, read.file
+    given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    default = arch.rope_theta
+    if arch.local_rope is not None and layers == SLIDES:
+        name, default = arch.local_rope
+        given = dict(given.get(layers) or {"rope_theta": values.get(name)})
+    elif any(isinstance(value, Mapping) for value in given.values()):
+        if not isinstance(given.get(layers), Mapping):
+            raise ConfigError(f"{file}: the rope parameters say nothing of {layers}")
+        given = dict(given[layers])
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = ROPE_ALIASES.get(kind, kind)
+    if kind not in ROPE_NEEDS:
+        raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_NEEDS)}")
+    for name in ROPE_NEEDS[kind]:
+        if given.get(name) is None:
+            raise ConfigError(f"{file}: field {name!r} is missing; rope_type {kind!r} needs it")
+    theta = given.pop("rope_theta", None)
+    if theta is None and not (arch.local_rope is not None and layers == SLIDES):
+        theta = values.get("rope_theta")
+    theta = float(default if theta is None else theta)
+    partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial is None:
+        partial = 1.0 if arch.partial_rotary is None else arch.partial_rotary
+    if kind == "default":
+        # transformers ignores the factor for most architectures' unscaled rotary; so do we.
+        share = 1.0 if arch.partial_rotary is None else float(partial)
+        return RopeConfig(kind=kind, theta=theta, partial=share)
+    # A top-level value wins over the one inside, as in transformers.
+    own = values.get("original_max_position_embeddings")
+    own = own or given.get("original_max_position_embeddings")
+    given["original_max_position_embeddings"] = own or read.count("max_position_embeddings")
+    scaling = {name: given[name] for name in sorted(given) if name not in NO_SCALING}
+    if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
+        raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
+    return RopeConfig(kind=kind, theta=theta, partial=float(partial), scaling=scaling)

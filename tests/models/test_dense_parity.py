@@ -1,0 +1,70 @@
+"""Dense architectures beside Llama and Qwen: logits and tokens against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import Session, loaded, run_ranks
+from tiny_models import DENSE, write_tiny
+from torch import Tensor
+
+from rollout.distributed import TensorParallel
+from rollout.models.config import ModelConfig
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "odd": {"vocab_size": 317, "num_key_value_heads": 4, "intermediate_size": 84},
+    "key heads replicated over four ranks": {"num_attention_heads": 8},
+}
+ROWS = [29, 6, 43]  # beyond the window of seven
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in ROWS]
+
+
+def reference(model: Any, sequences: list[list[int]]) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(torch.tensor([s])).logits[0].float() for s in sequences]
+
+
+def head_dim(arch: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """Several take theirs from the hidden size alone."""
+    hidden = 16 * shape.get("num_attention_heads", 4)
+    return {"hidden_size": hidden, **shape}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arch", DENSE)
+def test_logits_equal_those_of_transformers_at_every_parallel_size(
+    tmp_path: Path, arch: str, shape: str
+) -> None:
+    source = write_tiny(tmp_path, arch, **head_dim(arch, SHAPES[shape]))
+    config = ModelConfig.from_directory(tmp_path)
+    weights, sequences = source.state_dict(), prompts(config.vocab_size)
+    wanted = reference(source, sequences)
+
+    def work(tp: TensorParallel) -> list[list[Tensor]]:
+        results = []
+        for layout in ("plain", "tiles"):
+            session = Session(loaded(config, tp, weights, layout=layout), sequences)
+            got: list[list[Tensor]] = [[] for _ in sequences]
+            for step in ([20, 3, 11], [8, 2, 31], [1, 1, 1]):
+                for rows, part in zip(got, session.advance(step), strict=True):
+                    rows.append(part)
+            results.append([torch.cat(rows) for rows in got])
+        return results
+
+    for size in (1, 2, 4):
+        for rank_results in run_ranks(size, work):
+            for got in rank_results:
+                for ours, theirs in zip(got, wanted, strict=True):
+                    mine, other = ours.log_softmax(-1), theirs.log_softmax(-1)
+                    assert (mine - other).abs().max() < 1e-4, f"{arch} at {size}"
+                    top = theirs.topk(2).values
+                    clear = top[:, 0] - top[:, 1] > 1e-3
+                    assert torch.equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
+                    assert clear.float().mean() > 0.9
