@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import Session, loaded, run_ranks
+from safetensors import safe_open
 from tiny_models import DENSE, write_tiny
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
+from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
+from rollout.models.weight_table import check_tables
 
 SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"vocab_size": 317, "num_key_value_heads": 4, "intermediate_size": 84},
@@ -68,3 +71,19 @@ def test_logits_equal_those_of_transformers_at_every_parallel_size(
                     clear = top[:, 0] - top[:, 1] > 1e-3
                     assert torch.equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
                     assert clear.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("arch", DENSE)
+def test_every_name_of_the_files_and_the_modules_has_its_place(tmp_path: Path, arch: str) -> None:
+    """Whole at every parallel size; what transformers' module names in memory is known, too."""
+    source = write_tiny(tmp_path, arch, num_attention_heads=8, hidden_size=128, tied=True)
+    config = ModelConfig.from_directory(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    for size in (1, 2, 4):
+        tables = build_tables(config, size)
+        check_tables(tables)
+        assert set(tables[0].slots) == names
+    held = {name for name, _ in source.named_parameters()}
+    assert held <= names
+    assert set(source.state_dict()) - names <= set(tables[0].aliases)

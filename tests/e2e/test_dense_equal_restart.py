@@ -1,0 +1,53 @@
+"""Every dense architecture: an update from its FSDP2 trainer equals a fresh start, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from start_engines import outcome, start, trainer_job
+from tiny_models import DENSE, write_tiny
+from trainer_processes import Job
+
+pytestmark = pytest.mark.more
+
+TWO_RANKS = ("phi3", "olmo3", "cohere")  # fused files, norms over all ranks, norms of each head
+BUCKET = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Iterator[Job]:
+    """One job, which becomes the trainer of one model after the other."""
+    where = tmp_path_factory.mktemp("trainer")
+    write_tiny(where / "first", "qwen3")
+    started = trainer_job("fsdp2", 2, where / "first", where / "log")
+    try:
+        assert None not in started.answers(120), started.log.read_text()
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("arch", DENSE)
+def test_an_fsdp2_trainer_makes_the_engine_that_its_files_would(
+    job: Job, tmp_path: Path, arch: str
+) -> None:
+    paths, tp = [tmp_path / name for name in ("a", "b")], 2 if arch in TWO_RANKS else 1
+    for seed, path in enumerate(paths):
+        write_tiny(path, arch, seed=seed)
+    with start(paths[1], tp) as engine:
+        second = outcome(engine)
+    with start(paths[0], tp) as engine:
+        fresh = [outcome(engine), second]
+        assert fresh[0] != fresh[1]
+        for which, transport in ((1, "broadcast"), (0, "p2p")):
+            assert None not in job.ask(op="become", path=str(paths[which])), job.log.read_text()
+            answers = job.ask(
+                op="update", address=engine.address, transport=transport, timeout=20,
+                bucket_bytes=BUCKET,
+            )  # fmt: skip
+            assert None not in answers, job.log.read_text()
+            receipts = [answer.get("receipt", answer) for answer in answers]
+            assert receipts[0].get("transport") == transport, receipts
+            assert outcome(engine) == fresh[which]
