@@ -234,8 +234,9 @@ class AsyncRollout:
         return await self.backend.server_info()
 
     async def pause_generation(self, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Stop stepping. ``mode``: "keep" running requests as they are, "wait" for them, or "abort"
-        them: their samples end with ``finish_reason`` "abort". New requests wait in the queue.
+        """Stop stepping. ``mode``: "keep" running requests as they are, "recompute" their KV
+        afterwards, "wait" for them, or "abort" them: their samples end with ``finish_reason``
+        "abort". New requests wait in the queue.
 
         ``timeout``: seconds, at most a day. Where running requests have not ended by then,
         generation goes on as before and ``DeadlineExceeded`` is raised.

@@ -17,6 +17,7 @@ from rollout.wire.frames import Reply
 
 T = TypeVar("T")
 WAKE_TAGS = ("weights", "kv_cache")
+PAUSE_MODES = ("keep", "recompute", "wait", "abort")
 
 
 class Control:
@@ -47,11 +48,14 @@ class Control:
     def pause(self, mode: str = "keep", timeout: float | None = None) -> Asked[None]:
         """Stop generating until ``resume``.
 
-        "keep" freezes what runs, "wait" lets what has begun finish first (``DeadlineExceeded``
-        when it does not, and generation goes on), "abort" ends everything.
+        "keep" freezes what runs, "recompute" also takes its KV, which is computed again after
+        ``resume``, "wait" lets what has begun finish first (``DeadlineExceeded`` when it does not,
+        and generation goes on), "abort" ends everything.
         """
-        if mode not in ("keep", "wait", "abort"):
-            raise InvalidRequest(f"pause mode must be keep, wait or abort, got {mode!r}")
+        if mode not in PAUSE_MODES:
+            raise InvalidRequest(
+                f"pause mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}"
+            )
         if mode == "wait":
             return self._loop.ask_drained("pause", self._limit(timeout))
 
@@ -59,6 +63,9 @@ class Control:
             self._loop.pause_state.freeze("pause")
             if mode == "abort":
                 self._outputs.abort(list(self._outputs.requests))
+            if mode == "recompute":
+                self._scheduler.recompute()
+                self._scheduler.blocks.reset_prefix_cache()
 
         return self._ask("pause", freeze, timeout)
 

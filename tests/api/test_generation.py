@@ -216,7 +216,7 @@ def test_pause_sleep_and_wake_are_obeyed(face):
     face.wake_up()
     face.reset_prefix_cache()
     assert face.generate([1], GREEDY)[0].finished
-    with pytest.raises(InvalidRequest, match="keep, wait or abort"):
+    with pytest.raises(InvalidRequest, match="keep, recompute, wait, abort"):
         face.pause_generation("maybe")
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response
 
 from rollout.api import AsyncRollout
 from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
-from rollout.errors import InvalidRequest, RolloutError
+from rollout.errors import RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
-from rollout.server.http import control, sessions
+from rollout.server.http import control, sessions, sglang
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -31,17 +28,24 @@ from rollout.server.http.answers import (
     answer,
 )
 from rollout.server.http.chat_body import ChatBody, TokenizeBody
+from rollout.server.http.dialect import Dialect, shapes_of
 from rollout.server.http.errors import error_body, install_error_handlers
 from rollout.server.http.guard import Engine, Guard, Routes, include
 from rollout.server.http.messages import template_messages
+from rollout.server.http.responses import EventStream, event, first_of, unless_disconnected
 from rollout.server.http.types import (
     CompletionBody,
     SamplingBody,
 )
 from rollout.server.metrics import render
 
-T = TypeVar("T")
 routes = Routes()
+DIALECTS = (
+    Dialect(name="openai", routes=routes),
+    Dialect(name="sessions", routes=sessions.routes),
+    Dialect(name="vllm", routes=control.routes),
+    Dialect(name="sglang", routes=sglang.routes, error=sglang.sglang_error),
+)
 
 
 def build_app(
@@ -62,20 +66,21 @@ def build_app(
     ``open_routes``: these alone answer, and ask for no token.
     """
     app = FastAPI(title="rollout", docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
+    shapes = shapes_of(DIALECTS)
+    install_error_handlers(app, shapes)
     app.add_middleware(
         Guard,
         tokens=tokens or Tokens(),
         max_body_bytes=max_body_bytes,
         open_routes=open_routes,
         is_loading=lambda: rollout.backend.is_loading,
+        shapes=shapes,
     )
     app.state.rollout = rollout
     app.state.defaults = answers or AnswerDefaults()
     app.state.token_text = token_text or token_id_text
-    include(app, routes)
-    include(app, control.routes)
-    include(app, sessions.routes)
+    for dialect in DIALECTS:
+        include(app, dialect.routes)
     return app
 
 
@@ -213,42 +218,19 @@ async def _respond(
     request: Request, body: SamplingBody, style: AnswerStyle, outputs: Outputs
 ) -> Response:
     if not body.stream:
-        done = await _unless_disconnected(request, in_order(outputs))
+        done = await unless_disconnected(request, in_order(outputs))
         if done is None:
             return Response(status_code=499)  # nobody reads it: the client has gone
         return JSONResponse(answer(done, style))
     # The first output is awaited here, so that a refused request is an HTTP error, not a stream.
-    first = await _unless_disconnected(request, _first(outputs))
+    first = await unless_disconnected(request, first_of(outputs))
     if first is None:
         return Response(status_code=499)
     options = body.stream_options
     wants_usage = options is not None and options.include_usage
     always = wants_usage and options is not None and options.continuous_usage_stats
     events = _events(first, outputs, Stream(style, usage_always=always), wants_usage)
-    return _EventStream(events)
-
-
-class _EventStream(StreamingResponse):
-    """Closes its events when the client has left, also where it was cancelled between two."""
-
-    def __init__(self, events: AsyncGenerator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
-            await super().__call__(scope, receive, send)
-
-
-async def _first(outputs: Outputs) -> tuple[int, RequestOutput]:
-    """The first output; where none comes, whatever the reason, nothing of the call is left."""
-    try:
-        return await anext(outputs)
-    except StopAsyncIteration:
-        raise InvalidRequest("the call has no prompts") from None
-    except BaseException:  # also where the client has left
-        await outputs.aclose()
-        raise
+    return EventStream(events)
 
 
 async def _events(
@@ -258,35 +240,13 @@ async def _events(
     async with contextlib.aclosing(outputs):
         try:
             for chunk in stream.chunks(*first):
-                yield _event(chunk)
+                yield event(chunk)
             async for index, output in outputs:
                 for chunk in stream.chunks(index, output):
-                    yield _event(chunk)
+                    yield event(chunk)
         except RolloutError as error:
-            yield _event(error_body(error)[0])
+            yield event(error_body(error)[0])
         else:
             if wants_usage:
-                yield _event(stream.usage_chunk())
+                yield event(stream.usage_chunk())
         yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``, or None when the client goes away first, which cancels it."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        for other in (task, gone):
-            other.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

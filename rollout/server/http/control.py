@@ -8,16 +8,17 @@ from fastapi import Body, Query, Request
 from pydantic import BaseModel, ConfigDict
 
 from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
+from rollout.engine.control import PAUSE_MODES
 from rollout.errors import InvalidRequest
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes, WeightVerbs
+from rollout.server.sglang_verbs import server_info as sglang_info
 from rollout.server.verbs import AbortBody as AbortUpdateBody
 from rollout.server.verbs import FinishBody, InitBody, StartBody, UpdateBody
 from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
 Timeout = Annotated[float, Query(gt=0, le=MAX_TIMEOUT)]  # seconds
-PAUSE_MODES = ("keep", "wait", "abort")
 
 
 class AbortBody(BaseModel):
@@ -139,7 +140,9 @@ async def abort_weight_update(
 async def info(
     rollout: Engine, request: Request, config_format: Literal["json"] = "json"
 ) -> dict[str, Any]:
-    return await server_info_document(rollout, request.app.state.defaults.logprobs_mode)
+    """vLLM's document and SGLang's in one: both have this path, and no field in common."""
+    mode = request.app.state.defaults.logprobs_mode
+    return {**await sglang_info(rollout), **await server_info_document(rollout, mode)}
 
 
 def _check(ok: bool, message: str) -> None:

@@ -1,7 +1,8 @@
-"""Errors of the HTTP server, in OpenAI's shape."""
+"""Errors of the HTTP server, in the shape of the dialect whose route was called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from rollout.errors import STATUS, EngineClosed, RolloutError, WorkerDied
 
 RETRY_AFTER = "1"  # seconds, of an overloaded engine
+ErrorShape = Callable[[str, str, str, int], tuple[dict[str, Any], int]]
 _KINDS = {400: "InvalidRequest", 404: "NotFoundError", 413: "InvalidRequest"}
 
 
@@ -30,27 +32,43 @@ def error_body(error: RolloutError, *, weight_verb: bool = False) -> tuple[dict[
     return openai_error(str(error), type(error).__name__, status), status
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Named errors, malformed bodies and unknown paths, as JSON.
+def openai_shape(path: str, message: str, kind: str, status: int) -> tuple[dict[str, Any], int]:
+    return openai_error(message, kind, status), status
+
+
+def shaped(
+    shapes: Mapping[str, ErrorShape], path: str, message: str, kind: str, status: int
+) -> tuple[dict[str, Any], int]:
+    """The JSON body and the status of an error at ``path``."""
+    path = path.rstrip("/")
+    return shapes.get(path, openai_shape)(path, message, kind, status)
+
+
+def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> None:
+    """Named errors, malformed bodies and unknown paths, as JSON; ``shapes`` by path.
 
     Nothing that a caller sends is a 500 (``benchmarks/fuzz.py`` looks for what is): that is an
     ``EngineError`` of the engine's own, or a defect, which is logged with its traceback.
     """
 
+    def reply(request: Request, message: str, kind: str, status: int) -> JSONResponse:
+        body, status = shaped(shapes, request.url.path, message, kind, status)
+        return JSONResponse(body, status, {"Retry-After": RETRY_AFTER} if status == 429 else None)
+
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> Response:
         text = f"{type(error).__name__} in {request.url.path}; the server's log has the traceback"
-        return JSONResponse(openai_error(text, "InternalServerError", 500), 500)
+        return reply(request, text, "InternalServerError", 500)
 
     @app.exception_handler(RolloutError)
     async def named(request: Request, error: RolloutError) -> Response:
-        weight_verb = getattr(request.state, "is_weight_verb", False)
-        body, status = error_body(error, weight_verb=weight_verb)
-        return JSONResponse(body, status, {"Retry-After": RETRY_AFTER} if status == 429 else None)
+        verb = getattr(request.state, "is_weight_verb", False)
+        status = verb_status(error) if verb else _status(type(error))
+        return reply(request, str(error), type(error).__name__, status)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(openai_error(_explain(error), "InvalidRequest", 400), 400)
+        return reply(request, _explain(error), "InvalidRequest", 400)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -58,8 +76,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
             message = f"{message}: {request.method} {request.url.path}"
         kind = _KINDS.get(error.status_code, "HTTPError")
-        body = openai_error(message, kind, error.status_code)
-        return JSONResponse(body, error.status_code)
+        return reply(request, message, kind, error.status_code)
 
 
 def openai_error(message: str, kind: str, status: int) -> dict[str, Any]:

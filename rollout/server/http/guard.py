@@ -5,7 +5,8 @@ Routes are defined here with what they ask of their caller, so that none can for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.api import AsyncRollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.server.auth import ROUTES, Access, Tokens
-from rollout.server.http.errors import error_body, openai_error
+from rollout.server.http.errors import ErrorShape, error_body, shaped
 from rollout.server.verbs import Verbs
 
 
@@ -64,7 +65,8 @@ class Guard:
 
     ``tokens``: who may call what. ``open_routes``: the routes of a listener where these answer
     without a token and no others do. ``is_loading``: whether no route but the probes' can answer
-    yet. ``max_body_bytes``: of one request, whether it announces its length or not.
+    yet. ``max_body_bytes``: of one request, whether it announces its length or not. ``shapes``: of
+    the errors, by path.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Guard:
         max_body_bytes: int,
         open_routes: Collection[str] | None = None,
         is_loading: Callable[[], bool] = lambda: False,
+        shapes: Mapping[str, ErrorShape] = MappingProxyType({}),
     ) -> None:
+        self._shapes = shapes
         self._app, self._tokens, self._limit = app, tokens, max_body_bytes
         self._open, self._is_loading = open_routes, is_loading
 
@@ -94,18 +98,21 @@ class Guard:
         await self._app(scope, self._bounded(receive), send)
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+        def refuse(text: str, kind: str, status: int) -> JSONResponse:
+            asks = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+            return JSONResponse(*shaped(self._shapes, path, text, kind, status), asks)
+
         if self._open is not None:
             if path not in self._open:
                 text = f"{path} is none of the routes that are open at this address"
-                return JSONResponse(openai_error(text, "NotFoundError", 404), 404)
+                return refuse(text, "NotFoundError", 404)
         elif (why := self._tokens.refusal(path, headers.get("authorization"))) is not None:
-            body = openai_error(why, "AuthenticationError", 401)
-            return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+            return refuse(why, "AuthenticationError", 401)
         if ROUTES.get(path) is not Access.OPEN and self._is_loading():
             return JSONResponse(*error_body(EngineClosed("the engine is loading: ask /health")))
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._limit:
-            return JSONResponse(openai_error(self._too_large(), "InvalidRequest", 413), 413)
+            return refuse(self._too_large(), "InvalidRequest", 413)
         return None
 
     def _bounded(self, receive: Receive) -> Receive:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError
-from rollout.server.http import app, control, sessions
+from rollout.server.http.app import DIALECTS
 
-HTTP_ROUTES = app.routes.paths | control.routes.paths | sessions.routes.paths
+HTTP_ROUTES = frozenset(path for dialect in DIALECTS for path in dialect.routes.paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

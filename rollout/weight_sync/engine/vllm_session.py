@@ -140,14 +140,16 @@ class VerbSession:
 
     def update(
         self, tensors: Sequence[TensorMeta], packing: Packing | None = None,
-        caller: Caller = ANYBODY, index: int | None = None,
+        caller: Caller = ANYBODY, index: int | None = None, *, in_flight: str = "keep",
+        label: str | None = None,
     ) -> int:  # fmt: skip
         """Receive ``tensors``, which the trainer broadcasts in this order; returns their bytes.
 
         Names may be those of files or of transformers in memory. Unknown, misshapen or repeated
         ones are a ``WeightMismatch`` before anything is received. Without a start by this sender
-        (vLLM before it had one) the call opens an update, and the one that completes the model
-        commits it. ``index``: which call of the update this is, from 0 on, if the sender counts.
+        (vLLM before it had one, and SGLang) the call opens an update with ``in_flight``, and the
+        one that completes the model commits it. ``index``: which call of the update this is, from 0
+        on, if the sender counts. ``label``: as of ``finish``, which may come without.
         """
 
         def act() -> int:
@@ -160,7 +162,8 @@ class VerbSession:
                 if update is None:
                     if self._starts:
                         raise Conflict(f"start_weight_update first: {self._ended}")
-                    update = self._begin("", TIMEOUT, DEADLINE, "keep", implicit=True)
+                    update = self._begin("", TIMEOUT, DEADLINE, in_flight, implicit=True)
+                update.label = label or update.label
                 received = update.receive(tensors, packing or self._packing)
             except BaseException as error:
                 self._end(str(error))
@@ -173,6 +176,33 @@ class VerbSession:
         content = f"{index} {packing} {[(m.name, m.dtype, tuple(m.shape)) for m in tensors]}"
         digest = hashlib.sha256(content.encode()).hexdigest()
         return self._answers.run(Said("update_weights", caller, digest), act)
+
+    @property
+    def group_name(self) -> str | None:
+        """Of the torch process group that the ranks are in; None where they are in no group."""
+        return None if self._group is None else self._group.name
+
+    def leave(self) -> None:
+        """Leave the trainer's group, and give up what is open."""
+
+        def act() -> None:
+            self._end("the group was destroyed")
+            self._leave()
+
+        self._answers.run(Said("destroy_weights_update_group", ANYBODY), act)
+
+    def incomplete(self) -> str | None:
+        """What an update that commits by itself still lacks, and give it up; None for no such."""
+
+        def act() -> str | None:
+            update = self._open
+            if update is None or not update.implicit:
+                return None
+            missing = "; ".join(update.missing()[:4])
+            self._end(f"it was left incomplete: {missing}")
+            return missing
+
+        return self._answers.run(Said("continue_generation", ANYBODY), act)
 
     def refuse(self, reason: str, caller: Caller = ANYBODY) -> None:
         """An update's announcement makes no sense: end it, as one that fails in ``update``."""
@@ -310,7 +340,7 @@ class VerbSession:
 
     def _commit(self, update: _Update, label: str | None) -> UpdateReceipt:
         try:
-            receipt = update.commit(label)
+            receipt = update.commit(label or update.label)
         except BaseException as error:
             self._end(str(error))
             raise
@@ -355,6 +385,7 @@ class _Update:
         self._of, self.lease = of, lease
         self.update_id, self.version = begun.update_id, begun.version
         self._timeout, self.deadline, self.implicit = timeout, deadline, implicit
+        self.label: str | None = None
         self.timer = threading.Timer(deadline, lambda: None)  # not started: see ``_watch``
         self.began = time.monotonic()
         self._sent: list[TensorMeta] = []
@@ -380,7 +411,11 @@ class _Update:
         return received
 
     def is_complete(self) -> bool:
-        return not differences(self._sent, self._of.metadata, self._of.aliases)
+        return not self.missing()
+
+    def missing(self) -> Sequence[str]:
+        """What the tensors sent so far lack, a line each."""
+        return differences(self._sent, self._of.metadata, self._of.aliases)
 
     def commit(self, label: str | None) -> UpdateReceipt:
         seal = Seal(

@@ -47,6 +47,10 @@ def make_member(wire: Mapping[str, Any], rank: int, device: str) -> Member:
         from rollout.weight_sync.transports.vllm_gloo import GlooMember
 
         return GlooMember(group, group.rank_offset + rank)
+    if group.name:
+        from rollout.weight_sync.transports.torch_nccl import TorchNcclMember
+
+        return TorchNcclMember(group, group.rank_offset + rank, device)
     from rollout.weight_sync.transports.vllm_nccl import NcclMember
 
     return NcclMember(group, group.rank_offset + rank, device)

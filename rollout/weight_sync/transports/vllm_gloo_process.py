@@ -60,7 +60,8 @@ def _join(ask: dict[str, Any]) -> tuple[Any, Any]:
     place = f"rank {rank} of {group.size} at {group.host}:{group.port}"
     try:
         store = dist.TCPStore(group.host, group.port, group.size, is_master=False, timeout=limit)
-        return store, gloo_group(store, group.host, rank, group.size, limit)
+        ours = group.store(store, "cpu")
+        return store, gloo_group(ours, group.host, rank, group.size, limit)
     except (RuntimeError, dist.DistError, OSError) as error:
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         kind = DeadlineExceeded if late else TransferFailed

@@ -1,0 +1,68 @@
+"""What every dialect answers with: streams of events, and calls that end when a client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rollout.api.backend import Outputs
+from rollout.errors import InvalidRequest
+from rollout.generation import RequestOutput
+
+T = TypeVar("T")
+
+
+class EventStream(StreamingResponse):
+    """Closes its events when the client has left, also where it was cancelled between two."""
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def first_of(outputs: Outputs) -> tuple[int, RequestOutput]:
+    """The first output; where none comes, whatever the reason, nothing of the call is left.
+
+    Awaited before an answer begins, so that a refused request is an error, not a stream.
+    """
+    try:
+        return await anext(outputs)
+    except StopAsyncIteration:
+        raise InvalidRequest("the call has no prompts") from None
+    except BaseException:  # also where the client has left
+        await outputs.aclose()
+        raise
+
+
+def event(value: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``, or None when the client goes away first, which cancels it."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,298 @@
+"""The weight and control verbs as SGLang's clients call them, over the one verb session."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from rollout.api import AsyncRollout
+from rollout.api.embedded import EmbeddedBackend
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest, VersionConflict
+from rollout.server.verbs import Size, UpdateInfo
+from rollout.weight_sync.engine.vllm_session import PACK_BYTES, TIMEOUT, Packing, VerbSession
+from rollout.weight_sync.transports.vllm_group import ForeignGroup
+
+T = TypeVar("T")
+Document = dict[str, Any]
+GROUP = "weight_update_group"  # SGLang's own name for it
+FLATTENED = Packing(packed=True, nbytes=1 << 62)  # all tensors of a call as one broadcast
+PAUSE_MODES = {"abort": "abort", "in_place": "keep", "retract": "recompute"}
+DISK_LIMIT = 600.0  # seconds of each wait while a checkpoint is read
+_TAGS = ("weights", "kv_cache", "cuda_graph")
+
+
+class _Body(BaseModel):
+    """Fields that SGLang has and that mean nothing here are taken without effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class NoBody(_Body):
+    pass
+
+
+class AbortBody(_Body):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(_Body):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class MemoryBody(_Body):
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+
+
+class CheckBody(_Body):
+    action: str = "checksum"
+
+
+class InitGroupBody(_Body):
+    """Every rank connects to ``master_address``, "[...]" around it or not."""
+
+    master_address: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[\w.:\[\]-]+$")]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1, le=1 << 20)]
+    world_size: Annotated[int, Field(ge=2, le=1 << 20)]
+    group_name: Annotated[str, Field(min_length=1, max_length=256)] = GROUP
+    backend: str = "nccl"
+
+
+class DestroyGroupBody(_Body):
+    group_name: str = GROUP
+
+
+class _UpdateBody(_Body):
+    """``flush_cache``: whether running requests compute their KV again; else they keep it."""
+
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: Annotated[str, Field(max_length=1024)] | int | None = None
+    load_format: str | None = None
+
+    @property
+    def in_flight(self) -> str:
+        if self.abort_all_requests:
+            return "abort"
+        return "recompute" if self.flush_cache else "keep"
+
+    @property
+    def label(self) -> str | None:
+        return None if self.weight_version is None else str(self.weight_version)
+
+
+class DiskBody(_UpdateBody):
+    model_path: Annotated[str, Field(min_length=1)]
+
+
+class DistributedBody(_UpdateBody):
+    names: list[Annotated[str, Field(min_length=1, max_length=1024)]]
+    dtypes: list[str]
+    shapes: list[Annotated[list[Size], Field(max_length=16)]]
+    group_name: str = GROUP
+
+
+class TensorBody(_UpdateBody):
+    """``serialized_named_tensors``: with ``load_format`` "safetensors" the whole model as
+    safetensors files in base64.
+    """
+
+    serialized_named_tensors: list[str]
+
+
+class SglangVerbs:
+    """Each verb takes a parsed body; what it raises becomes ``success`` false."""
+
+    def __init__(self, rollout: AsyncRollout) -> None:
+        self._rollout = rollout
+
+    # ---- weights ----
+
+    async def from_disk(self, body: DiskBody) -> Document:
+        receipt = await self._rollout.update_weights(
+            server_path=body.model_path,
+            in_flight=body.in_flight,
+            label=body.label,
+            timeout=DISK_LIMIT,
+        )
+        return _done(f"version {receipt.version} is live") | {"num_paused_requests": 0}
+
+    async def from_tensor(self, body: TensorBody) -> Document:
+        if body.load_format != "safetensors":
+            raise InvalidRequest(
+                "pickled tensors are not taken: unpickling runs whatever a sender likes. Send "
+                'load_format "safetensors" with serialized_named_tensors as safetensors files in '
+                "base64, or use update_weights_from_distributed, update_weights_from_disk or "
+                "Rollout.connect(...).update_weights(model)"
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        for text in body.serialized_named_tensors:
+            tensors |= _safetensors(text)
+        receipt = await self._rollout.update_weights(
+            tensors, in_flight=body.in_flight, label=body.label
+        )
+        return _done(f"version {receipt.version} is live")
+
+    async def init_group(self, body: InitGroupBody) -> Document:
+        cuda = (await self._rollout.weight_info()).device.split(":")[0] == "cuda"
+        if body.backend != (wanted := "nccl" if cuda else "gloo"):
+            raise ConfigError(
+                f"backend {body.backend!r}: this engine's ranks join by {wanted!r}; give the "
+                "trainer's group the same"
+            )
+        group = ForeignGroup(
+            host=body.master_address.strip("[]"),
+            port=body.master_port,
+            rank_offset=body.rank_offset,
+            size=body.world_size,
+            name=body.group_name,
+        )
+        await self._run(lambda verbs: verbs.init(group, Packing(nbytes=PACK_BYTES), TIMEOUT))
+        return _done("Succeeded to initialize custom process group.")
+
+    async def destroy_group(self, body: DestroyGroupBody) -> Document:
+        def leave(verbs: VerbSession) -> None:
+            _check_group(verbs, body.group_name)
+            verbs.leave()
+
+        await self._run(leave)
+        return _done("Succeeded to destroy custom process group.")
+
+    async def begin(self) -> Document:
+        started = await self._run(lambda verbs: verbs.start())
+        return _done(f"version {started.version} has begun")
+
+    async def from_distributed(self, body: DistributedBody) -> Document:
+        if body.load_format not in (None, "auto", "flattened_bucket"):
+            raise InvalidRequest(f"load_format {body.load_format!r} is not known")
+        packing = FLATTENED if body.load_format == "flattened_bucket" else Packing()
+        info = UpdateInfo(names=body.names, dtype_names=body.dtypes, shapes=body.shapes)
+
+        def receive(verbs: VerbSession) -> int:
+            _check_group(verbs, body.group_name)
+            try:
+                tensors = info.tensors()
+            except InvalidRequest as error:
+                verbs.refuse(str(error))
+                raise
+            # Without a caller: the next step's call is the same to a byte, and no repeat.
+            return verbs.update(tensors, packing, in_flight=body.in_flight, label=body.label)
+
+        nbytes = await self._run(receive)
+        return _done(f"{nbytes} bytes of {len(body.names)} tensors were received")
+
+    async def end(self) -> Document:
+        receipt = await self._run(lambda verbs: verbs.finish())
+        return _done(f"version {receipt.version} is live")
+
+    async def check(self, body: CheckBody) -> Document:
+        if body.action != "checksum":
+            raise InvalidRequest(
+                f"action {body.action!r} is not served; checksum is, and check_weights of "
+                "Rollout.connect(...) compares with a model"
+            )
+        digests = await self._rollout.threads.run(
+            lambda: self._rollout.backend.digests(DEFAULT_TIMEOUT)
+        )
+        rows = {name: f"{digest:016x}" for name, digest in sorted(digests.items())}
+        told = "".join(f"{name} {row}\n" for name, row in rows.items())
+        whole = hashlib.sha256(told.encode()).hexdigest()
+        ranks = [{"checksums": rows}]  # over all ranks: of whole tensors, not of shards
+        return _done("") | {"ranks": ranks, "per_engine_checksum": whole}
+
+    # ---- control ----
+
+    async def pause(self, body: PauseBody) -> None:
+        await self._rollout.pause_generation(PAUSE_MODES[body.mode])
+
+    async def resume(self) -> None:
+        """``IncompleteUpdate`` where broadcasts came that no version was made of."""
+        missing = await self._run(lambda verbs: verbs.incomplete())
+        if missing is not None:
+            raise IncompleteUpdate(
+                "the weights that were sent do not make a whole model, and were given up: "
+                f"{missing}. Generation is still paused, on the old version: send them again, or "
+                "continue_generation once more to go on with that"
+            )
+        await self._rollout.resume_generation()
+
+    async def release(self, body: MemoryBody) -> None:
+        """The weights lie in host memory until they are asked for again: nothing is lost."""
+        tags = set(body.tags or _TAGS)
+        await self._rollout.sleep(1)
+        if "weights" not in tags:
+            await self._rollout.wake_up(["weights"])
+
+    async def regain(self, body: MemoryBody) -> None:
+        tags = None if body.tags is None else [tag for tag in body.tags if tag != "cuda_graph"]
+        await self._rollout.wake_up(tags)
+
+    async def _run(self, verb: Callable[[VerbSession], T]) -> T:
+        backend = self._rollout.backend
+        if not isinstance(backend, EmbeddedBackend):
+            raise ConfigError("the weight verbs are those of the engine's own server: ask it")
+        session = backend.verbs
+        return await self._rollout.threads.run(lambda: verb(session))
+
+
+async def server_info(rollout: AsyncRollout) -> Document:
+    """What clients read of SGLang's own: sizes, the model, and the state of its one scheduler."""
+    info, weights = await rollout.server_info(), await rollout.weight_info()
+    stats = await rollout.metrics()
+    return {
+        "model_path": info.model,
+        "served_model_name": info.model,
+        "tokenizer_path": info.model if info.has_tokenizer else None,
+        "skip_tokenizer_init": not info.has_tokenizer,
+        "context_length": info.max_model_len,
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "device": weights.device,
+        "tp_size": weights.tensor_parallel_size,
+        "num_gpus": weights.tensor_parallel_size,
+        **dict.fromkeys(("pp_size", "dp_size", "ep_size", "nnodes"), 1),
+        "disaggregation_mode": "null",
+        "weight_version": weights.label or str(weights.version),
+        "version": info.package_version,
+        "internal_states": [
+            {
+                "num_running_reqs": stats.running,
+                "num_waiting_reqs": stats.waiting,
+                "token_usage": stats.kv_usage,
+                "state": stats.state,
+            }
+        ],
+    }
+
+
+def _done(message: str) -> Document:
+    return {"success": True, "message": message}
+
+
+def _check_group(verbs: VerbSession, name: str) -> None:
+    there = verbs.group_name
+    if there is None:
+        raise InvalidRequest(
+            f"the engine is not in the group {name!r}: init_weights_update_group first"
+        )
+    if there != name:
+        raise VersionConflict(f"the engine is in the group {there!r}, not in {name!r}")
+
+
+def _safetensors(text: str) -> dict[str, torch.Tensor]:
+    try:
+        loaded: dict[str, torch.Tensor] = load(base64.b64decode(text, validate=True))
+        return loaded
+    except (binascii.Error, ValueError, SafetensorError) as error:
+        raise InvalidRequest(
+            f"serialized_named_tensors are no safetensors in base64: {error}"
+        ) from error

@@ -1,0 +1,224 @@
+"""SGLang's dialect over plain HTTP: what its clients send, and where they look in the answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import save
+
+IDS = [5, 6, 7, 8]
+MORE = pytest.mark.more
+
+
+def generate(http: httpx.Client, **body: Any) -> Any:
+    reply = http.post("/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_one_prompt_is_answered_as_sglang_does(http: httpx.Client) -> None:
+    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    ours = http.post(
+        "/v1/completions",
+        json={"prompt": IDS, "max_tokens": 4, "temperature": 0, "ignore_eos": True,
+              "return_token_ids": True, "logprobs": 0},
+    ).json()["choices"][0]  # fmt: skip
+    row = generate(http, input_ids=IDS, sampling_params=sampling, return_logprob=True, rid="mine")
+    meta = row["meta_info"]
+    assert row["output_ids"] == ours["token_ids"]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 4, 4)
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    triples = meta["output_token_logprobs"]
+    assert [t[1:] for t in triples] == [[token, None] for token in ours["token_ids"]]
+    assert [t[0] for t in triples] == ours["logprobs"]["raw_logprobs"]
+    version = http.get("/get_weight_version").json()["weight_version"]
+    assert meta["weight_version"] == version
+    assert meta["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
+    assert meta["input_token_logprobs"] == []
+
+
+@pytest.mark.more
+def test_logprobs_are_of_the_tempered_model_before_its_filters(http: httpx.Client) -> None:
+    """As SGLang's are: top_p changes what is drawn, never the logprob of a token."""
+    common = {"temperature": 0.5, "sampling_seed": 3, "max_new_tokens": 1, "ignore_eos": True}
+    first = generate(
+        http, input_ids=IDS, sampling_params={**common, "top_k": 1}, return_logprob=True,
+        top_logprobs_num=320,
+    )["meta_info"]  # fmt: skip
+    value, token, _ = first["output_token_logprobs"][0]
+    raw = {t: p for p, t, _ in first["output_top_logprobs"][0]}
+    tempered = raw[token] / 0.5 - math.log(sum(math.exp(p / 0.5) for p in raw.values()))
+    assert value == pytest.approx(tempered, abs=1e-5)
+
+
+def test_a_prompt_is_scored_from_where_the_client_says(http: httpx.Client) -> None:
+    whole = http.post(
+        "/v1/completions", json={"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}
+    ).json()["choices"][0]["prompt_logprobs"]
+    values = [None] + [whole[i][str(token)]["logprob"] for i, token in enumerate(IDS) if i]
+    for start in range(5):
+        row = generate(
+            http, input_ids=IDS, sampling_params={"max_new_tokens": 0}, return_logprob=True,
+            logprob_start_len=start, top_logprobs_num=2, return_text_in_logprobs=True,
+        )  # fmt: skip
+        meta = row["meta_info"]
+        assert [t[:2] for t in meta["input_token_logprobs"]] == [
+            [values[i], IDS[i]] for i in range(start, 4)
+        ]
+        assert all(isinstance(t[2], str) for t in meta["input_token_logprobs"])
+        assert (row["output_ids"], meta["completion_tokens"]) == ([], 0)  # none was asked for
+        assert meta["output_token_logprobs"] == []
+
+
+def test_a_batch_is_a_list_in_order_with_parameters_of_its_own(http: httpx.Client) -> None:
+    rows = generate(
+        http, text=["Hello", "world"], rid=["a", "b"], return_logprob=[True, False],
+        sampling_params=[{"max_new_tokens": 2, "ignore_eos": True},
+                         {"max_new_tokens": 3, "ignore_eos": True}],
+    )  # fmt: skip
+    assert [row["meta_info"]["id"] for row in rows] == ["a", "b"]
+    assert [len(row["output_ids"]) for row in rows] == [2, 3]
+    assert ["output_token_logprobs" in row["meta_info"] for row in rows] == [True, False]
+    many = generate(http, input_ids=IDS, sampling_params={"max_new_tokens": 1, "n": 3})
+    assert len(many) == len({row["meta_info"]["id"] for row in many}) == 3
+
+
+def test_a_stream_grows_and_ends_with_a_reason(http: httpx.Client) -> None:
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": IDS, "stream": True, "return_logprob": True, "sampling_params": sampling}
+    lines = [line for line in http.post("/generate", json=body).text.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    rows = [json.loads(line[6:]) for line in lines[:-1]]
+    lengths = [len(row["output_ids"]) for row in rows]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 20
+    last = rows[-1]["meta_info"]
+    assert last["finish_reason"]["type"] == "length"
+    assert len(last["output_token_logprobs"]) == 20
+    assert all(row["meta_info"]["finish_reason"] is None for row in rows[:-1])
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one of 'text' and 'input_ids'"),
+    ({"text": "a", "input_ids": IDS}, "exactly one of"),
+    ({"input_ids": []}, "prompt"),
+    ({"input_ids": IDS, "image_data": ["x"]}, "image_data is not served"),
+    ({"input_ids": IDS, "lora_path": "x"}, "lora_path is not served"),
+    ({"input_ids": IDS, "retrun_logprob": True}, "did you mean 'return_logprob'"),
+    ({"input_ids": IDS, "sampling_params": {"max_tokens": 3}}, "did you mean"),
+    ({"input_ids": IDS, "sampling_params": {"stop_regex": "a"}}, "stop_regex is not served"),
+    ({"input_ids": IDS, "sampling_params": {"top_p": 3}}, "top_p must be"),
+    ({"input_ids": IDS, "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len"),
+    ({"input_ids": [IDS, IDS], "sampling_params": [{}]}, "sampling_params has 1 entries"),
+    ({"input_ids": [5] * 600}, "512"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), REFUSED, ids=[str(b)[:50] for b, _ in REFUSED])
+def test_what_cannot_be_served_is_refused_by_name(
+    http: httpx.Client, body: dict[str, Any], words: str
+) -> None:
+    reply = http.post("/generate", json=body)
+    assert reply.status_code == 400, reply.text
+    assert words in reply.json()["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
+    """AReaL and slime send these with every request."""
+    generate(
+        http, input_ids=IDS, image_data=[], lora_path=None, return_routed_experts=False,
+        stream=False, sampling_params={"max_new_tokens": 1, "top_k": int(1e8), "stop": None,
+        "stop_token_ids": [None], "spaces_between_special_tokens": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("abort", marks=MORE), pytest.param("in_place", marks=MORE), "retract"]
+)
+def test_a_pause_ends_keeps_or_computes_again(http: httpx.Client, mode: str) -> None:
+    sampling = {"max_new_tokens": 300, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": IDS, "sampling_params": sampling, "stream": True}
+    with http.stream("POST", "/generate", json=body) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines)
+        assert http.post("/pause_generation", json={"mode": mode}).json()["status"] == "ok"
+        assert http.get("/health_generate").status_code == 503
+        assert http.post("/continue_generation", json={}).json()["status"] == "ok"
+        last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+    assert http.get("/health_generate").status_code == 200
+    reason = last["meta_info"]["finish_reason"]
+    assert reason["type"] == ("abort" if mode == "abort" else "length")
+    if mode != "abort":
+        again = generate(http, input_ids=IDS, sampling_params=sampling)
+        assert again["output_ids"] == last["output_ids"]
+
+
+@pytest.mark.more
+def test_a_request_is_aborted_by_its_id(http: httpx.Client) -> None:
+    body = {"input_ids": IDS, "rid": "long", "stream": True,
+            "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}  # fmt: skip
+    with http.stream("POST", "/generate", json=body) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines)
+        assert http.post("/abort_request", json={"rid": "long"}).status_code == 200
+        last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+@pytest.mark.more
+def test_memory_is_released_and_resumed_by_tags(http: httpx.Client) -> None:
+    greedy = {"max_new_tokens": 3, "temperature": 0}
+    before = generate(http, input_ids=IDS, sampling_params=greedy)["output_ids"]
+    for released in (None, ["kv_cache"], ["weights", "kv_cache", "cuda_graph"]):
+        assert http.post("/release_memory_occupation", json={"tags": released}).status_code == 200
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        for tag in ("weights", "kv_cache", "cuda_graph"):
+            reply = http.post("/resume_memory_occupation", json={"tags": [tag]})
+            assert reply.status_code == 200, reply.text
+        assert generate(http, input_ids=IDS, sampling_params=greedy)["output_ids"] == before
+    bad = http.post("/release_memory_occupation", json={"tags": ["everything"]})
+    assert bad.status_code == 400
+    assert bad.json()["object"] == "error"
+
+
+def test_clients_learn_what_they_ask_for(http: httpx.Client) -> None:
+    for path in ("/get_server_info", "/server_info"):
+        info = http.get(path).json()
+        assert (info["tp_size"], info["pp_size"], info["context_length"]) == (1, 1, 512)
+        assert info["disaggregation_mode"] == "null"
+    model = http.get("/model_info").json()
+    assert (model["model_path"], model["is_generation"]) == ("tiny", True)
+    for method in ("GET", "POST"):
+        assert http.request(method, "/flush_cache").status_code == 200
+
+
+def test_pickles_are_refused_with_what_to_send_instead(http: httpx.Client) -> None:
+    body = {"serialized_named_tensors": ["gASVAAAA"], "load_format": None}
+    reply = http.post("/update_weights_from_tensor", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["success"] is False
+    assert "safetensors" in reply.json()["message"]
+
+
+def test_a_refused_update_says_so_in_sglangs_shape(http: httpx.Client) -> None:
+    import torch
+
+    text = base64.b64encode(save({"model.nonsense": torch.ones(3)})).decode()
+    body = {"serialized_named_tensors": [text], "load_format": "safetensors"}
+    for path, given, words in (
+        ("/update_weights_from_tensor", body, "model.nonsense"),
+        ("/update_weights_from_disk", {"model_path": "/etc"}, "weight-dir"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/begin_weight_update", {}, "group"),
+        ("/end_weight_update", {}, "no weight update is open"),
+        ("/destroy_weights_update_group", {}, "not in the group"),
+        ("/weights_checker", {"action": "snapshot"}, "snapshot"),
+    ):
+        reply = http.post(path, json=given)
+        assert (reply.status_code, reply.json()["success"]) == (400, False), reply.text
+        assert words in reply.json()["message"]

@@ -1,0 +1,98 @@
+"""A trainer process that sends weights as SGLang's clients do; prints what went wrong.
+
+Its group is a torch process group under a name of its own, beside the default one of the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import httpx
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
+
+NAME = "update_weights_0"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("path")
+    parser.add_argument("port", type=int)
+    parser.add_argument("--label")
+    parser.add_argument("--buckets", type=int, default=1)
+    parser.add_argument("--flattened", action="store_true")
+    parser.add_argument("--session", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with httpx.Client(base_url=args.url, timeout=120) as http, ThreadPoolExecutor(1) as pool:
+
+        def post(path: str, **body: object) -> httpx.Response:
+            reply = http.post(f"/{path}", json=body)
+            if reply.status_code != 200:
+                print(path, reply.status_code, reply.text)
+            return reply
+
+        ranks = http.get("/get_server_info").json()["tp_size"]
+        init = pool.submit(
+            post, "init_weights_update_group", master_address="127.0.0.1",
+            master_port=str(args.port), rank_offset=1, world_size=ranks + 1, group_name=NAME,
+            backend="gloo",
+        )  # fmt: skip
+        group = named_group(args.port, ranks + 1)
+        assert init.result().json()["success"] is True
+        assert post("pause_generation", mode="in_place").status_code == 200
+        if args.session:
+            post("begin_weight_update")
+        tensors = list(load_file(args.path).items())
+        size = -(-len(tensors) // args.buckets)
+        for first in range(0, len(tensors), size):
+            send(post, pool, group, tensors[first : first + size], args)
+        if args.session:
+            assert post("end_weight_update").status_code == 200
+        post("continue_generation")
+        post("destroy_weights_update_group", group_name=NAME)
+    dist.destroy_process_group()
+
+
+def named_group(port: int, size: int) -> dist.ProcessGroup:
+    """What frameworks' trainers form: rank 0 listens, and keys lie below the group's name."""
+    limit = timedelta(seconds=120)
+    at = c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, size, timeout=limit)
+    store, rank, size = next(at)
+    store.set_timeout(limit)
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], dist.Backend("gloo"), dist.PrefixStore(NAME, store), group_name=NAME,
+        backend_options=None, timeout=limit,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+
+def send(post, pool, group, tensors, args) -> None:
+    body = {
+        "names": [name for name, _ in tensors],
+        "dtypes": [str(t.dtype) for _, t in tensors],
+        "shapes": [list(t.shape) for _, t in tensors],
+        "group_name": NAME,
+        "flush_cache": False,
+        "weight_version": args.label,
+    }
+    if args.flattened:
+        body["load_format"] = "flattened_bucket"
+    told = pool.submit(post, "update_weights_from_distributed", **body)
+    values = [t.contiguous() for _, t in tensors]
+    if args.flattened:
+        values = [torch.cat([t.flatten().view(torch.uint8) for t in values])]
+    for work in [dist.broadcast(t, src=0, group=group, async_op=True) for t in values]:
+        work.wait()
+    assert told.result().json()["success"] is True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A trainer that broadcasts as SGLang's do: a torch process group beside its default one."""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors.torch import save, save_file
+from sender import free_port
+from serving import serve
+from tiny_models import write_tiny
+
+from rollout import Rollout
+
+TRAINER = Path(__file__).parent / "sglang_trainer.py"
+LIMIT = 240
+pytestmark = pytest.mark.more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture(scope="module")
+def engine(folder, model):
+    (folder / "weights").mkdir()
+    flags = ["--dtype", "float32", "--tensor-parallel-size", "2"]
+    flags += ["--weight-dir", str(folder / "weights")]
+    with (
+        serve(model, *flags) as served,
+        httpx.Client(base_url=f"http://{served.http}", timeout=120) as http,
+        Rollout.connect(served.grpc) as rollout,
+    ):
+        yield http, rollout, f"http://{served.http}"
+
+
+def run_trainer(url: str, path: Path, *flags: str) -> str:
+    """A process of its own, since its group lies beside its default group; what it printed."""
+    command = [sys.executable, str(TRAINER), url, str(path), str(free_port()), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags", [("--buckets", "3"), ("--flattened", "--session")], ids=["implicit", "session"]
+)
+def test_a_torch_trainer_broadcasts_and_its_weights_go_live(engine, folder, weights, flags) -> None:
+    http, rollout, url = engine
+    seed = 1 if "--buckets" in flags else 2
+    path = folder / f"sent{seed}.safetensors"
+    save_file(weights[seed], path)
+    before = http.get("/weight_info").json()["version"]
+    run_trainer(url, path, "--label", f"step-{seed}", *flags)
+    assert http.get("/weight_info").json()["version"] == before + 1
+    assert http.get("/get_weight_version").json() == {"weight_version": f"step-{seed}"}
+    assert rollout.check_weights(weights[seed]).equal
+    row = http.post("/generate", json={"input_ids": [5, 6]}).json()["meta_info"]
+    assert row["weight_version"] == f"step-{seed}"
+
+
+def test_a_model_that_is_not_whole_does_not_go_on(engine, folder, weights) -> None:
+    http, _, url = engine
+    path = folder / "part.safetensors"
+    save_file(dict(list(weights[1].items())[:-1]), path)
+    before = http.get("/weight_info").json()
+    told = run_trainer(url, path, "--buckets", "2")
+    last = list(weights[1])[-1]
+    assert "continue_generation 422" in told
+    assert last in told
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    assert http.post("/continue_generation", json={}).status_code == 200
+    assert http.get("/weight_info").json() == before
+
+
+def test_disk_and_safetensors_bodies_are_updates_too(engine, folder, weights) -> None:
+    http, rollout, _ = engine
+    step = folder / "weights" / "step"
+    write_tiny(step, "qwen3", tied=True, seed=1)
+    body = {"model_path": str(step), "abort_all_requests": True, "weight_version": "disk"}
+    reply = http.post("/update_weights_from_disk", json=body)
+    assert reply.json()["success"] is True, reply.text
+    assert rollout.check_weights(weights[1]).equal
+    text = base64.b64encode(save(weights[2])).decode()
+    body = {"serialized_named_tensors": [text], "load_format": "safetensors"}
+    assert http.post("/update_weights_from_tensor", json=body).status_code == 200
+    assert rollout.check_weights(weights[2]).equal
+    first, second = (http.post("/weights_checker", json={}).json() for _ in range(2))
+    assert first["per_engine_checksum"] == second["per_engine_checksum"]
+    assert set(first["ranks"][0]["checksums"]) >= {"model.norm.weight"}
