@@ -9,12 +9,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,9 +28,6 @@ from transformers import (
 )
 
 ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -89,7 +80,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {**SLIDING, "partial_rotary_factor": 0.5}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
 }
-for _name, (_stem, _) in DENSE.items():
+# Mixtures, under the stems of their classes; ``EXPERTS`` has the rest.
+MIXTURES = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
+    "minimax_m2": "MiniMaxM2",
+    "olmoe": "Olmoe",
+}
+for _name, _stem in [*((name, stem) for name, (stem, _) in DENSE.items()), *MIXTURES.items()]:
     _config = f"{_stem}{'Text' if _name == 'gemma3' else ''}Config"
     ARCHITECTURES[_name] = (
         getattr(transformers, _config),
@@ -147,6 +147,34 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
+    },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "rotary_dim": 8,
+    },
+    "olmoe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
 }

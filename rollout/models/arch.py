@@ -133,7 +133,8 @@ class Arch:
     ``parallel``: both halves of a block read its one norm, and are added together.
 
     Factors on the embeddings, on q k^T (default: head_dim^-0.5), on what a half adds to the
-    residual, and on the logits; caps on q k^T and on the logits.
+    residual, and on the logits; caps on q k^T and on the logits. ``sinks``: a trained score of each
+    head takes part in its softmax and has no value.
 
     Windows: layers may see ``sliding_window`` keys (that many where the file has no such field):
     ``slides`` "always" all of them; "switched" by ``use_sliding_window`` those that ``layer_types``
@@ -144,7 +145,8 @@ class Arch:
     slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
     as 0 ("listed"), or in those that do not slide ("full"). ``interleaved``: the pairs that turn
     are neighbours. ``partial_rotary``: ``partial_rotary_factor`` holds where positions are not
-    scaled, too, and is this where there is none. ``wide_rope``: cos and sin stay float32.
+    scaled, too, and is this where there is none (nor a ``rotary_dim``). ``wide_rope``: cos and sin
+    stay float32.
 
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
     them behind the others, and nothing here takes them.
@@ -170,6 +172,7 @@ class Arch:
     logits_scale: Scale | None = None
     attention_softcap: tuple[str, float | None] | None = None
     logits_softcap: tuple[str, float | None] | None = None
+    sinks: bool = False
     slides: Literal["always", "switched", "typed"] | None = None
     sliding_window: int | None = None
     full_every: int = 0

@@ -210,6 +210,8 @@ def token_ids(value: Any, file: str) -> tuple[int, ...]:
 
 def _refuse_unsupported(read: Reader) -> None:
     values = read.values
+    if values.get("clip_qkv") is not None:
+        raise ConfigError(f"{read.file}: clip_qkv is not supported; use a checkpoint without it")
     packed = values.get("quantization_config")
     if packed and not (isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"):
         raise ConfigError(

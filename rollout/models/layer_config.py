@@ -150,6 +150,8 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
         theta = values.get("rope_theta")
     theta = float(default if theta is None else theta)
     partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial is None and arch.partial_rotary is not None and values.get("rotary_dim"):
+        partial = read.count("rotary_dim") / read.count("head_dim")
     if partial is None:
         partial = 1.0 if arch.partial_rotary is None else arch.partial_rotary
     if kind == "default":

@@ -13,7 +13,10 @@ from trainer_processes import Job
 pytestmark = pytest.mark.more
 
 # (model, ranks of the engine)
-MODELS = (("glm4_moe", 1), ("deepseek_v2", 1), ("deepseek_v3", 2))
+MODELS = (
+    *(("glm4_moe", 1), ("deepseek_v2", 1), ("deepseek_v3", 2)),
+    *(("olmoe", 1), ("minimax_m2", 1), ("gpt_oss", 2)),
+)
 BUCKET = 16 << 10
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import write_tiny
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.loader import open_checkpoint
+from rollout.models.build import build_model
+from rollout.models.config import ModelConfig
 from rollout.weights import Box
 
 NAME = "model.layers.0.mlp.experts.down_proj"
@@ -50,3 +56,30 @@ def test_packed_experts_without_their_scales_are_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"down_proj_blocks of shape .* needs .*down_proj_scales"):
         open_checkpoint(str(tmp_path))
+
+
+def test_a_packed_checkpoint_makes_the_model_that_its_unpacked_weights_make(tmp_path):
+    source = write_tiny(tmp_path, "gpt_oss", intermediate_size=32)
+    weights, files = dict(source.state_dict()), {}
+    for name, tensor in source.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            files[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        made = packed(experts, outputs, inputs // 32)
+        files |= {name + kind: made[f"{NAME}{kind}"] for kind in ("_blocks", "_scales")}
+        weights[name] = convert_moe_packed_tensors(
+            made[f"{NAME}_blocks"], made[f"{NAME}_scales"]
+        ).float()
+    save_file(files, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.from_directory(tmp_path)
+    for rank in range(2):
+        two = [build_model(config, TensorParallel(rank, 2), torch.float32, "cpu") for _ in range(2)]
+        with open_checkpoint(str(tmp_path)) as checkpoint:
+            two[0].load_weights(checkpoint.items())
+        two[1].load_weights(weights.items())
+        for one, other in zip(two[0].parameters(), two[1].parameters(), strict=True):
+            assert torch.equal(one, other)

@@ -11,7 +11,9 @@ from tiny_models import write_tiny
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
+from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
+from rollout.models.weight_table import check_tables
 
 # (ranks, expert parallel)
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
@@ -24,6 +26,9 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 SHAPES = {
+    "gpt_oss": {},
+    "minimax_m2": {},
+    "olmoe": {},
     "deepseek_v3": {},
     "deepseek_v3, queries of the hidden state, one dense layer, yarn": {
         "q_lora_rank": None,
@@ -96,13 +101,15 @@ def test_logits_equal_those_of_transformers_at_every_placement(tmp_path, shape):
     weights = source.state_dict()
 
     for size, expert_parallel in PLACES:
+        check_tables(build_tables(config, size, expert_parallel=expert_parallel))
 
         def work(tp, split=expert_parallel):
             whole = Session(loaded(config, tp, weights, expert_parallel=split), sequences)
             before = tp.all_reduces
             logits = whole.advance([len(s) for s in sequences])
             if tp.size > 1:
-                assert tp.all_reduces - before == 2 * config.num_layers + 1
+                sums = 3 if config.arch.qk_norm_over == "row" else 2
+                assert tp.all_reduces - before == sums * config.num_layers + 1
             tiled = loaded(config, tp, weights, layout="tiles", expert_parallel=split)
             pieces = Session(tiled, sequences)
             steps = [pieces.advance(counts) for counts in ((7, 5, 0), (12, 0, 32), (0, 1, 1))]

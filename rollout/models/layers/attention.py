@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
 from rollout.models.forward import ForwardBatch, LayerKV
-from rollout.models.layers.base import Build
+from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import QKVLinear, RowLinear
 from rollout.models.layers.norm import HeadsNorm, RowNorm, make_norm
+from rollout.weights import WeightSlot
 
 Turn = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, rotated dims]
 
@@ -18,7 +19,7 @@ class Attention(nn.Module):
     """Project, normalise q and k where the model does, rotate, store, attend, project back.
 
     [T, hidden] -> [T, hidden]; one all-reduce, and another where q and k are normalised over the
-    heads of all ranks. Keys are stored rotated. ``sinks``: float32 [heads here], or None.
+    heads of all ranks. Keys are stored rotated.
     """
 
     def __init__(self, build: Build, index: int) -> None:
@@ -29,7 +30,7 @@ class Attention(nn.Module):
         self.kv_heads = max(1, config.num_kv_heads // size)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.window = config.layers[index].window
-        self.sinks: Tensor | None = None
+        self.sinks = Sinks(build) if config.arch.sinks else None
         self.turned = 0  # dims of neighbours that turn; 0 where pairs are a half apart
         if config.arch.interleaved:
             rope = config.layers[index].rope
@@ -63,7 +64,7 @@ class Attention(nn.Module):
             self.scale,
             self.window,
             self.softcap,
-            self.sinks,
+            None if self.sinks is None else self.sinks(),
         )  # [T, heads, head_dim]
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
@@ -92,6 +93,25 @@ class Attention(nn.Module):
         copies = max(1, tp.size // self.build.config.num_kv_heads)  # of each KV head
         q = self.q_norm.part(rows_q, squares[:, :1]).view_as(q)
         return q, self.k_norm.part(rows_k, squares[:, 1:] / copies).view_as(k)
+
+
+class Sinks(Layer):
+    """A score of each head of this rank, under the name of this module itself: float32 [heads]."""
+
+    scores: Tensor
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.heads = build.config.num_heads
+        self.declare("scores", (self.heads // build.tp.size,))
+
+    def forward(self) -> Tensor:
+        return self.scores.float()
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        count = len(self.scores)
+        first = self.build.tp.rank * count
+        return [rows_slot(prefix, (self.heads,), first, count, f"{prefix}.scores", 0)]
 
 
 def _apart(x: Tensor, turned: int) -> Tensor:
