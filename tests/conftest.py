@@ -24,6 +24,29 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("suite")
 
+# What takes longest goes first, so that no worker ends long after the others.
+_LONGEST = (
+    "test_verbs.py",
+    "test_clean_exits.py",
+    "test_combinations.py",
+    "test_failed_update_changes_nothing.py",
+    "test_update_equals_restart.py",
+    "test_conformance.py",
+    "test_commands.py",
+    "test_demo.py",
+    "test_sleep.py",
+    "test_shared_memory_group.py",
+    "test_rank_faults.py",
+    "test_transaction.py",
+    "test_service_transports.py",
+    "test_snippets.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: index for index, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:

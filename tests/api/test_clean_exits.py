@@ -19,8 +19,11 @@ def trainers(tmp_path_factory):
         yield trainers
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["plain", "fsdp2"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "ranks"),
+    [*((transport, 1) for transport in TRANSPORTS), ("broadcast", 2), ("p2p", 2)],
+    ids=lambda value: {1: "plain", 2: "fsdp2"}.get(value, value),
+)
 def test_trainers_end_with_status_0(trainers, transport, ranks) -> None:
     took = []
     for outcome in ("committed", "failed"):

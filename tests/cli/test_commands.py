@@ -218,7 +218,9 @@ def test_a_service_goes_with_its_parent_even_while_it_loads(bare: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.more), signal.SIGTERM]
+)
 def test_a_signal_ends_a_service_that_loads_quietly(bare: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "rollout", "serve", str(bare), "--port", "0"]
     process = subprocess.Popen(

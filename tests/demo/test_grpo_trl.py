@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.more  # `make test` has TRL's trainer in tests/frameworks
 def test_trl_samples_each_step_with_the_weights_it_has_just_made() -> None:
     script = ROOT / "trainer_examples" / "grpo_trl.py"
     small = ["--steps", "2", "--layers", "1", "--prompts", "4", "--samples", "2"]

@@ -368,7 +368,7 @@ def _draws() -> Iterator[Case]:
             given, top_k = table[:, 4].long(), table[:, 3].long()
             return logits, given, table[:, :3].contiguous(), top_k, draws
 
-        yield Case("sample", f"{vocab}", make, broad=vocab > 1300)
+        yield Case("sample", f"{vocab}", make, broad=vocab > 512)
     yield Case(
         "sample",
         "no rows",

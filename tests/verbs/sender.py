@@ -22,9 +22,12 @@ def free_port() -> int:
 class Sender:
     """Speaks to one server; ``ranks`` is how many places the engine takes in the group."""
 
+    latest: Sender | None = None  # who has joined last: of all others the engine has let go
+
     def __init__(self, http: httpx.Client, ranks: int, *, packed: bool = False) -> None:
         self.http, self.packed = http, packed
         self.size, self.port = ranks + 1, free_port()
+        self.whole = False  # whether a test has left its group as it was
         self.group: Any = None
         self._store: Any = None
 
@@ -41,14 +44,24 @@ class Sender:
         return self.http.post(f"/{verb}", json=body)
 
     def init(self, **more: Any) -> httpx.Response:
+        if self.group is not None:  # of a test before
+            self.close()
+            self.port = free_port()
         with ThreadPoolExecutor(1) as pool:
             info = {**self.init_info, **more}
             future = pool.submit(self.post, "init_weight_transfer_engine", {"init_info": info})
             self.join()
             return future.result()
 
+    def joined(self) -> Sender:
+        """Has joined, now or in a test before."""
+        if self.group is None:
+            assert self.init().status_code == 200
+        return self
+
     def join(self, limit: float = 120.0) -> None:
         """As vLLM's trainer does: the store waits for all members, then the group forms."""
+        Sender.latest = self
         timeout = timedelta(seconds=limit)
         self._store = dist.TCPStore(
             "127.0.0.1", self.port, self.size, is_master=True, timeout=timeout

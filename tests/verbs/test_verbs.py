@@ -67,7 +67,7 @@ def test_packed_tensors_arrive_whatever_the_size_of_a_pack(engine, weights, wher
 
 def test_an_update_may_come_in_parts_and_in_another_dtype(engine, sender, weights) -> None:
     tensors = [(name, t.bfloat16()) for name, t in weights[1].items()]
-    sender.init()
+    sender.joined()
     sender.post("start_weight_update")
     for part in (tensors[:3], tensors[3:4], tensors[4:]):
         assert sender.update(part).status_code == 200
@@ -97,7 +97,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_does_not_fit_is_named_and_the_sender_is_freed(engine, sender, weights, what) -> None:
     make, words = WRONG[what]
-    sender.init()
+    sender.joined()
     before, tokens = engine.info(), engine.tokens()
     sender.post("start_weight_update")
     begun = time.monotonic()
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_named_and_the_sender_is_freed(engine, sender, weig
 
 
 def test_a_finish_that_lacks_tensors_is_refused_and_names_them(engine, sender, weights) -> None:
-    sender.init()
+    sender.joined()
     before, tokens = engine.info(), engine.tokens()
     sender.post("start_weight_update")
     sender.update(list(weights[1].items())[:-1])
@@ -128,7 +128,7 @@ def test_a_finish_that_lacks_tensors_is_refused_and_names_them(engine, sender, w
 
 
 def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
-    sender.init()
+    sender.joined()
     assert sender.post("start_weight_update").status_code == 200
     assert error_of(sender.post("start_weight_update"))[:2] == (409, "UpdateInProgress")
     with pytest.raises(UpdateInProgress):
@@ -142,7 +142,7 @@ def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
 
 
 def test_an_update_that_nobody_goes_on_with_ends_at_its_deadline(engine, sender, weights) -> None:
-    sender.init()
+    sender.joined()
     before = engine.info()
     sender.post("start_weight_update", {"deadline": 0.5})
     sender.update(list(weights[1].items())[:2])  # moves the deadline
@@ -156,7 +156,7 @@ def test_an_update_that_nobody_goes_on_with_ends_at_its_deadline(engine, sender,
 
 
 def test_a_broadcast_that_does_not_come_ends_the_update(engine, sender, weights) -> None:
-    sender.init()
+    sender.joined()
     before = engine.info()
     sender.post("start_weight_update", {"timeout": 1})
     body = {"update_info": described(weights[1].items())}
@@ -168,7 +168,7 @@ def test_a_broadcast_that_does_not_come_ends_the_update(engine, sender, weights)
 
 
 def test_abort_ends_an_update_that_is_receiving(engine, sender, weights) -> None:
-    sender.init()
+    sender.joined()
     before = engine.info()
     sender.post("start_weight_update")
     body = {"update_info": described(weights[1].items())}
@@ -184,7 +184,7 @@ def test_abort_ends_an_update_that_is_receiving(engine, sender, weights) -> None
 @pytest.mark.parametrize("how", ["longer", "gone"])
 def test_a_sender_that_breaks_its_word_costs_the_update_alone(engine, sender, weights, how) -> None:
     """gloo ends the process that gets a longer message than it waits for."""
-    sender.init()
+    sender.joined()
     before, tokens = engine.info(), engine.tokens()
     children = len(descendants(engine.served.process.pid))
     sender.post("start_weight_update", {"timeout": 20})

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from forked import Script
 from serving import serve
 from tiny_models import write_tiny
-
-ROOT = Path(__file__).parents[2]
 
 RANK = """
 import json, sys
@@ -57,24 +52,28 @@ def directory(tmp_path_factory):
 
 def test_two_ranks_of_fsdp2_send_what_changed(directory, tmp_path) -> None:
     flags = ("--tensor-parallel-size", "2", "--num-kv-blocks", "64", "--max-model-len", "128")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with serve(directory, *flags) as served:
-        command = [sys.executable, "-c", RANK, str(directory), served.grpc, str(tmp_path / "meet")]
+        given, transports = (str(directory), served.grpc), ("ipc", "broadcast", "grpc_stream")
+        script = tmp_path / "rank.py"
+        script.write_text(RANK)
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), "ipc", "broadcast", "grpc_stream"],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            Script(
+                script, [*given, str(tmp_path / "meet"), str(rank), *transports],
+                tmp_path / f"{rank}.log",
             )
             for rank in range(2)
         ]  # fmt: skip
         try:
-            said = [process.communicate(timeout=270) for process in ranks]
+            codes = [process.wait(270) for process in ranks]
+            said = [process.stdout.read() for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
-                process.communicate()
-    assert all(process.returncode == 0 for process in ranks), said
-    rows, others = (json.loads(out.splitlines()[-1]) for out, _ in said)
+                process.wait()
+                process.close()
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    assert codes == [0, 0], logs
+    rows, others = (json.loads(out.splitlines()[-1]) for out in said)
     assert rows == others  # the same receipts on every rank
     assert [row[:3] for row in rows] == [
         ["ipc", "full", 1], ["ipc", "full", 2], ["ipc", "delta", 3],

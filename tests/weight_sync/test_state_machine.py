@@ -299,7 +299,7 @@ def test_updates_follow_their_model(checkpoints, undo) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=35,
+            max_examples=25,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-ROOT = Path(__file__).parents[3]
+from forked import Script
 
 
 def run_job(script: str, out: Path, *args: str, world: int = 2, timeout: float = 110) -> list[Any]:
@@ -21,22 +17,19 @@ def run_job(script: str, out: Path, *args: str, world: int = 2, timeout: float =
     """
     out.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, str(Path(__file__).parent / script)]
     ranks = []
     for rank in range(world):
-        log = (out / f"{rank}.log").open("wb")
-        env["LOCAL_RANK"] = str(rank)  # DeepSpeed insists
         where = [str(rank), str(world), str(store.port), str(out), *args]
-        ranks.append(subprocess.Popen([*command, *where], env=env, stdout=log, stderr=log))
-        log.close()
+        env = {"LOCAL_RANK": str(rank)}  # DeepSpeed insists
+        path = Path(__file__).parent / script
+        ranks.append(Script(path, where, out / f"{rank}.log", env, talks=False))
     try:
         codes = [process.wait(timeout) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+            process.close()
     results = []
     for rank, code in enumerate(codes):
         path = out / f"{rank}.json"

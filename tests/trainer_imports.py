@@ -1,0 +1,16 @@
+"""What the scripts of trainers import, and nothing that starts a thread: they are forked later."""
+
+import safetensors.torch  # noqa: F401
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+from transformers import AutoModelForCausalLM  # noqa: F401
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+
+import rollout.rpc.client
+import rollout.testing.faults
+import rollout.weight_sync.trainer.publisher  # noqa: F401
+
+torch.set_num_threads(1)
