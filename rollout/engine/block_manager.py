@@ -1,8 +1,8 @@
 """Which KV block holds which positions of which sequence, and which blocks can be found again.
 
 Source of the scheme: hash-block prefix caching as in vLLM and nano-vLLM. A full block's hash is
-``H(parent's hash, its tokens)``; a chain starts from (salt, weight version), so that KV computed by
-other weights can never match. A freed block stays addressable until it is reused.
+``H(parent's hash, its tokens)``; a chain starts from a ``CacheRoot``, so that KV computed by other
+weights can never match. A freed block stays addressable until it is reused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+from rollout.engine.cache_root import CacheRoot
 from rollout.engine.sequence import Sequence
 
 _DIGEST_BYTES = 16
@@ -60,7 +62,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[bytes, int] = {}
         self._chains = 0
-        self.set_version(0)
+        self._start_from(CacheRoot(version=0))
 
     @property
     def num_free(self) -> int:
@@ -70,19 +72,20 @@ class BlockManager:
     def usage(self) -> float:
         return 1.0 - len(self._free) / self.num_blocks
 
+    @property
+    def version(self) -> int:
+        return self.root.version
+
     def set_version(self, version: int) -> None:
         """Switch the weights' version: only KV it computes from now on matches."""
-        self._chains += 1
-        origin = f"{self._salt}/{version}/{self._chains}".encode()
-        self._root = blake2b(origin, digest_size=_DIGEST_BYTES).digest()
-        self.version = version
+        self._start_from(replace(self.root, version=version))
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed before this call is found again."""
         self._by_hash.clear()
         for block in self._blocks:
             block.forget()
-        self.set_version(self.version)
+        self._start_from(self.root)
 
     def find(self, seq: Sequence) -> PrefixHit:
         """The cached blocks of the longest known prefix; tokens are compared after each hit."""
@@ -211,6 +214,11 @@ class BlockManager:
             assert not block.hash or block.hash == _chain(block.parent, block.tokens)
         for digest, block_id in self._by_hash.items():
             assert self._blocks[block_id].hash == digest, f"block {block_id}: stale address"
+
+    def _start_from(self, root: CacheRoot) -> None:
+        self._chains += 1
+        self.root = root
+        self._root = root.digest(self._salt, self._chains, _DIGEST_BYTES)
 
     def _allocate(self) -> int:
         block_id, _ = self._free.popitem(last=False)

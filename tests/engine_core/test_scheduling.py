@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.engine.block_manager import BlockManager
+from rollout.engine.cache_root import CacheRoot
 from rollout.engine.sequence import Sequence, Status
 from rollout.generation import SamplingParams, VersionSpan
 
@@ -134,6 +135,15 @@ def test_a_prefix_of_another_version_never_matches() -> None:
     bench.run()
     assert other.num_cached_tokens == 0
     assert other.output_token_ids == continuation(prompt(16), 4, bench.toy.weights)
+
+
+def test_every_field_of_a_cache_root_keeps_chains_apart() -> None:
+    roots = [CacheRoot(version=v, adapter=a, instance=i)
+             for v in (1, 11) for a in ("", "1", "math@3") for i in (0, 1)]  # fmt: skip
+    digests = {
+        root.digest(salt, chain, 16) for root in roots for salt in (1, 2) for chain in (1, 2)
+    }
+    assert len(digests) == 4 * len(roots)
 
 
 def test_under_keep_later_positions_carry_the_new_version_and_are_not_shared() -> None:
