@@ -9,7 +9,7 @@ from rollout.chat import ChatOptions
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel, WeightInfo
+from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
 from rollout.wire.version import ServerInfo
 
@@ -95,6 +95,15 @@ class Backend(Protocol):
     def info(self) -> WeightInfo: ...
 
     def open(self) -> WeightChannel: ...
+
+    @property
+    def prepared(self) -> str:
+        """The update that waits for a decision; "" for none, and where only ``info`` can tell."""
+        ...
+
+    def decide(self, decision: Decision) -> UpdateReceipt | None:
+        """Commit or abort the update that is prepared; the receipt of a commit."""
+        ...
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         """Update from a directory that the engine's own host reads, under a ``weight_dirs``."""

@@ -22,6 +22,7 @@ from rollout.errors import (
     InvalidRequest,
     RolloutError,
     TransferFailed,
+    UpdateInProgress,
 )
 from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
@@ -30,6 +31,7 @@ from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.engine.vllm_session import VerbSession
 from rollout.weight_sync.protocol.messages import (
+    Decision,
     UpdateReceipt,
     UpdateRequest,
     WeightChannel,
@@ -169,6 +171,8 @@ class EmbeddedBackend:
         await self.core.control.resume()
 
     async def sleep(self, level: int, timeout: float) -> None:
+        if self.prepared:  # what is staged would go, and with it the vote
+            raise UpdateInProgress(f"update {self.prepared} waits for its decision: no sleep now")
         await self.core.control.sleep(level, timeout)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
@@ -204,6 +208,14 @@ class EmbeddedBackend:
 
     def open(self) -> WeightChannel:
         return Lease(self.coordinator)
+
+    @property
+    def prepared(self) -> str:
+        waiting = None if self._coordinator is None else self._coordinator.prepared
+        return "" if waiting is None else waiting.update_id
+
+    def decide(self, decision: Decision) -> UpdateReceipt | None:
+        return self.coordinator.decide(decision)
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         if "\0" in path:

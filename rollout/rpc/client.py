@@ -22,6 +22,7 @@ from rollout.errors import ConfigError, EngineClosed, EngineRestarted
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import document
 from rollout.rpc.convert import (
     Messages,
     chat_options_to_json,
@@ -38,7 +39,7 @@ from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
-from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
     PROTOCOL,
@@ -48,6 +49,7 @@ from rollout.wire.version import (
 )
 
 MAX_READ = 3600.0  # seconds in which a server reads a directory
+MAX_DECIDE = 600.0  # seconds in which a prepared update is committed or has gone back
 
 
 class RolloutClient:
@@ -227,6 +229,23 @@ class RolloutClient:
         reply = self._ask("UpdateFrom", request, limit)
         receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=options.partial)
+        return receipt
+
+    @property
+    def prepared(self) -> str:
+        return ""
+
+    def decide(self, decision: Decision) -> UpdateReceipt | None:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Decide(
+                document(decision),
+                timeout=MAX_DECIDE,  # the update has deadlines of its own there
+                metadata=self._metadata,
+            )
+        if not reply.json:
+            return None
+        receipt = from_json(UpdateReceipt, reply.json)
+        self.committed(receipt, partial=True)
         return receipt
 
     def rollback(self, timeout: float) -> UpdateReceipt:

@@ -135,7 +135,7 @@ class GrpcWeightChannel:
             seal = replace(seal, details={**seal.details, **resent})
         self._send(seal=document(seal))
         self._reply("sealed", 2 * self._timeout + GRACE)  # the last buckets, then the vote
-        self._ended = self._joined
+        self._ended = self._joined or seal.fence is not None
 
     def commit(self) -> UpdateReceipt:
         assert self._request is not None, "commit before begin"

@@ -36,7 +36,7 @@ _CONTROL = (
         "Pause", "Resume", "Sleep", "WakeUp", "ResetPrefixCache",
     )),
     *(f"{_GRPC}WeightSync/{name}" for name in (
-        "Update", "UpdateFrom", "Rollback", "Digests", "InitWeightTransferEngine",
+        "Update", "Decide", "UpdateFrom", "Rollback", "Digests", "InitWeightTransferEngine",
         "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "AbortWeightUpdate",
     )),
 )  # fmt: skip

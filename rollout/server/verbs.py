@@ -12,13 +12,8 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.weight_sync.engine.repeats import Caller
-from rollout.weight_sync.engine.vllm_session import (
-    DEADLINE,
-    PACK_BYTES,
-    TIMEOUT,
-    Packing,
-    VerbSession,
-)
+from rollout.weight_sync.engine.vllm_session import DEADLINE, TIMEOUT, VerbSession
+from rollout.weight_sync.engine.vllm_update import PACK_BYTES, Packing
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
@@ -221,6 +216,8 @@ def weight_info(info: WeightInfo) -> Document:
         "num_bytes": sum(meta.nbytes for meta in info.tensors),
         "transports": list(info.transports),
         "last_update_id": info.last_update_id,
+        "prepared": info.prepared,
+        "fence": info.fence,
         "world_size": info.tensor_parallel_size,
     }
 

@@ -36,10 +36,10 @@ class ManualUpdate:
         self.channel.wait(header.index, self.request.timeout)
         return self.sent < len(self.buckets)
 
-    def seal(self) -> None:
+    def seal(self, **more) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
         digests = {n: digest(t, shapes[n], Box.full(shapes[n])) for n, t in self.weights.items()}
-        self.channel.seal(Seal(num_buckets=self.sent, digests=digests))
+        self.channel.seal(Seal(num_buckets=self.sent, digests=digests, **more))
 
     def send_all(self) -> None:
         self.begin()

@@ -260,8 +260,10 @@ class UpdateStream:
             self._channel.wait(command.wait.index, command.wait.timeout)
             return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
         if kind == "seal":
-            self._channel.seal(from_json(Seal, command.seal.json))
-            self._over = type(self._channel) is Lane
+            seal = from_json(Seal, command.seal.json)
+            self._channel.seal(seal)
+            # A rank's part is sent, or the update waits for a decision: nobody needs the stream.
+            self._over = type(self._channel) is Lane or seal.fence is not None
             return pb.UpdateEvent(sealed=pb.Sealed())
         if kind == "commit":
             receipt = self._channel.commit()

@@ -29,10 +29,10 @@ from rollout.server.verbs import (
     Verbs,
     parse,
 )
-from rollout.weight_sync.protocol.messages import WeightChannel
+from rollout.weight_sync.protocol.messages import Decision, WeightChannel
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
-from rollout.wire.codec import parsed
+from rollout.wire.codec import from_json, parsed
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -48,6 +48,12 @@ class WeightSyncService:
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
         offers = served(info.transports)
         return document(replace(info, transports=offers))
+
+    @answers
+    async def Decide(self, request: Any) -> Any:  # noqa: N802
+        decision, backend = from_json(Decision, request.json), self._rollout.backend
+        receipt = await self._rollout.threads.run(lambda: backend.decide(decision))
+        return pb.WeightDocument() if receipt is None else document(receipt)
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802

@@ -91,9 +91,14 @@ def token_id_text(token: int) -> str:
 @routes.on("GET", "/health", Access.OPEN)
 @routes.on("GET", "/ping", Access.OPEN)
 async def health(rollout: Engine) -> Response:
-    """Readiness: 200 if a request that came now would be served, else 503."""
+    """Readiness: 200 if a request that came now would be served, else 503.
+
+    ``prepared``: the update that waits for a decision, if one does.
+    """
     state = await state_of(rollout)
-    return JSONResponse({"status": state}, 200 if state == SERVING else 503)
+    prepared = rollout.backend.prepared
+    body = {"status": state, **({"prepared": prepared} if prepared else {})}
+    return JSONResponse(body, 200 if state == SERVING else 503)
 
 
 @routes.on("GET", "/live", Access.OPEN)

@@ -10,33 +10,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Protocol, TypeVar
 
 from rollout.errors import (
-    ChecksumMismatch,
     DeadlineExceeded,
     EngineBroken,
-    RolloutError,
     TransferFailed,
     UpdateInProgress,
     VersionConflict,
 )
 from rollout.weight_sync.engine.begin_check import check_request
 from rollout.weight_sync.engine.ended import EndedUpdates
+from rollout.weight_sync.engine.engine_control import EngineControl, Ranks
+from rollout.weight_sync.engine.switch import Switch
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.digests import combine, total
-from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
-from rollout.wire.frames import Reply
 
 T = TypeVar("T")
 KEPT_RECEIPTS = 64
@@ -53,58 +48,14 @@ _UNTIL = {
 log = logging.getLogger(__name__)
 
 
-class EngineControl(Protocol):
-    """What the coordinator needs of the engine; the core implements it."""
-
-    epoch: int
-    version: int
+class Prepared(Protocol):
+    """An update whose ranks have voted yes, and which waits for a decision."""
 
     @property
-    def broken(self) -> str | None:
-        """Why live weights are not one version, if so."""
-        ...
+    def update_id(self) -> str: ...
 
-    def call(
-        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
-    ) -> list[Future[Reply]]: ...
-
-    def room(self, nbytes: int) -> Tensor | None:
-        """Memory from which a tensor of a call reaches the ranks without a copy, if there is."""
-        ...
-
-    def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
-        """Run ``fn`` between two steps, on the thread that drives them."""
-        ...
-
-    def on_commit(self, version: int, in_flight: str) -> None:
-        """Inside a boundary: later tokens are ``version``'s; apply ``in_flight``.
-
-        Where it raises, ``version`` is what it was: the ranks go back, too.
-        """
-        ...
-
-    def drain(self, timeout: float) -> None:
-        """Return when no request runs and none is admitted until the next commit or abort."""
-        ...
-
-    def undrain(self) -> None: ...
-
-    def hold(self, timeout: float) -> None:
-        """Stop stepping (staging="none"); ``release`` goes on."""
-        ...
-
-    def release(self) -> None: ...
-
-    def mark_broken(self, reason: str | None) -> None:
-        """Refuse generation until called with None."""
-        ...
-
-    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
-        """Count an update that ended; ``stall`` in seconds."""
-        ...
-
-    def record_nonfinite(self) -> None:
-        """Count an update that is refused for NaN or infinity."""
+    def decided(self, decision: Decision) -> UpdateReceipt | None:
+        """Commit, and return the receipt; or abort. Raises what a commit raises."""
         ...
 
 
@@ -125,7 +76,8 @@ class Coordinator:
         memory: Mapping[str, int] | None = None,
         devices: tuple[str, ...] = (),
     ) -> None:
-        self.engine = engine
+        self.engine, self.ranks = engine, Ranks(engine)
+        self.switch = Switch(engine, self.ranks)
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases = dict(aliases)
         self.num_ranks = num_ranks
@@ -138,11 +90,13 @@ class Coordinator:
         self._label: str | None = None
         self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
         self._free = threading.Condition()
+        self._deciding = threading.Lock()
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._can_roll_back = False
-        # What the ranks voted to hold, by tensor: of the live version and of the one before.
-        self._held: dict[str, int] | None = None
+        self.prepared: Prepared | None = None
+        self.fence = 0  # the highest epoch of a deciding coordinator that was seen
+        # What the ranks voted to hold, by tensor, of the version before the live one.
         self._held_before: dict[str, int] | None = None
 
     @property
@@ -169,6 +123,8 @@ class Coordinator:
             memory=self._memory,
             zstd=zstd.available(),
             devices=self._devices,
+            prepared="" if self.prepared is None else self.prepared.update_id,
+            fence=self.fence,
         )
 
     @property
@@ -183,7 +139,7 @@ class Coordinator:
         """
         deadline = time.monotonic() + timeout
         while True:
-            replies = self.gather("stage_digests", {}, timeout, phase="digest")
+            replies = self.ranks.gather("stage_digests", {}, timeout, phase="digest")
             if len({version for reply in replies for version in reply["versions"]}) == 1:
                 return combine([reply["digests"] for reply in replies])
             if time.monotonic() > deadline:
@@ -208,7 +164,7 @@ class Coordinator:
                 )
             started = time.perf_counter()
             version = self.engine.version + 1
-            stall, held = self.switch(None, "keep", timeout, self._held_before)
+            stall, held = self.switch.run(None, "keep", timeout, self._held_before)
             receipt = UpdateReceipt(
                 version=version,
                 epoch=self.engine.epoch,
@@ -226,7 +182,40 @@ class Coordinator:
         finally:
             self.free(None)
 
+    def decide(self, decision: Decision) -> UpdateReceipt | None:
+        """Commit the prepared update, or abort it; the receipt of what is committed.
+
+        A decision that comes again is answered as it was. ``VersionConflict`` where its fencing
+        epoch is below one seen here, the update is not prepared, or has ended the other way.
+        """
+        with self._deciding:
+            if decision.fence is not None and decision.fence < self.fence:
+                raise VersionConflict(
+                    f"fencing epoch {decision.fence} is stale: this engine has seen {self.fence}"
+                )
+            if (known := self.ended.known(decision.update_id)) is not None:
+                return known.answer(decision)
+            prepared = self.prepared
+            if prepared is None or prepared.update_id != decision.update_id:
+                now = self.state if prepared is None else f"{prepared.update_id} is"
+                raise VersionConflict(f"update {decision.update_id} is not prepared here: {now}")
+            self.fence = max(self.fence, decision.fence or 0)
+            return prepared.decided(decision)
+
     # ---- what a lease uses ----
+
+    def prepare(self, prepared: Prepared, fence: int) -> None:
+        """The ranks have voted yes: from now on the update waits for ``decide``, without a stream.
+
+        ``VersionConflict`` where ``fence`` is below one that was seen.
+        """
+        with self._deciding:
+            if fence < self.fence:
+                raise VersionConflict(
+                    f"fencing epoch {fence} is stale: this engine has seen {self.fence}"
+                )
+            self.advance(prepared, "prepared")
+            self.prepared, self.fence = prepared, fence
 
     def acquire(self, lease: object, timeout: float) -> None:
         """Take the lease, waiting for another to end; ``UpdateInProgress`` at the deadline."""
@@ -246,7 +235,7 @@ class Coordinator:
                 if broken:
                     self.engine.mark_broken(broken)
             finally:
-                self._holder = None
+                self._holder = self.prepared = None
                 self.state = "idle" if self.engine.broken is None else "broken"
                 self._free.notify_all()
 
@@ -280,8 +269,8 @@ class Coordinator:
         None when they are, else why not. For an ``undo`` that has kept what was live.
         """
         try:
-            self.gather("stage_restore", {}, timeout, phase="restore")
-            if self._held is not None and self.digests(timeout) != self._held:
+            self.ranks.gather("stage_restore", {}, timeout, phase="restore")
+            if self.switch.held is not None and self.digests(timeout) != self.switch.held:
                 return "what was kept of them is damaged"
         except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
             return str(error)
@@ -312,80 +301,6 @@ class Coordinator:
             raise EngineBroken("live weights are not one version: send a full update")
         return version
 
-    def gather(
-        self, method: str, args: Mapping[str, Any], timeout: float, *, phase: str
-    ) -> list[dict[str, Any]]:
-        """Call every rank and wait for all; the first error names its rank."""
-        futures = self.engine.call(method, args)
-        return [reply for reply, _ in self.await_all(futures, timeout, phase)]
-
-    def await_all(
-        self, futures: Sequence[Future[Reply]], timeout: float, phase: str
-    ) -> list[Reply]:
-        """Every rank's reply; a rank's error wins over another rank's silence, at once."""
-        done, _ = wait(futures, timeout, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future in done and (error := future.exception()) is not None:
-                raise error
-        silent = [rank for rank, future in enumerate(futures) if future not in done]
-        if silent:
-            raise DeadlineExceeded(
-                f"rank {', '.join(map(str, silent))} did not answer within {timeout:g} s "
-                f"(phase: {phase})"
-            )
-        return [future.result() for future in futures]
-
-    def switch(
-        self,
-        request: UpdateRequest | None,
-        in_flight: str,
-        timeout: float,
-        held: dict[str, int] | None,
-    ) -> tuple[float, dict[str, int]]:
-        """Make what was staged live on all ranks between two steps, or what was live before
-        (no ``request``); returns the stall in seconds, and the digest per tensor of what is live.
-
-        ``held``: what has to be live then, None if that is not known. Where a rank moved bytes for
-        it, or nothing was loaded (no ``request``), it is read again before a step can run. Any
-        failure takes all ranks back and raises; where that fails too the engine is broken.
-        """
-        base = self.engine.version
-        given_up = threading.Event()
-        version = base + 1 if request is None or request.version is None else request.version
-
-        def boundary() -> tuple[float, dict[str, int]]:
-            started, live = time.perf_counter(), held
-            args = {"version": version, "back": request is None}
-            # A rank that fails does not say how far it came; without staging, live is overwritten
-            # already, and looked at once what was kept has been brought back.
-            moved = request is None or request.staging != "none"
-            try:
-                replies = self.await_all(self.engine.call("commit", args), timeout, "commit")
-                moved = any(reply["moved"] for reply, _ in replies)
-                if moved or request is None or live is None:
-                    live = self._read_live(held, timeout)
-                if given_up.is_set():
-                    raise EngineBroken("the commit did not end at its deadline")
-                self.engine.on_commit(version, in_flight)
-            except Exception as error:
-                self._revert(base, timeout, error, moved)
-                raise
-            return time.perf_counter() - started, live
-
-        return self._at_boundary(boundary, timeout, given_up)
-
-    def _read_live(self, expected: dict[str, int] | None, timeout: float) -> dict[str, int]:
-        """Inside a boundary: the digests of what is live, which must be ``expected`` if known."""
-        rows = self.gather("digests", {}, timeout, phase="digests of a commit")
-        found = combine([reply["digests"] for reply in rows])
-        wrong = [name for name in found if expected and found[name] != expected.get(name)]
-        if wrong:
-            raise ChecksumMismatch(
-                f"{len(wrong)} of {len(found)} tensors changed as they were made live: "
-                f"{', '.join(wrong[:8])}; all ranks have gone back"
-            )
-        return found
-
     def record(
         self,
         receipt: UpdateReceipt,
@@ -400,43 +315,8 @@ class Coordinator:
             *(receipt.transport, receipt.timings.get("stall", 0.0)),
         )
         self._receipts.append(receipt)
-        self._held_before, self._held = self._held, held
+        self._held_before, self.switch.held = self.switch.held, held
         self._label = label
         self._can_roll_back = reversible
         self.engine.mark_broken(None)
         self.engine.record_update(failed=False, stall=receipt.timings.get("stall", 0.0))
-
-    def _at_boundary(self, fn: Callable[[], T], timeout: float, given_up: threading.Event) -> T:
-        future = self.engine.at_step_boundary(fn)
-        try:
-            # A step may be under way, and the commit itself has this deadline too.
-            return future.result(2 * timeout)
-        except FutureTimeout as error:
-            if isinstance(error, RolloutError):
-                raise
-            if future.cancel():
-                raise DeadlineExceeded(
-                    f"no step boundary came within {2 * timeout:g} s (phase: commit)"
-                ) from error
-        try:
-            # Under way: the commit, its digests, or going back from it, each with its deadline.
-            return future.result(4 * timeout)
-        except FutureTimeout as error:
-            if isinstance(error, RolloutError):
-                raise
-            given_up.set()  # it is too late for that version: nobody will hear of it
-            self.engine.mark_broken("a commit did not end at its deadline")
-            raise EngineBroken("the commit did not end at its deadline") from error
-
-    def _revert(self, base: int, timeout: float, cause: Exception, moved: bool) -> None:
-        """Every rank is told to be at ``base`` again; one that never swapped has nothing to do.
-
-        Where bytes were ``moved`` for it, or may have been, what is live is read once more.
-        """
-        try:
-            self.await_all(self.engine.call("revert", {"version": base}), timeout, "revert")
-            if moved and self.engine.broken is None:
-                self._read_live(self._held, timeout)
-        except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
-            self.engine.mark_broken(f"commit failed ({cause}) and going back failed ({error})")
-            raise EngineBroken(f"commit failed ({cause}) and going back failed: {error}") from cause

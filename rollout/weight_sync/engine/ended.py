@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NoReturn
 
 from rollout.errors import VersionConflict
 from rollout.weight_sync.protocol.digests import total
-from rollout.weight_sync.protocol.messages import Begun, Seal, UpdateReceipt
+from rollout.weight_sync.protocol.messages import Begun, Decision, Seal, UpdateReceipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,22 @@ class Outcome:
     def committed(self) -> UpdateReceipt:
         assert self.receipt is not None
         return self.receipt
+
+    def answer(self, decision: Decision) -> UpdateReceipt | None:
+        """To a decision that comes again; ``VersionConflict`` where it is not what happened."""
+        if decision.commit and self.receipt is None:
+            self.refuse()
+        if not decision.commit and self.receipt is not None:
+            raise VersionConflict(
+                f"update {decision.update_id} is live as version {self.receipt.version}"
+            )
+        return self.receipt
+
+    def refuse(self) -> NoReturn:
+        raise VersionConflict(
+            f"update {self.begun.update_id} has ended without a commit: {self.reason}; another "
+            "attempt needs an update_id of its own"
+        )
 
     def check_same(self, seal: Seal, names: Collection[str]) -> None:
         """``VersionConflict`` where another update is sealed under this one's id.
@@ -58,8 +75,9 @@ class EndedUpdates:
         """
         outcome = self._outcomes.get(update_id)
         if outcome is not None and outcome.receipt is None:
-            raise VersionConflict(
-                f"update {update_id} has ended without a commit: {outcome.reason}; another attempt "
-                "needs an update_id of its own"
-            )
+            outcome.refuse()
         return outcome
+
+    def known(self, update_id: str) -> Outcome | None:
+        """As ``find``, also of one that did not commit."""
+        return self._outcomes.get(update_id)

@@ -19,21 +19,19 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
     VersionConflict,
-    WeightMismatch,
 )
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.ended import Outcome
+from rollout.weight_sync.engine.sealed import Sealed
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import (
-    check_finite,
     combine,
     compare,
-    total,
 )
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
-    RankReceipt,
+    Decision,
     Seal,
     UpdateReceipt,
     UpdateRequest,
@@ -69,14 +67,14 @@ class Lease:
         self._carried: list[int] = []  # a hash of the header of each that came with its bytes
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
-        self._sealed: _Sealed | None = None
+        self._sealed: Sealed | None = None
         self._drained = self._base_is_whole = False
         self._held_since: float | None = None  # no step runs since then (staging="none")
         self._touched = False  # ranks may have begun to overwrite what they hold
         # Closing can come from another thread at any time. While ``begin`` runs, that thread
         # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
         self._lock = threading.Lock()
-        self._phase = ""  # beginning | committing, while one of them runs
+        self._phase = ""  # beginning | committing, while one of them runs; prepared, from a vote on
         self._ended: str | None = None
         self._freed = False
         self._started = time.perf_counter()
@@ -108,7 +106,9 @@ class Lease:
             kept = request.staging != "none" or of.undo != "shadow"
             self._base_is_whole = kept and of.engine.broken is None
             wire = to_plain(replace(request, metadata=None))
-            replies = of.gather("stage_begin", {"request": wire}, request.timeout, phase="begin")
+            replies = of.ranks.gather(
+                "stage_begin", {"request": wire}, request.timeout, phase="begin"
+            )
             layout, wants = _wants(replies, self._accepted.known)
             # The ranks go on to meet the sender; their replies are due before the first bucket's.
             self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
@@ -178,7 +178,30 @@ class Lease:
             compare(seal.digests, held, of.aliases)
             return seal
 
+        if seal.fence is not None and request.staging == "none":
+            raise VersionConflict("an update without staging holds generation: it cannot prepare")
         self._vote(seal.num_buckets, judge)
+        if seal.fence is not None:
+            self._enter("prepared")
+            try:
+                of.prepare(self, seal.fence)
+            except RolloutError as error:
+                self._leave()
+                self.abort(str(error))
+                raise
+
+    @property
+    def update_id(self) -> str:
+        return "" if self._request is None else self._request.update_id
+
+    def decided(self, decision: Decision) -> UpdateReceipt | None:
+        """The coordinator's alone: the end of a prepared update."""
+        if decision.commit:
+            return self._commit()
+        self._leave()
+        who = "an operator" if decision.fence is None else f"fencing epoch {decision.fence}"
+        self.abort(f"aborted by {who}" + (f": {decision.reason}" if decision.reason else ""))
+        return None
 
     def seal_unattested(self, seal: Seal, label: str | None) -> None:
         """As ``seal`` for a sender that sent no digests: the receipt has those of what is held.
@@ -194,17 +217,22 @@ class Lease:
             return self._replays.committed
         if self._committed is not None:
             return self._committed
+        if self._phase == "prepared":
+            raise VersionConflict(f"update {self.update_id} is prepared: it takes a decision alone")
+        return self._commit()
+
+    def _commit(self) -> UpdateReceipt:
         request, of = self._live("commit"), self._of
         if self._sealed is None:
             raise VersionConflict("commit before seal")
         started = time.perf_counter()
         try:
             self._drain(request)
-            receipt = self._receipt(request, self._sealed)  # nothing may fail once it is live
+            receipt = self._sealed.receipt(of, request)  # nothing may fail once it is live
             self._enter("committing")
             of.advance(self, "committing")
             held = self._sealed.held
-            stall, _ = of.switch(request, request.in_flight, request.timeout, held)
+            stall, _ = of.switch.run(request, request.in_flight, request.timeout, held)
         except BaseException as error:
             self._leave()
             self.abort(str(error))
@@ -264,23 +292,16 @@ class Lease:
         started = time.perf_counter()
         try:
             args = {"update_id": request.update_id, "num_buckets": num_buckets}
-            votes = of.gather("stage_seal", args, request.timeout, phase="seal")
+            votes = of.ranks.gather("stage_seal", args, request.timeout, phase="seal")
             held = combine([vote["digests"] for vote in votes])
             seal = judge(held)
-            self._check_finite(votes)
+            sealed = Sealed(seal, votes, held, time.perf_counter() - started)
+            sealed.check_finite(of)
         except BaseException as error:
             self.abort(str(error))
             raise
-        self._sealed = _Sealed(seal, votes, held, time.perf_counter() - started)
+        self._sealed = sealed
         of.advance(self, "staged")
-
-    def _check_finite(self, votes: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what the ranks, as they digested it, found to be no number; copies count once."""
-        try:
-            check_finite(combine([vote["nonfinite"] for vote in votes]))
-        except WeightMismatch:
-            self._of.engine.record_nonfinite()
-            raise
 
     def _live(self, phase: str) -> UpdateRequest:
         if self._request is None:
@@ -303,14 +324,14 @@ class Lease:
 
     def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
         try:
-            self._of.await_all(futures, timeout, phase)
+            self._of.ranks.await_all(futures, timeout, phase)
         except BaseException as error:
             self.abort(str(error))
             raise
 
     def _end(self, reason: str, failed: bool = False) -> None:
         with self._lock:
-            if self._freed or self._phase == "committing":
+            if self._freed or self._phase in ("committing", "prepared"):
                 return
             self._ended = self._ended or reason
             if self._phase == "beginning":
@@ -362,42 +383,6 @@ class Lease:
         except RolloutError:
             return  # dead ranks hold no update
 
-    def _receipt(self, request: UpdateRequest, sealed: _Sealed) -> UpdateReceipt:
-        """All of the receipt but for the times of the commit."""
-        of, seal = self._of, sealed.seal
-        names = [name for name in seal.digests if name in of.metadata]
-        assert request.version is not None
-        return UpdateReceipt(
-            version=request.version,
-            epoch=of.engine.epoch,
-            digest=total(seal.digests[name] for name in names),
-            num_tensors=len(names),
-            num_bytes=sum(of.metadata[name].nbytes for name in names),
-            wire_bytes=seal.wire_bytes,
-            timings={
-                "gather": seal.gather_seconds,
-                "transfer": seal.transfer_seconds,
-                "stage": max(vote["stage_seconds"] for vote in sealed.votes),
-                "verify": sealed.seconds,
-            },
-            ranks=tuple(
-                RankReceipt(
-                    rank=rank,
-                    version=request.version,
-                    digest=total(row[3] for row in vote["digests"]),
-                    num_bytes=vote["num_bytes"],
-                )
-                for rank, vote in enumerate(sealed.votes)
-            ),
-            update_id=request.update_id,
-            transport=request.transport,
-            label=request.label,
-            details={
-                **seal.details,
-                "rank_digest_seconds": f"{max(v['verify_seconds'] for v in sealed.votes):.6f}",
-            },
-        )
-
 
 def _wants(replies: Sequence[Mapping[str, Any]], known: str) -> tuple[str, Wants | None]:
     """The ranks' wants and their digest; None where the digest is ``known``, "" for no wants."""
@@ -406,12 +391,3 @@ def _wants(replies: Sequence[Mapping[str, Any]], known: str) -> tuple[str, Wants
         return "", None
     layout = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return layout, None if layout == known else from_plain(Wants, rows)
-
-
-class _Sealed:
-    """What the votes said; ``held``: digest per tensor of all that the ranks will hold."""
-
-    def __init__(
-        self, seal: Seal, votes: list[dict[str, Any]], held: dict[str, int], seconds: float
-    ) -> None:
-        self.seal, self.votes, self.held, self.seconds = seal, votes, held, seconds

@@ -17,7 +17,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,36 +27,19 @@ from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.lease import Lease
 from rollout.weight_sync.engine.repeats import Caller, Said, VerbAnswers
-from rollout.weight_sync.protocol.bucket import ALIGNMENT
-from rollout.weight_sync.protocol.fit import check_metadata, differences
+from rollout.weight_sync.engine.vllm_update import GRACE, Packing, VllmUpdate
 from rollout.weight_sync.protocol.messages import (
-    Begun,
-    BucketEntry,
-    BucketHeader,
-    Seal,
+    Decision,
     UpdateReceipt,
     UpdateRequest,
 )
 from rollout.weight_sync.transports.vllm import VllmTransfer
 from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
-from rollout.weights import Box, TensorMeta
-from rollout.weights.names import file_form, is_weight
+from rollout.weights import TensorMeta
 
 ANYBODY = Caller()
 TIMEOUT = 60.0  # seconds of each wait, unless asked otherwise: a trainer may have to gather first
 DEADLINE = 300.0  # seconds an update may lie untouched
-PACK_BYTES = 1 << 30  # vLLM's own
-_AHEAD = 2  # buckets announced before the first of them has been taken
-_GRACE = 2.0  # seconds a rank's own deadline comes before ours
-DETAILS = {"digests": "the sender sent none: these are of what the ranks hold"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How tensors follow each other: each as one broadcast, or packed until over ``nbytes``."""
-
-    packed: bool = False
-    nbytes: int = PACK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +61,7 @@ class VerbSession:
         self._of = coordinator
         self._answers = VerbAnswers(self._verb_begins, self._verb_ends)
         self._lock = self._answers.lock
-        self._open: _Update | None = None
+        self._open: VllmUpdate | None = None
         self._ended = "none was started"
         self._committed: UpdateReceipt | None = None  # until the next one begins
         self._group: ForeignGroup | None = None
@@ -235,9 +218,15 @@ class VerbSession:
 
     def abort(self, reason: str = "", caller: Caller = ANYBODY) -> bool:
         """Give the open update up, also while it receives; False when there is none, or its commit
-        has begun.
+        has begun. One that is prepared is given up where its id is said.
         """
         why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
+        prepared = self._of.prepared
+        if prepared is not None and prepared.update_id == caller.update_id:  # an operator's word
+            self._of.decide(
+                Decision(update_id=caller.update_id, commit=False, fence=None, reason=reason)
+            )
+            return True
         return self._end(why, caller.update_id)
 
     def close(self) -> None:
@@ -275,7 +264,7 @@ class VerbSession:
         """Whether every rank is in the group, and the trainer that leads it still there."""
         with suppress(RolloutError):
             args = {"id": self._group_id}
-            replies = self._of.gather("stage_member", args, timeout, phase="rendezvous")
+            replies = self._of.ranks.gather("stage_member", args, timeout, phase="rendezvous")
             return all(reply["alive"] for reply in replies)
         return False
 
@@ -285,15 +274,15 @@ class VerbSession:
         self._group_id = uuid.uuid4().hex
         try:
             args = {"id": self._group_id, "group": group.to_wire(), "timeout": timeout}
-            limit = timeout + START_LIMIT + _GRACE
-            self._of.gather("stage_join", args, limit, phase="rendezvous")
+            limit = timeout + START_LIMIT + GRACE
+            self._of.ranks.gather("stage_join", args, limit, phase="rendezvous")
         except BaseException:
             self._leave()
             raise
         finally:
             self._of.free(None)
 
-    def _watch(self, update: _Update) -> None:
+    def _watch(self, update: VllmUpdate) -> None:
         """Abort ``update`` unless a verb comes within its deadline."""
 
         def expire() -> None:
@@ -323,7 +312,7 @@ class VerbSession:
 
     def _begin(
         self, update_id: str, timeout: float, deadline: float, in_flight: str, *, implicit: bool
-    ) -> _Update:
+    ) -> VllmUpdate:
         self._committed = None
         lease = Lease(self._of, (VllmTransfer.name,))
         begun = lease.begin(
@@ -335,10 +324,10 @@ class VerbSession:
                 timeout=timeout,
             )
         )
-        self._open = _Update(self._of, lease, begun, timeout, deadline, implicit)
+        self._open = VllmUpdate(self._of, lease, begun, timeout, deadline, implicit)
         return self._open
 
-    def _commit(self, update: _Update, label: str | None) -> UpdateReceipt:
+    def _commit(self, update: VllmUpdate, label: str | None) -> UpdateReceipt:
         try:
             receipt = update.commit(label or update.label)
         except BaseException as error:
@@ -368,79 +357,3 @@ class VerbSession:
         self._group = None
         with suppress(RolloutError):  # dead ranks are in no group
             self._of.engine.call("leave_group", {"id": self._group_id})
-
-
-class _Update:
-    """One update under way, and what has come of it."""
-
-    def __init__(
-        self,
-        of: Coordinator,
-        lease: Lease,
-        begun: Begun,
-        timeout: float,
-        deadline: float,
-        implicit: bool,
-    ) -> None:
-        self._of, self.lease = of, lease
-        self.update_id, self.version = begun.update_id, begun.version
-        self._timeout, self.deadline, self.implicit = timeout, deadline, implicit
-        self.label: str | None = None
-        self.timer = threading.Timer(deadline, lambda: None)  # not started: see ``_watch``
-        self.began = time.monotonic()
-        self._sent: list[TensorMeta] = []
-        self.calls = self._num_buckets = self._nbytes = 0
-
-    def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
-        """Announce the broadcasts to the ranks in order, a few ahead of what they have taken."""
-        tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
-        sent = [*self._sent, *(meta for meta in tensors if is_weight(meta.name))]
-        check_metadata(sent, self._of.metadata, self._of.aliases, partial=True)
-        self._sent = sent
-        first = self._num_buckets
-        for header in _headers(tensors, packing, first):
-            self.lease.bucket(header, None)
-            self._num_buckets += 1
-            if header.index - first >= _AHEAD - 1:
-                self._wait(header.index - _AHEAD + 1)
-        for index in range(max(first, self._num_buckets - _AHEAD + 1), self._num_buckets):
-            self._wait(index)
-        received = sum(meta.nbytes for meta in tensors)
-        self._nbytes += received
-        self.calls += 1
-        return received
-
-    def is_complete(self) -> bool:
-        return not self.missing()
-
-    def missing(self) -> Sequence[str]:
-        """What the tensors sent so far lack, a line each."""
-        return differences(self._sent, self._of.metadata, self._of.aliases)
-
-    def commit(self, label: str | None) -> UpdateReceipt:
-        seal = Seal(
-            num_buckets=self._num_buckets,
-            digests={},
-            transfer_seconds=time.monotonic() - self.began,
-            wire_bytes=self._nbytes,
-            details=DETAILS,
-        )
-        self.lease.seal_unattested(seal, label)
-        return self.lease.commit()
-
-    def _wait(self, index: int) -> None:
-        self.lease.wait(index, self._timeout + _GRACE)
-
-
-def _headers(tensors: Sequence[TensorMeta], packing: Packing, index: int) -> Iterator[BucketHeader]:
-    """One bucket for each broadcast, its tensors laid out as buckets are everywhere."""
-    entries: list[BucketEntry] = []
-    total = end = 0
-    for number, meta in enumerate(tensors, 1):
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        box = Box.full(meta.shape)
-        entries.append(BucketEntry(meta.name, meta.dtype, meta.shape, box, offset, meta.nbytes))
-        end, total = offset + meta.nbytes, total + meta.nbytes
-        if not packing.packed or total > packing.nbytes or number == len(tensors):
-            yield BucketHeader(index, tuple(entries), end)
-            entries, total, end, index = [], 0, 0, index + 1

@@ -1,13 +1,14 @@
 """Nouns of one update: what a trainer and an engine say to each other while weights move.
 
     IDLE --begin--> STAGING --seal--> STAGED --all ranks vote yes--> COMMITTING --> IDLE at v+1
-                       |                 |                               |
+                       |                 |      (PREPARED: --decide-->)  |
                        +-- any failure, timeout, digest, missing --------+--> ABORTED: IDLE at v
                                                   a failure inside commit --> all ranks back to v
                                                   not possible            --> BROKEN
 
 ``WeightChannel`` is the seam: ``engine.lease.Lease`` implements it in process, the gRPC client
-over one stream. An update is a lease held by an open channel: closing it before the commit aborts.
+over one stream. An update is a lease held by an open channel: closing it before the commit aborts,
+but for one that was sealed with a ``fence``: it is PREPARED then and waits for a ``Decision``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class WeightInfo:
     epoch: Digest
     version: Count
     label: Text | None
-    state: Text  # idle | staging | staged | committing | broken
+    state: Text  # idle | staging | staged | prepared | committing | broken
     dtype: torch.dtype
     tensors: Many[TensorMeta]
     aliases: Table[Text]
@@ -66,6 +67,8 @@ class WeightInfo:
     memory: Table[Count] = field(default_factory=dict)  # bytes of the largest rank, by use
     zstd: bool = False  # whether changes may come compressed
     devices: Many[Text] = ()  # UUID of each rank's GPU, "" where it can share no memory
+    prepared: Text = ""  # the update that waits for a decision, "" for none
+    fence: Count = 0  # the highest fencing epoch that was seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +193,12 @@ class BucketHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """After the last bucket: how many buckets there were, and the sender's digest per tensor."""
+    """After the last bucket: how many buckets there were, and the sender's digest per tensor.
+
+    With a ``fence``, the fencing epoch of whoever will decide, a yes vote makes the engine
+    PREPARED: it keeps what is staged without a stream, and takes a ``Decision`` of this epoch or a
+    later one alone.
+    """
 
     num_buckets: Count
     digests: Table[Digest]
@@ -198,6 +206,21 @@ class Seal:
     transfer_seconds: Seconds = 0.0
     wire_bytes: Count = 0
     details: Table[Text] = field(default_factory=dict)
+    fence: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of a PREPARED update; ``fence`` is None of an operator, who may abort alone."""
+
+    update_id: Text
+    commit: bool
+    fence: Count | None
+    reason: Text = ""
+
+    def __post_init__(self) -> None:
+        if self.commit and self.fence is None:
+            raise ConfigError("a commit is decided under a fencing epoch")
 
 
 class WeightChannel(Protocol):

@@ -1,0 +1,115 @@
+"""The commit: what was staged becomes live on all ranks between two steps, or nothing changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+from rollout.errors import ChecksumMismatch, DeadlineExceeded, EngineBroken, RolloutError
+from rollout.weight_sync.engine.engine_control import EngineControl, Ranks
+from rollout.weight_sync.protocol.digests import combine
+from rollout.weight_sync.protocol.messages import UpdateRequest
+
+T = TypeVar("T")
+
+
+class Switch:
+    """Exchanges the two instances of every rank; for the holder of the lease.
+
+    ``held``: digest per tensor of what is live, None where that is not known.
+    """
+
+    def __init__(self, engine: EngineControl, ranks: Ranks) -> None:
+        self._engine, self._ranks = engine, ranks
+        self.held: dict[str, int] | None = None
+
+    def run(
+        self,
+        request: UpdateRequest | None,
+        in_flight: str,
+        timeout: float,
+        held: dict[str, int] | None,
+    ) -> tuple[float, dict[str, int]]:
+        """Make what was staged live on all ranks between two steps, or what was live before
+        (no ``request``); returns the stall in seconds, and the digest per tensor of what is live.
+
+        ``held``: what has to be live then, None if that is not known. Where a rank moved bytes for
+        it, or nothing was loaded (no ``request``), it is read again before a step can run. Any
+        failure takes all ranks back and raises; where that fails too the engine is broken.
+        """
+        base = self._engine.version
+        given_up = threading.Event()
+        version = base + 1 if request is None or request.version is None else request.version
+
+        def boundary() -> tuple[float, dict[str, int]]:
+            started, live = time.perf_counter(), held
+            args = {"version": version, "back": request is None}
+            # A rank that fails does not say how far it came; without staging, live is overwritten
+            # already, and looked at once what was kept has been brought back.
+            moved = request is None or request.staging != "none"
+            try:
+                replies = self._ranks.await_all(
+                    self._engine.call("commit", args), timeout, "commit"
+                )
+                moved = any(reply["moved"] for reply, _ in replies)
+                if moved or request is None or live is None:
+                    live = self._read_live(held, timeout)
+                if given_up.is_set():
+                    raise EngineBroken("the commit did not end at its deadline")
+                self._engine.on_commit(version, in_flight)
+            except Exception as error:
+                self._revert(base, timeout, error, moved)
+                raise
+            return time.perf_counter() - started, live
+
+        return self._at_boundary(boundary, timeout, given_up)
+
+    def _read_live(self, expected: dict[str, int] | None, timeout: float) -> dict[str, int]:
+        """Inside a boundary: the digests of what is live, which must be ``expected`` if known."""
+        rows = self._ranks.gather("digests", {}, timeout, phase="digests of a commit")
+        found = combine([reply["digests"] for reply in rows])
+        wrong = [name for name in found if expected and found[name] != expected.get(name)]
+        if wrong:
+            raise ChecksumMismatch(
+                f"{len(wrong)} of {len(found)} tensors changed as they were made live: "
+                f"{', '.join(wrong[:8])}; all ranks have gone back"
+            )
+        return found
+
+    def _at_boundary(self, fn: Callable[[], T], timeout: float, given_up: threading.Event) -> T:
+        future = self._engine.at_step_boundary(fn)
+        try:
+            # A step may be under way, and the commit itself has this deadline too.
+            return future.result(2 * timeout)
+        except FutureTimeout as error:
+            if isinstance(error, RolloutError):
+                raise
+            if future.cancel():
+                raise DeadlineExceeded(
+                    f"no step boundary came within {2 * timeout:g} s (phase: commit)"
+                ) from error
+        try:
+            # Under way: the commit, its digests, or going back from it, each with its deadline.
+            return future.result(4 * timeout)
+        except FutureTimeout as error:
+            if isinstance(error, RolloutError):
+                raise
+            given_up.set()  # it is too late for that version: nobody will hear of it
+            self._engine.mark_broken("a commit did not end at its deadline")
+            raise EngineBroken("the commit did not end at its deadline") from error
+
+    def _revert(self, base: int, timeout: float, cause: Exception, moved: bool) -> None:
+        """Every rank is told to be at ``base`` again; one that never swapped has nothing to do.
+
+        Where bytes were ``moved`` for it, or may have been, what is live is read once more.
+        """
+        try:
+            self._ranks.await_all(self._engine.call("revert", {"version": base}), timeout, "revert")
+            if moved and self._engine.broken is None:
+                self._read_live(self.held, timeout)
+        except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
+            self._engine.mark_broken(f"commit failed ({cause}) and going back failed ({error})")
+            raise EngineBroken(f"commit failed ({cause}) and going back failed: {error}") from cause
