@@ -18,7 +18,8 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest, VersionConflict
 from rollout.server.verbs import Size, UpdateInfo
-from rollout.weight_sync.engine.vllm_session import PACK_BYTES, TIMEOUT, Packing, VerbSession
+from rollout.weight_sync.engine.vllm_session import TIMEOUT, VerbSession
+from rollout.weight_sync.engine.vllm_update import PACK_BYTES, Packing
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ class Sealed:
 
     seal: Seal
     votes: list[dict[str, Any]]
-    held: Mapping[str, int]
+    held: dict[str, int]
     seconds: float
 
     def check_finite(self, of: Coordinator) -> None:
