@@ -173,19 +173,19 @@ def codes_offset(count: int, dtype: torch.dtype) -> int:
 class Committed:
     """What one rank sent of the version that an engine holds, as it was sent, by (tensor, box).
 
-    ``layout``: how the ranks' shards were cut, "" for whole tensors that one rank sent alone.
+    ``cut``: how the ranks' shards were cut, "" for whole tensors that one rank sent alone.
     """
 
     epoch: int = 0
     version: int = -1
-    layout: str = ""
+    cut: str = ""
     since_full: int = 0  # commits since the last full one
     values: dict[tuple[str, Box], Tensor] = field(default_factory=dict)
 
-    def is_live(self, epoch: int, version: int, layout: str = "") -> bool:
+    def is_live(self, epoch: int, version: int, cut: str = "") -> bool:
         """Whether anything was kept, and of this version."""
-        kept = (self.epoch, self.version, self.layout)
-        return bool(self.values) and kept == (epoch, version, layout)
+        kept = (self.epoch, self.version, self.cut)
+        return bool(self.values) and kept == (epoch, version, cut)
 
     def change(self, name: str, box: Box, values: Tensor, max_bytes: int) -> EncodedDelta | None:
         """The change of a box against its copy, which becomes ``values``; None: send it whole.

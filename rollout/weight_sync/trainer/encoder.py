@@ -124,7 +124,7 @@ class Encoder:
             return
         if self.encoding.keeps == "each":
             assert shards is not None
-            copies.layout = shards.layout
+            copies.cut = shards.cut
             if not delta:
                 for piece in shards.pieces():
                     if not piece.values.is_meta:

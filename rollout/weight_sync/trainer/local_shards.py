@@ -75,7 +75,7 @@ class LocalShards:
 
     def __init__(self, boxes: LocalBoxes, bucket_bytes: int) -> None:
         self._boxes = boxes
-        self.layout = boxes.layout.cut(bucket_bytes)
+        self.cut = boxes.layout.cut(bucket_bytes)
         most = shard_bytes(bucket_bytes)
         self._shards = {
             meta.name: tuple(_shards(meta, boxes, most)) for meta in boxes.layout.metadata

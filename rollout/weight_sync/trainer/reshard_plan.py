@@ -3,7 +3,7 @@
 Pure: boxes in, headers out. The boxes that trainer ranks have are intersected with those that
 engine ranks want; a box that several trainer ranks have is sent by one of them, whichever has
 least to send so far; each engine rank gets every element that it wants once. Tensors of equal
-shape and layout are intersected once.
+shape and placement are intersected once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout.weights import Box, Shape, TensorMeta
 from rollout.weights.box import cut, disjoint
 
 Boxes = tuple[Box, ...]
-Layout = Mapping[str, Boxes]  # one rank's boxes of each tensor, by file name
+RankBoxes = Mapping[str, Boxes]  # one rank's boxes of each tensor, by file name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Transfer:
 
 def plan_rounds(
     metadata: Sequence[TensorMeta],
-    have: Sequence[Layout],
-    want: Sequence[Layout],
+    have: Sequence[RankBoxes],
+    want: Sequence[RankBoxes],
     bucket_bytes: int,
 ) -> tuple[BucketHeader, ...]:
     """The rounds of one update of ``metadata`` from trainer ranks to engine ranks.
@@ -51,14 +51,14 @@ def plan_rounds(
 
 
 def transfers(
-    metadata: Sequence[TensorMeta], have: Sequence[Layout], want: Sequence[Layout], most: int
+    metadata: Sequence[TensorMeta], have: Sequence[RankBoxes], want: Sequence[RankBoxes], most: int
 ) -> Iterator[Transfer]:
     """Every box that has to move, cut to at most ``most`` bytes, in the order of names."""
     planner = Planner()
     sent = [0] * len(have)
     for meta in sorted(metadata, key=lambda one: one.name):
         holders = held(meta.name, have)
-        wanted = tuple(layout.get(meta.name, ()) for layout in want)
+        wanted = tuple(boxes.get(meta.name, ()) for boxes in want)
         elements = max(1, most // meta.dtype.itemsize)
         for index, dst, common in planner.common(tuple(holders), wanted):
             ranks = list(holders.values())[index]
@@ -89,16 +89,16 @@ class Planner:
         return self._known[key]
 
 
-def held(name: str, have: Sequence[Layout]) -> dict[Box, tuple[int, ...]]:
+def held(name: str, have: Sequence[RankBoxes]) -> dict[Box, tuple[int, ...]]:
     """The distinct boxes of a tensor and the trainer ranks that hold each, in rank order."""
     found: dict[Box, tuple[int, ...]] = {}
-    for rank, layout in enumerate(have):
-        for box in layout.get(name, ()):
+    for rank, boxes in enumerate(have):
+        for box in boxes.get(name, ()):
             found[box] = (*found.get(box, ()), rank)
     return found
 
 
-def gap(metadata: Sequence[TensorMeta], have: Sequence[Layout]) -> str | None:
+def gap(metadata: Sequence[TensorMeta], have: Sequence[RankBoxes]) -> str | None:
     """Why these boxes are not whole tensors, each element in one distinct box; None if they are."""
     tiled: set[tuple[Shape, Boxes]] = set()
     for meta in metadata:

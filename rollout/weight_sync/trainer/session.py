@@ -214,7 +214,7 @@ class Opener:
             bucket_bytes=options.bucket_bytes,
             host=meeting_host(self.link.local_address, boxes),
             senders=streams if boxes is None else len(boxes.have),
-            known="" if boxes is None else self.plans.layout,
+            known="" if boxes is None else self.plans.wants_digest,
         )
         with ExitStack() as undo:
             sender = transport.open(opening)

@@ -19,7 +19,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.reshard_plan import Layout, gap, plan_rounds
+from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, plan_rounds
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
@@ -37,9 +37,9 @@ class ShardLayout:
     """
 
     problem: str | None
-    have: tuple[Layout, ...] = ()
+    have: tuple[RankBoxes, ...] = ()
     metadata: tuple[TensorMeta, ...] = ()
-    layout: str = ""  # digest of all that
+    digest: str = ""  # of all that
     knows: tuple[str, ...] = ()
     copies: tuple[tuple[Any, ...], ...] = ()  # what each rank's copies are of, for deltas
     hosts: tuple[str, ...] = ()  # where each rank runs
@@ -61,7 +61,7 @@ class ShardLayout:
 
     def cut(self, bucket_bytes: int) -> str:
         """Names how ranks cut their boxes into the shards that they compare."""
-        return f"{self.layout}/{shard_bytes(bucket_bytes)}"
+        return f"{self.digest}/{shard_bytes(bucket_bytes)}"
 
     def _numel(self) -> int:
         return sum(meta.numel for meta in self.metadata)
@@ -78,20 +78,20 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self.layout = ""  # digest of ``wants``
+        self.wants_digest = ""  # as the engine gave it
         self._wants: Wants = ()
         self._found: ShardLayout | None = None
         self._planned: tuple[Any, tuple[BucketHeader, ...]] | None = None
         self.num_planned = 0
         self.told_alone = False  # whether it has been said that every rank makes its own version
 
-    def found(self, layout: str) -> ShardLayout | None:
+    def found(self, digest: str) -> ShardLayout | None:
         """The layout of the source that has this digest, if it was the last one."""
-        return self._found if self._found is not None and self._found.layout == layout else None
+        return self._found if self._found is not None and self._found.digest == digest else None
 
     @property
-    def source_layout(self) -> str:
-        return "" if self._found is None else self._found.layout
+    def source_digest(self) -> str:
+        return "" if self._found is None else self._found.digest
 
     def keep(self, found: ShardLayout) -> None:
         self._found = found
@@ -99,19 +99,19 @@ class PlanCache:
     def wants_for(self, begun: Begun, boxes: ShardLayout) -> dict[str, Any]:
         """On the sender: the engine's wants as told to the other ranks, unless all know them."""
         if begun.wants is not None:
-            self.layout, self._wants = begun.layout, begun.wants
+            self.wants_digest, self._wants = begun.layout, begun.wants
         if all(known == begun.layout for known in boxes.knows):
-            return {"layout": begun.layout, "wants": None}
-        return {"layout": begun.layout, "wants": to_plain(self._wants)}
+            return {"digest": begun.layout, "wants": None}
+        return {"digest": begun.layout, "wants": to_plain(self._wants)}
 
     def rounds(
         self, boxes: ShardLayout, told: Mapping[str, Any], info: WeightInfo, bucket_bytes: int
     ) -> tuple[BucketHeader, ...]:
         """What every rank sends to whom; ``told``: what ``wants_for`` said on the first rank."""
-        if told["wants"] is not None and told["layout"] != self.layout:
-            self.layout, self._wants = told["layout"], from_plain(Wants, told["wants"])
-        assert self.layout == told["layout"]
-        key = (boxes.layout, self.layout, bucket_bytes)
+        if told["wants"] is not None and told["digest"] != self.wants_digest:
+            self.wants_digest, self._wants = told["digest"], from_plain(Wants, told["wants"])
+        assert self.wants_digest == told["digest"]
+        key = (boxes.digest, self.wants_digest, bucket_bytes)
         if self._planned is None or self._planned[0] != key:
             # An alias is sent to whoever takes its owner, to be compared with it.
             want = [
@@ -146,10 +146,10 @@ def exchange_layout(
         "problem": problem,
         "mine": _digest(mine),
         "metadata": _digest([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
-        "source": plans.source_layout,
-        "wants": plans.layout,
+        "source": plans.source_digest,
+        "wants": plans.wants_digest,
         "host": host_id(),
-        "copies": [copies.epoch, copies.version, copies.layout, copies.since_full],
+        "copies": [copies.epoch, copies.version, copies.cut, copies.since_full],
     }
     said = group.exchange(status, timeout, "layout")
     problems = [
@@ -162,14 +162,14 @@ def exchange_layout(
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
     hosts = tuple(s["host"] for s in said)
-    layout = _digest([said[0]["metadata"], *(s["mine"] for s in said)])
-    if all(s["source"] == layout for s in said):
-        known = plans.found(layout)
+    digest = _digest([said[0]["metadata"], *(s["mine"] for s in said)])
+    if all(s["source"] == digest for s in said):
+        known = plans.found(digest)
         assert known is not None
-        return ShardLayout(known.problem, known.have, known.metadata, layout, knows, kept, hosts)
+        return ShardLayout(known.problem, known.have, known.metadata, digest, knows, kept, hosts)
     boxes = group.exchange({"boxes": mine}, timeout, "boxes")
     have = tuple(from_plain(Boxes, reply["boxes"]) for reply in boxes)
-    found = ShardLayout(gap(metadata, have), have, metadata, layout, knows, kept, hosts)
+    found = ShardLayout(gap(metadata, have), have, metadata, digest, knows, kept, hosts)
     plans.keep(found)
     return found
 
