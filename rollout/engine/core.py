@@ -204,7 +204,7 @@ class EngineCore:
             raise refusal
         if not requests:
             return
-        call = Call(sink, stream, self.inputs.take(requests))
+        call = Call(sink, stream, set(self.inputs.take(requests)))
         arrived = time.monotonic()
         admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))
         admitted.add_done_callback(lambda future: self._not_admitted(future, requests, call))

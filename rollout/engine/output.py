@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isnan
 
 from rollout.engine.sampling.output import SamplerOutput
@@ -90,27 +89,26 @@ class Snapshot:
 Sink = Callable[[Snapshot | BaseException], None]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """Requests submitted together; ``sink`` gets their outputs, or one error that ends them all."""
+    """Requests submitted together; ``sink`` gets their outputs, or one error that ends them all.
 
-    __slots__ = ("open", "sink", "stream")
+    ``open``: the ids of those that have not ended.
+    """
 
-    def __init__(self, sink: Sink, stream: bool, request_ids: ReadOnly[str]) -> None:
-        self.sink = sink
-        self.stream = stream
-        self.open = set(request_ids)
+    sink: Sink
+    stream: bool
+    open: set[str]
 
 
+@dataclass(slots=True, eq=False)
 class Sample:
     """A sequence and its text. Without stop strings or a stream, text is made once, at the end."""
 
-    __slots__ = ("last_time", "sequence", "stepwise", "text")
-
-    def __init__(self, sequence: Sequence, text: Detokenizer | None, stepwise: bool) -> None:
-        self.sequence = sequence
-        self.text = text
-        self.stepwise = stepwise and text is not None
-        self.last_time = 0.0
+    sequence: Sequence
+    text: Detokenizer | None
+    stepwise: bool
+    last_time: float = 0.0
 
     def check_stop(self, eos_ids: frozenset[int]) -> bool:
         """Look at the newest token: does it end the sample? Sets the finish and stop reasons."""
@@ -120,7 +118,7 @@ class Sample:
             by_eos = token in eos_ids and not params.ignore_eos
             self._end("stop", None if by_eos else token)
             return True
-        if self.stepwise and self.text is not None:
+        if self.text is not None and self.stepwise:
             before = len(self.text.text)
             self.text.feed((token,))
             if params.stop and count >= params.min_tokens:
@@ -170,18 +168,19 @@ class Sample:
         self.text.feed(output[:-1] if hidden else output, final=True)
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One admitted request and its ``n`` samples."""
 
-    __slots__ = ("arrived", "call", "first_token", "num_open", "request", "samples")
+    request: Request
+    samples: list[Sample]
+    call: Call
+    arrived: float
+    first_token: float = 0.0
+    num_open: int = field(init=False)
 
-    def __init__(self, request: Request, samples: list[Sample], call: Call, arrived: float) -> None:
-        self.request = request
-        self.samples = samples
-        self.call = call
-        self.arrived = arrived
-        self.first_token = 0.0
-        self.num_open = len(samples)
+    def __post_init__(self) -> None:
+        self.num_open = len(self.samples)
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import IntEnum
 
 from rollout.generation import SamplingParams, VersionSpan
@@ -16,6 +16,7 @@ class Status(IntEnum):
     FINISHED = 2
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Sequence:
     """A prompt and its growing output; ``seq_id`` rises with arrival and orders everything.
 
@@ -28,73 +29,42 @@ class Sequence:
     plus the leading None.
     """
 
-    __slots__ = (
-        "block_table",
-        "chain_hash",
-        "cumulative_logprob",
-        "finish_reason",
-        "hashed_blocks",
-        "index",
-        "kv_spans",
-        "log_kept_mass",
-        "max_len",
-        "num_cached_tokens",
-        "num_computed",
-        "params",
-        "penalised",
-        "processed",
-        "prompt_len",
-        "prompt_logprobs",
-        "raw",
-        "request_id",
-        "seed",
-        "seq_id",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "token_ids",
-        "top",
-        "weight_versions",
-    )
+    seq_id: int
+    request_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: InitVar[ReadOnly[int]]
+    max_len: int = sys.maxsize
+    stop_ids: frozenset[int] = frozenset()
+    token_ids: list[int] = field(init=False)
+    prompt_len: int = field(init=False)
+    penalised: bool = field(init=False)
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_cached_tokens: int = -1  # until first admitted
+    block_table: list[int] = field(default_factory=list)
+    hashed_blocks: int = 0  # how many leading blocks are in the hash chain
+    chain_hash: bytes = b""
+    kv_spans: SpanBuilder = field(default_factory=lambda: SpanBuilder())
+    weight_versions: SpanBuilder = field(default_factory=lambda: SpanBuilder())
+    raw: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    log_kept_mass: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
-    def __init__(
-        self,
-        *,
-        seq_id: int,
-        request_id: str,
-        index: int,
-        params: SamplingParams,
-        seed: int,
-        prompt_token_ids: ReadOnly[int],
-        max_len: int = sys.maxsize,
-        stop_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self.seq_id, self.request_id, self.index = seq_id, request_id, index
-        self.params, self.seed = params, seed
+    def __post_init__(self, prompt_token_ids: ReadOnly[int]) -> None:
+        params = self.params
+        self.token_ids, self.prompt_len = list(prompt_token_ids), len(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
-        self.stop_ids, self.max_len = stop_ids, max_len
-        self.prompt_len = len(prompt_token_ids)
-        self.token_ids = list(prompt_token_ids)
-        self.status = Status.WAITING
-        self.num_computed = 0
-        self.num_cached_tokens = -1  # until first admitted
-        self.block_table: list[int] = []
-        self.hashed_blocks = 0  # how many leading blocks are in the hash chain
-        self.chain_hash = b""
-        self.kv_spans = SpanBuilder()
-        self.weight_versions = SpanBuilder()
-        self.raw: list[float] = []
-        self.processed: list[float] = []
-        self.log_kept_mass: list[float] = []
-        self.top: list[dict[int, float]] | None = None if params.logprobs is None else []
-        wants_prompt = params.prompt_logprobs is not None and index == 0
-        self.prompt_logprobs: list[dict[int, float] | None] | None = (
-            [None] if wants_prompt else None
-        )
-        self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
+        self.top = None if params.logprobs is None else []
+        if params.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = [None]
 
     @property
     def num_tokens(self) -> int:
@@ -214,15 +184,13 @@ class ScheduledBatch:
         return sum(entry.num_new for entry in self.entries)
 
 
+@dataclass(slots=True, eq=False)
 class SpanBuilder:
     """Contiguous spans of versions over positions ``0 <= i < length``; grows at its end only."""
 
-    __slots__ = ("_starts", "_versions", "length")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._versions: list[int] = []
-        self.length = 0
+    length: int = 0
+    _starts: list[int] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
 
     def extend(self, version: int, count: int) -> None:
         """The next ``count`` positions were computed by ``version``."""
