@@ -2,7 +2,7 @@
 
     DIR/checkpoint-500/     any name that ends in a number: what a cold start reads, with an index
                             if sharded
-    DIR/000000000500/       a version with its manifest (``transports.disk``)
+    DIR/000000000500/       a version with its manifest (``reader.py``)
 
 The number is the version. The newest one that is complete and newer than what is live is read and
 sent by the usual way; incomplete ones are looked at again, and what cannot be used is passed over.
@@ -10,11 +10,9 @@ sent by the usual way; incomplete ones are looked at again, and what cannot be u
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import struct
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -43,17 +41,17 @@ from rollout.weight_sync.versions.store import LocalStore
 from rollout.weights.files import (
     KINDS,
     SAFETENSORS,
+    FileKind,
     Shards,
     TorchFiles,
     find_shards,
 )
+from rollout.weights.files.safetensors_files import SafetensorsFiles
 
 POLL = 1.0  # seconds between looks at the directory
-MAX_HEADER = 256 << 20
 
 _NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,12})")
 _SHARD = re.compile(r".*-[0-9]+-of-[0-9]+\.[a-z]+")
-_LENGTH = struct.Struct("<Q")
 log = logging.getLogger(__name__)
 
 
@@ -253,37 +251,23 @@ def check_checkpoint(path: Path) -> None:
     if shards.index is None and any(_SHARD.fullmatch(file.name) for file in shards.files):
         raise IncompleteUpdate(f"{path} has shards but no {kind.indexes[0]} yet")
     for file in shards.files:
-        _check_whole(file) if kind is SAFETENSORS else _check_saved(file)
+        _check_whole(file, kind)
 
 
-def _check_saved(file: Path) -> None:
-    """What torch.save writes ends in its table of contents; the format before it is read."""
+def _check_whole(file: Path, kind: FileKind) -> None:
+    """Opened, which compares its header with its length; an archive of torch's is not read: its
+    table of contents stands at its end.
+    """
     with file.open("rb") as opened:
-        is_archive = opened.read(2) == b"PK"
+        is_archive = kind is not SAFETENSORS and opened.read(2) == b"PK"
     if is_archive:
         if not zipfile.is_zipfile(file):
             raise IncompleteUpdate(f"{file} is half-written")
         return
     try:
-        TorchFiles(Shards((file,))).close()
+        (SafetensorsFiles if kind is SAFETENSORS else TorchFiles)(Shards((file,))).close()
     except ConfigError as error:
         raise IncompleteUpdate(f"{file} is half-written, or of no use: {error}") from error
-
-
-def _check_whole(file: Path) -> None:
-    """A safetensors file says in its header where its data end."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = _LENGTH.unpack(opened.read(_LENGTH.size))[0]
-            if length > min(size, MAX_HEADER):
-                raise IncompleteUpdate(f"{file} is half-written")
-            header = json.loads(opened.read(length))
-        ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IncompleteUpdate(f"{file} is half-written: {error}") from error
-    if size != _LENGTH.size + length + max(ends, default=0):
-        raise IncompleteUpdate(f"{file} is half-written: {size} bytes")
 
 
 def _looks(path: Path) -> object:
