@@ -26,6 +26,7 @@ from rollout.models.weight_load import WeightLoad
 from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
 from rollout.weights.fused_experts import Spellings
+from rollout.weights.names import weight_dtype
 
 Items = Iterable[tuple[str, Tensor]]
 QKV = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
@@ -84,7 +85,11 @@ class ForeignCausalLM(Model):
         return trace_loading(
             hollow,
             loader_of(hollow),
-            [replace(t, dtype=self.build.dtype) for t in known if t.name not in aliases],
+            [
+                replace(t, dtype=weight_dtype(t.name, self.build.dtype))
+                for t in known
+                if t.name not in aliases
+            ],
             aliases,
         )
 
@@ -104,7 +109,7 @@ class _ForeignLoad(WeightLoad):
         slots = self._table.slots[name]
         if any(slot.take.numel for slot in slots):
             self.journal.note_everything()  # its loader may write what it likes
-            self._load([(name, value.detach().to(self._dtype))])
+            self._load([(name, value.detach().to(weight_dtype(name, self._dtype)))])
         return sum(slot.take.numel for slot in slots)
 
 
@@ -165,9 +170,9 @@ def _construct(kind: type[nn.Module], build: Build, max_len: int) -> nn.Module:
     """Build on the device of ``build``; floating-point parameters get its dtype."""
     with build.device:
         model = kind(build, max_len)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != build.dtype:
-            parameter.data = parameter.data.to(build.dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(weight_dtype(name, build.dtype))
     return model
 
 

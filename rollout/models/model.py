@@ -12,6 +12,7 @@ from rollout.models.slot_io import SlotIO
 from rollout.models.weight_load import LoadReport, WeightLoad
 from rollout.models.weight_table import WeightTable
 from rollout.weights import TensorMeta, WeightSlot, WeightValue
+from rollout.weights.names import weight_dtype
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -60,7 +61,7 @@ class Model(nn.Module):
     def weight_metadata(self) -> tuple[TensorMeta, ...]:
         """The complete set in file form, without aliases, in the engine's dtype."""
         return tuple(
-            TensorMeta(name, self.build.dtype, slots[0].shape)
+            TensorMeta(name, weight_dtype(name, self.build.dtype), slots[0].shape)
             for name, slots in self.table.slots.items()
         )
 

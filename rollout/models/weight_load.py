@@ -16,6 +16,7 @@ from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
 from rollout.weights.fused_experts import Splitter, nearest
+from rollout.weights.names import weight_dtype
 
 HINTS = 16  # unknown names of one load whose nearest is searched for
 
@@ -136,7 +137,7 @@ class WeightLoad:
         if isinstance(value, SparsePatch):
             self._aliases.note_patch(name, value)
         try:
-            self._nbytes += self._write(name, value) * self._dtype.itemsize
+            self._nbytes += self._write(name, value) * weight_dtype(name, self._dtype).itemsize
         except WeightMismatch as error:
             self._problems.append(str(error))
 

@@ -7,6 +7,8 @@ Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fs
 
 from __future__ import annotations
 
+import torch
+
 from rollout.errors import WeightMismatch
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -14,6 +16,8 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 ADAPTER = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"})
 # Derived from the configuration, never trained; some old checkpoints and models still carry it.
 DERIVED = frozenset({"inv_freq"})
+# Added to scores in float32, and held so by trainers: steps of its training are lost in bfloat16.
+WIDE = frozenset({"e_score_correction_bias"})
 
 
 def file_form(name: str) -> str:
@@ -43,3 +47,9 @@ def unwrapped(name: str) -> str:
 def is_weight(name: str) -> bool:
     """Whether a tensor of this name belongs to the weights (rope tables do not)."""
     return name.rsplit(".", 1)[-1] not in DERIVED
+
+
+def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor of this name is held and sent as where the others are of ``dtype``."""
+    wide = name.rsplit(".", 1)[-1] in WIDE and dtype.itemsize < torch.float32.itemsize
+    return torch.float32 if wide else dtype

@@ -20,8 +20,8 @@ def trainer_job(kind: str, world: int, path: Path, log: Path) -> Job:
 
 def start(path: Path, tp: int, **settings: Any) -> Rollout:
     return Rollout(
-        str(path), tensor_parallel_size=tp, device="cpu", dtype="float32", num_threads=1,
-        num_kv_blocks=256, max_model_len=512, timeout=10.0, **settings,
+        str(path), tensor_parallel_size=tp, device="cpu", num_threads=1, num_kv_blocks=256,
+        max_model_len=512, timeout=10.0, **{"dtype": "float32", **settings},
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from start_engines import outcome, start, trainer_job
 from tiny_models import write_tiny
 from trainer_processes import Job
@@ -31,6 +33,39 @@ def job(tmp_path_factory) -> Iterator[Job]:
         yield started
     finally:
         started.close()
+
+
+def test_a_bias_on_the_choice_of_experts_keeps_its_bits_in_a_bfloat16_engine(
+    job: Job, tmp_path: Path
+) -> None:
+    """Trainers hold it in float32, and learn it in steps that bfloat16 has not."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for seed, path in enumerate((tmp_path / "a", tmp_path / "b")):
+        model = write_tiny(path, "glm4_moe", seed=seed, dtype=torch.bfloat16)
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias"):
+                bias = torch.linspace(1.0, 1.01 + seed, 6)
+                module.e_score_correction_bias = bias
+        model.save_pretrained(path)
+    files = load_file(tmp_path / "b" / "model.safetensors")
+    assert files[name].dtype == torch.float32 != files["lm_head.weight"].dtype
+    with (
+        start(tmp_path / "a", 1, dtype="bfloat16") as engine,
+        start(tmp_path / "b", 1, dtype="bfloat16") as cold,
+    ):
+        for transport in ("p2p", "broadcast"):
+            engine.update_weights(str(tmp_path / "a"))
+            assert outcome(engine) != outcome(cold)
+            job.ask(op="become", path=str(tmp_path / "b"))
+            answers = job.ask(
+                op="update", address=engine.address, transport=transport, timeout=20,
+                bucket_bytes=BUCKET,
+            )  # fmt: skip
+            assert None not in answers, job.log.read_text()
+            assert answers[0] is not None
+            assert "receipt" in answers[0], answers
+            assert outcome(engine) == outcome(cold)
+            assert engine.check_weights(str(tmp_path / "b")).equal
 
 
 @pytest.mark.parametrize(("arch", "tp"), MODELS)

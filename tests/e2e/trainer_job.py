@@ -58,7 +58,7 @@ class Dying:
 def build(kind: str, path: str, loaded: bool = False) -> tuple[Any, nn.Module]:
     """What the trainer passes to ``update_weights``, and the module whose weights it sets."""
     if loaded:
-        model = AutoModelForCausalLM.from_pretrained(path).float()
+        model = AutoModelForCausalLM.from_pretrained(path)  # in the dtypes of its files
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
     if kind == "ddp":

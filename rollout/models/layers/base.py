@@ -14,6 +14,7 @@ from rollout.kernels.native import use_huge_pages
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import ParamSpec
 from rollout.weights import PLAIN, Box, Layout, Shape, TileLayout, WeightSlot
+from rollout.weights.names import weight_dtype
 
 LAYOUTS = ("plain", "tiles")
 
@@ -62,7 +63,9 @@ class Layer(nn.Module):
         """Own the logical parameter ``name``: uninitialised storage, its padding zeroed."""
         self.specs[name] = ParamSpec(shape, layout, padding)
         storage = torch.empty(
-            layout.storage_shape(shape), dtype=self.build.dtype, device=self.build.device
+            layout.storage_shape(shape),
+            dtype=weight_dtype(name, self.build.dtype),
+            device=self.build.device,
         )
         use_huge_pages(storage)
         self.register_parameter(name, nn.Parameter(storage, requires_grad=False))

@@ -71,7 +71,9 @@ class VersionSource:
         self.manifest = read_manifest(store, version)
 
     def metadata(self) -> tuple[TensorMeta, ...]:
-        return tuple(TensorMeta(m.name, self._cast(m.dtype), m.shape) for m in self._tensors)
+        return tuple(
+            TensorMeta(m.name, self._cast(m.name, m.dtype), m.shape) for m in self._tensors
+        )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _complete(self._store, self.manifest, MAX_CHAIN):
@@ -81,7 +83,7 @@ class VersionSource:
                     f"{name} of version {self.manifest.version} is not what was written; "
                     "its files are damaged"
                 )
-            yield name, tensor.to(self._cast(tensor.dtype))
+            yield name, tensor.to(self._cast(name, tensor.dtype))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._tensors]
@@ -90,8 +92,8 @@ class VersionSource:
     def _tensors(self) -> tuple[TensorMeta, ...]:
         return self.manifest.tensors
 
-    def _cast(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self._dtype is None else wire_dtype(dtype, self._dtype)
+    def _cast(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._dtype is None else wire_dtype(name, dtype, self._dtype)
 
 
 def read_manifest(store: Store, version: int) -> Manifest:

@@ -112,7 +112,7 @@ class BoundSource:
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return tuple(
-            TensorMeta(name, wire_dtype(tensor.dtype, self._dtype), self._shape(tensor))
+            TensorMeta(name, wire_dtype(name, tensor.dtype, self._dtype), self._shape(tensor))
             for name, tensor in self._bound.items()
         )
 

@@ -39,7 +39,7 @@ class DirectorySource:
             files.close()
         stand_ins = ((m.name, torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in held)
         self._metadata = tuple(
-            TensorMeta(name, wire_dtype(t.dtype, dtype), tuple(t.shape))
+            TensorMeta(name, wire_dtype(name, t.dtype, dtype), tuple(t.shape))
             for name, t in bind_stream(stand_ins, aliases)
         )
         if not self._metadata:
@@ -50,7 +50,7 @@ class DirectorySource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in bind_stream(self._read(), self._aliases):
-            yield name, tensor.to(wire_dtype(tensor.dtype, self._dtype))
+            yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._metadata]

@@ -61,7 +61,7 @@ class FSDP1Source(BoundSource):
             return [(name, self._copy(place)) for name, place in items]
 
     def _copy(self, place: _Place) -> Tensor:
-        dtype = wire_dtype(place.dtype, self._dtype)
+        dtype = wire_dtype(place.name, place.dtype, self._dtype)
         if not self.agreement.is_sender:
             return torch.empty(place.shape, dtype=dtype, device="meta")
         tensor: Tensor = getattr(place.module, place.attribute)
@@ -79,7 +79,9 @@ class FSDP1Source(BoundSource):
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         place = self._places[self._bound[name]]
         start, values = place.interval()
-        return interval_values(place.shape, start, values.to(wire_dtype(place.dtype, self._dtype)))
+        return interval_values(
+            place.shape, start, values.to(wire_dtype(place.name, place.dtype, self._dtype))
+        )
 
 
 @dataclass(frozen=True)

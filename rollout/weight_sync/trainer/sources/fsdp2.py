@@ -59,7 +59,7 @@ class FSDP2Source(BoundSource):
     def _full(self, name: str, tensor: Tensor) -> Tensor:
         """``tensor`` whole in the wire dtype on the sender, a meta tensor elsewhere."""
         self._cast = (None, None)
-        dtype = wire_dtype(tensor.dtype, self._dtype)
+        dtype = wire_dtype(name, tensor.dtype, self._dtype)
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
         if not isinstance(tensor, DTensor):
             return readable(name, tensor).to(dtype) if self.agreement.is_sender else empty
@@ -124,7 +124,8 @@ class FSDP2Source(BoundSource):
         if self._buffer is None or self._buffer.numel() < nbytes:
             self._buffer = None
             largest = max(
-                t.numel() * wire_dtype(t.dtype, self._dtype).itemsize for t in self._bound.values()
+                t.numel() * wire_dtype(name, t.dtype, self._dtype).itemsize
+                for name, t in self._bound.items()
             )
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=like.device)
         return self._buffer[:nbytes].view(like.dtype)
@@ -148,7 +149,7 @@ class FSDP2Source(BoundSource):
         if gathered is tensor and cast is not None:
             return [(box, cast.reshape(box.shape)) for box in local_box(tensor)]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        value = readable(name, local).to(wire_dtype(tensor.dtype, self._dtype))
+        value = readable(name, local).to(wire_dtype(name, tensor.dtype, self._dtype))
         return [(box, value.reshape(box.shape)) for box in local_box(tensor)]
 
 

@@ -38,7 +38,7 @@ class IterableSource:
         count = 0
         for name, tensor in bind_stream(_checked(self._items), self._aliases):
             count += 1
-            yield name, tensor.to(wire_dtype(tensor.dtype, self._dtype))
+            yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
         if not count:
             raise SourceFailed("the iterable yielded no tensor; was the generator used up before?")
 

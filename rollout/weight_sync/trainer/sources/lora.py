@@ -255,7 +255,7 @@ class MergedSource:
             return None
         items = ((meta.name, meta) for meta in metadata)
         return tuple(
-            TensorMeta(name, wire_dtype(meta.dtype, self._dtype), meta.shape)
+            TensorMeta(name, wire_dtype(name, meta.dtype, self._dtype), meta.shape)
             for name, meta, _ in self._complete(items, lambda meta: meta)
         )
 
@@ -270,7 +270,7 @@ class MergedSource:
                 if factors and sending:
                     for addition in self._plan.additions[name]:
                         addition.add_to(tensor, factors)
-                yield name, tensor.to(wire_dtype(tensor.dtype, self._dtype))
+                yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         """No box of a merged weight is held by any rank before it is merged."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weights import CASTABLE
-from rollout.weights.names import file_form, is_weight
+from rollout.weights.names import file_form, is_weight, weight_dtype
 
 # From a trainer's name to the one a tensor is sent under; None where it is not sent.
 NameOf = Callable[[str], str | None]
@@ -140,6 +140,9 @@ def _placed(tensor: Tensor) -> Any:
     return None if spec is None else (spec.mesh, spec.placements, tuple(tensor.shape))
 
 
-def wire_dtype(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    """What a tensor of ``dtype`` travels as: ``target`` (if any) for plain floats, else itself."""
-    return target if target is not None and dtype in CASTABLE else dtype
+def wire_dtype(name: str, dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """What a tensor of ``dtype`` travels as: ``target`` (if any) for plain floats, else itself.
+
+    The few whose ``name`` asks for more bits have them; see ``rollout.weights.names``.
+    """
+    return weight_dtype(name, target) if target is not None and dtype in CASTABLE else dtype

@@ -46,7 +46,7 @@ class PlainSource(BoundSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():
-            dtype = wire_dtype(tensor.dtype, self._dtype)
+            dtype = wire_dtype(name, tensor.dtype, self._dtype)
             if not self.agreement.is_sender:
                 yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
             elif dtype == tensor.dtype or (cast := self._place(dtype, tuple(tensor.shape))) is None:
@@ -59,5 +59,5 @@ class PlainSource(BoundSource):
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = readable(name, self._bound[name])
-        value = tensor.to(wire_dtype(tensor.dtype, self._dtype))
+        value = tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
         return [(Box.full(tuple(tensor.shape)), value)]

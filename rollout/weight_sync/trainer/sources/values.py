@@ -124,7 +124,9 @@ class Incoming:
         found = self.inner.metadata()
         if found is None:
             return None
-        return tuple(TensorMeta(m.name, wire_dtype(m.dtype, self._dtype), m.shape) for m in found)
+        return tuple(
+            TensorMeta(m.name, wire_dtype(m.name, m.dtype, self._dtype), m.shape) for m in found
+        )
 
     def pieces(self) -> Generator[Piece]:
         """Whole tensors, one gather after the other: in lockstep, with values on the first rank."""
@@ -136,7 +138,7 @@ class Incoming:
                 if self.inner.agreement.is_sender:
                     yield Piece.whole(name, self._cast(name, readable(name, tensor)))
                 else:
-                    dtype = wire_dtype(tensor.dtype, self._dtype)
+                    dtype = wire_dtype(name, tensor.dtype, self._dtype)
                     yield Piece.whole(name, torch.empty(tensor.shape, dtype=dtype, device="meta"))
 
     def place_by(self, buffer_for: BufferFor) -> None:
@@ -166,7 +168,7 @@ class Incoming:
             want is not None or tensor.dtype.is_floating_point
         ):
             raise WeightMismatch(f"{name} {wrong}", problems=[f"{name} {wrong}"])
-        return tensor.to(wire_dtype(tensor.dtype, self._dtype))
+        return tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
 
 def _pair(item: Any) -> tuple[str, Tensor]:

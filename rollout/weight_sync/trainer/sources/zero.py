@@ -62,7 +62,7 @@ class ZeroSource(BoundSource):
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
         start, values = partition(tensor) or (0, tensor.new_empty(0))
-        cast = readable(name, values).to(wire_dtype(tensor.dtype, self._dtype))
+        cast = readable(name, values).to(wire_dtype(name, tensor.dtype, self._dtype))
         return interval_values(full_shape(tensor), start, cast)
 
     def _runs(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -91,7 +91,7 @@ class ZeroSource(BoundSource):
             ]
 
     def _cast(self, name: str, tensor: Tensor, copy: bool) -> Tensor:
-        dtype = wire_dtype(tensor.dtype, self._dtype)
+        dtype = wire_dtype(name, tensor.dtype, self._dtype)
         if not self.agreement.is_sender:
             return torch.empty(full_shape(tensor), dtype=dtype, device="meta")
         return readable(name, tensor).to(dtype, copy=copy)
