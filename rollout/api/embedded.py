@@ -42,7 +42,7 @@ from rollout.weight_sync.transports import nearest_first
 from rollout.weight_sync.versions.follower import readable
 from rollout.weights import TensorMeta
 from rollout.wire.codec import from_plain
-from rollout.wire.version import ServerInfo
+from rollout.wire.version import ServerInfo, Speaks
 
 
 class EmbeddedBackend:
@@ -162,6 +162,7 @@ class EmbeddedBackend:
             has_tokenizer=core.tokenizer is not None,
             package_version=rollout.__version__,
             world_size=self.config.tensor_parallel_size,
+            software=Speaks.here().software,
         )
 
     async def pause(self, mode: str, timeout: float) -> None:

@@ -18,7 +18,7 @@ import grpc
 from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
-from rollout.errors import ConfigError, EngineClosed, EngineRestarted
+from rollout.errors import EngineClosed, EngineRestarted
 from rollout.generation import PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
@@ -42,10 +42,11 @@ from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
-    PROTOCOL,
     PROTOCOL_KEY,
+    SOFTWARE_KEY,
     ServerInfo,
-    protocol_problem,
+    Speaks,
+    agreed,
 )
 
 MAX_READ = 3600.0  # seconds in which a server reads a directory
@@ -72,7 +73,8 @@ class RolloutClient:
         self._credentials = None if tls is None else tls.credentials()
         self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
-        self._metadata = ((PROTOCOL_KEY, str(PROTOCOL)), *bearer)
+        ours = Speaks.here()
+        self._metadata = ((PROTOCOL_KEY, ours.range), (SOFTWARE_KEY, ours.software), *bearer)
         self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
         self._sync: grpc.Channel | None = None
         self._lock = threading.Lock()
@@ -145,7 +147,7 @@ class RolloutClient:
     # ---- control (async) ----
 
     async def start(self) -> None:
-        """Check that a service answers, in this client's version of the protocol."""
+        """Check that a service answers that speaks a version of the protocol that we do."""
         try:
             info = await self.server_info()
         except EngineClosed as error:
@@ -153,8 +155,7 @@ class RolloutClient:
             if why is None:
                 raise
             raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
-        if problem := protocol_problem(info.protocol, f"the service at {self.address}"):
-            raise ConfigError(problem)
+        agreed(info.speaks, f"the service at {self.address}")
         self.max_model_len = info.max_model_len
 
     @property

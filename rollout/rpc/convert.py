@@ -139,7 +139,8 @@ def info_to_proto(info: ServerInfo) -> Any:
 
 
 def info_from_proto(message: Any) -> ServerInfo:
-    return ServerInfo(**{f.name: getattr(message, f.name) for f in fields(ServerInfo)})
+    found = {f.name: getattr(message, f.name) for f in fields(ServerInfo)}
+    return ServerInfo(**{**found, "features": tuple(message.features)})
 
 
 def stats_to_json(stats: EngineStats) -> bytes:

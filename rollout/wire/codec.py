@@ -1,9 +1,9 @@
 """One codec for the nouns that travel: dataclasses, and the plain JSON-able documents they become.
 
 A noun declares its types, with the bounds below where they need any; both directions follow from
-that. Reading believes nothing: a field too many or too few, of another type or out of bounds is a
-``TransferFailed`` that names it. What fields say together a noun checks in ``__post_init__``, by
-``ValueError``.
+that. Reading believes nothing: a field too many or too few (``ADDED`` ones apart), of another type
+or out of bounds is a ``TransferFailed`` that names it. What fields say together a noun checks in
+``__post_init__``, by ``ValueError``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ MAX_LIST = 1 << 20
 MAX_STRING = 1 << 16
 MAX_DIMS = 16
 
+# Of a field that a noun got within a version of the protocol, for ``dataclasses.field``: at its
+# default it does not travel, so that peers that do not know it understand all that does not use it,
+# and refuse the rest by name. For nouns that are documents themselves.
+ADDED = {"added": True}
 _Check = Callable[[Any, str], None]
 
 
@@ -55,11 +59,19 @@ Table = Annotated[Mapping[Text, T], Meta(max_length=MAX_LIST)]
 
 def to_plain(noun: Any) -> Any:
     """Of objects, lists, numbers and strings alone."""
-    return msgspec.to_builtins(noun, enc_hook=_encoded)
+    plain = msgspec.to_builtins(noun, enc_hook=_encoded)
+    kind: Any = type(noun)
+    for name, default in _added(kind).items():
+        if getattr(noun, name) == default:
+            del plain[name]
+    return plain
 
 
 def to_json(noun: Any) -> bytes:
     try:
+        kind: Any = type(noun)
+        if _added(kind):
+            return msgspec.json.encode(to_plain(noun))
         return msgspec.json.encode(noun, enc_hook=_encoded)
     except UnicodeEncodeError as error:
         raise TransferFailed(f"text that has no UTF-8 form: {error}") from error
@@ -111,6 +123,13 @@ def _decoded(kind: type, value: Any) -> Any:
 
 
 @cache
+def _added(kind: Any) -> Mapping[str, Any]:
+    """The fields of a noun that were ``added``, and their defaults."""
+    found = fields(kind) if is_dataclass(kind) else ()
+    return {each.name: each.default for each in found if "added" in each.metadata}
+
+
+@cache
 def _check(kind: Any) -> _Check | None:
     """What msgspec lets pass: fields that are unknown or missing, and what is said beside."""
     if is_dataclass(kind):
@@ -131,20 +150,22 @@ def _check(kind: Any) -> _Check | None:
 
 
 def _fields_check(kind: Any) -> _Check:
-    names = frozenset(field.name for field in fields(kind))
+    names = frozenset(each.name for each in fields(kind))
+    due = names - _added(kind).keys()
     hints = get_type_hints(kind, include_extras=True)
     inner = [(name, found) for name in names if (found := _check(hints[name]))]
 
     def check(plain: Any, at: str) -> None:
         if type(plain) is not dict:
             raise ValueError(f"expected an object{at and f' at {at}'}, got {type(plain).__name__}")
-        if plain.keys() != names:
-            missing = ", ".join(sorted(names - plain.keys()))
+        if not due <= plain.keys() <= names:
+            missing = ", ".join(sorted(due - plain.keys()))
             unknown = ", ".join(sorted(map(repr, plain.keys() - names)))
             told = f"missing fields: {missing}" if missing else f"unknown fields: {unknown:.200}"
             raise ValueError(f"{told}{at and f' - at {at}'}")
         for name, each in inner:
-            each(plain[name], f"{at}.{name}")
+            if name in plain:
+                each(plain[name], f"{at}.{name}")
 
     return check
 

@@ -49,7 +49,10 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return DTYPES[name]
     except KeyError:
-        raise TransferFailed(f"unknown dtype {name!r} on the wire") from None
+        raise TransferFailed(
+            f"unknown dtype {name!r} on the wire; known here, with torch {torch.__version__}: "
+            f"{', '.join(DTYPES)}"
+        ) from None
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -1,22 +1,75 @@
-"""What a rollout service says about itself."""
+"""What two peers speak, and what a rollout service says about itself.
+
+Peers agree on the newest version of the protocol that both speak. Fields that were added to a noun
+within a version (``codec.added``) do not travel at their defaults, and ``FEATURES`` names what can
+be asked for by others; so that trainers and engines need not be of one version of this package, nor
+of torch.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL = 4  # of the gRPC services and the documents in them; peers must have the same
-PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its own
+from rollout.errors import ConfigError
+
+OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in them
+FEATURES = ("components", "prepare", "repeats")  # beyond what version 5 began with
+PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"
+SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name
 
 
-def protocol_problem(theirs: object, who: str) -> str | None:
-    """What to say to or of a peer that speaks ``theirs``; None if it is ours."""
-    said = str(theirs) if isinstance(theirs, int | str) else type(theirs).__name__
-    if said == str(PROTOCOL):
-        return None
-    return (
-        f"{who} speaks version {said[:40]} of the protocol, this side version {PROTOCOL}: "
-        "install the same version of rollout on both"
-    )
+def _software() -> str:
+    found = []
+    for package in ("rollout", "torch"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Speaks:
+    """The versions of the protocol that a peer speaks, and its ``software``, for errors."""
+
+    oldest: int = OLDEST
+    newest: int = PROTOCOL
+    software: str = ""
+
+    @classmethod
+    def here(cls) -> Speaks:
+        return cls(software=_software())
+
+    @classmethod
+    def read(cls, said: str, software: str = "") -> Speaks:
+        """From a ``range``, as metadata has it; what is none is a version that nobody has."""
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", said)
+        if found is None:
+            return cls(-1, -1, said[:40])
+        return cls(int(found[1]), int(found[2] or found[1]), software[:80])
+
+    @property
+    def range(self) -> str:
+        one = self.oldest == self.newest
+        return str(self.newest) if one else f"{self.oldest}-{self.newest}"
+
+    def __str__(self) -> str:
+        one = self.oldest == self.newest
+        range = f"version {self.newest}" if one else f"versions {self.oldest} to {self.newest}"
+        return f"{range} of the protocol" + (f" ({self.software})" if self.software else "")
+
+
+def agreed(theirs: Speaks, who: str) -> int:
+    """The newest version that both speak; ``ConfigError`` names both sides' where there is none."""
+    common = min(theirs.newest, PROTOCOL)
+    if common < max(theirs.oldest, OLDEST):
+        raise ConfigError(
+            f"{who} speaks {theirs}, this side {Speaks.here()}: install versions of rollout that "
+            "have one in common"
+        )
+    return common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,4 +84,11 @@ class ServerInfo:
     has_tokenizer: bool
     package_version: str
     world_size: int  # ranks
-    protocol: int = PROTOCOL
+    protocol: int = PROTOCOL  # the newest that it speaks
+    oldest_protocol: int = OLDEST  # 0: no other
+    features: tuple[str, ...] = FEATURES
+    software: str = ""  # its packages
+
+    @property
+    def speaks(self) -> Speaks:
+        return Speaks(self.oldest_protocol or self.protocol, self.protocol, self.software)

@@ -6,12 +6,13 @@ import json
 import time
 from concurrent import futures
 from contextlib import contextmanager
+from importlib.metadata import version
 
 import grpc
 import pytest
 from tiny_models import write_tiny
 
-from rollout import Rollout
+from rollout import Rollout, SamplingParams
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.rpc import rollout_pb2
@@ -22,18 +23,18 @@ from rollout.rpc.services import (
     add_service,
 )
 from rollout.rpc.status import error_from_rpc
-from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.wire.codec import to_plain
-from rollout.wire.version import PROTOCOL, PROTOCOL_KEY
+from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightInfo
+from rollout.wire.codec import from_json, from_plain, to_json, to_plain
+from rollout.wire.version import PROTOCOL, PROTOCOL_KEY, SOFTWARE_KEY
 
 OTHER = PROTOCOL + 1
 
 
 @contextmanager
-def server_that_speaks(protocol: int):
+def server_that_speaks(protocol: int, **more):
     class Control:
         def ServerInfo(self, request, context):
-            return rollout_pb2.ServerInfoResponse(model="m", protocol=protocol)
+            return rollout_pb2.ServerInfoResponse(model="m", protocol=protocol, **more)
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
     add_service(server, "Control", Control())
@@ -60,6 +61,58 @@ def test_a_client_names_a_service_of_another_protocol(theirs):
         pytest.raises(ConfigError, match=f"version {theirs} .* version {PROTOCOL}"),
     ):
         Rollout.connect(address, timeout=5)
+
+
+def test_a_client_takes_a_newer_service_that_still_speaks_its_version():
+    newer = {"oldest_protocol": PROTOCOL, "software": "rollout 9.0.0, torch 3.0.0"}
+    with server_that_speaks(PROTOCOL + 4, **newer) as address:
+        Rollout.connect(address, timeout=5).shutdown()
+
+
+def test_without_a_version_in_common_both_sides_software_is_named():
+    theirs = {"oldest_protocol": OTHER, "software": "rollout 9.0.0, torch 3.0.0"}
+    with (
+        server_that_speaks(OTHER + 1, **theirs) as address,
+        pytest.raises(ConfigError) as caught,
+    ):
+        Rollout.connect(address, timeout=5)
+    said = str(caught.value)
+    assert f"versions {OTHER} to {OTHER + 1} of the protocol (rollout 9.0.0, torch 3.0.0)" in said
+    ours = f"rollout {version('rollout')}, torch {version('torch')}"
+    assert f"this side version {PROTOCOL} of the protocol ({ours})" in said
+
+
+@pytest.mark.parametrize("oldest", [PROTOCOL - 2, PROTOCOL])
+def test_a_trainer_of_another_rollout_and_torch_updates_and_samples(engine, other_weights, oldest):
+    """It says so in its metadata alone: tensors, dtypes and documents are the protocol's."""
+    with Rollout.connect(engine.address, timeout=10) as client:
+        backend = client._async.backend
+        says = {PROTOCOL_KEY: f"{oldest}-{PROTOCOL + 3}", SOFTWARE_KEY: "torch 2.11.0+cu128"}
+        backend._metadata = tuple(says.items())
+        receipt = client.update_weights(dict(other_weights))
+        assert client.weight_info().version == receipt.version
+        assert client.check_weights(dict(other_weights)).equal
+        (output,) = client.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
+        assert output.outputs[0].weight_versions[-1].version == receipt.version
+
+
+def test_dtypes_travel_by_name_and_one_that_is_unknown_here_is_named(engine):
+    plain = to_plain(engine.weight_info())
+    assert plain["dtype"] == "float32"
+    with pytest.raises(TransferFailed, match=r"unknown dtype 'float4_e2m1'.*with torch \d"):
+        from_plain(WeightInfo, {**plain, "dtype": "float4_e2m1"})
+
+
+def test_what_a_noun_got_later_does_not_travel_until_it_is_used(engine):
+    info, seal = to_plain(engine.weight_info()), to_plain(Seal(num_buckets=1, digests={}))
+    assert not {"prepared", "fence", "components"} & info.keys()
+    assert "fence" not in seal
+    assert from_plain(WeightInfo, info).components == ("policy",)
+    assert from_plain(Seal, seal).fence is None
+    used = Seal(num_buckets=1, digests={}, fence=3)
+    assert from_json(Seal, to_json(used)) == used
+    with pytest.raises(TransferFailed, match="unknown fields: 'later'"):
+        from_plain(Seal, {**seal, "later": 1})
 
 
 @pytest.mark.parametrize("verb", ["ServerInfo", "Generate", "Info", "Update"])

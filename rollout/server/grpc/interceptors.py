@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.rpc.status import status_of
 from rollout.server.auth import Tokens, authorization_of
-from rollout.wire.version import PROTOCOL, PROTOCOL_KEY, protocol_problem
+from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks, agreed
 
 log = logging.getLogger(__name__)
 OURS = "/rollout.v1."
@@ -36,19 +36,23 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class ProtocolInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends a call of a client that says it speaks another protocol, and logs that one came.
+    """Ends a call of a client that speaks no version of the protocol that we do, and logs it.
 
     Clients that say nothing are let through: health probes, reflection, other people's stubs.
     """
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        given = dict(details.invocation_metadata or ()).get(PROTOCOL_KEY, PROTOCOL)
-        problem = protocol_problem(given, "the client")
-        if handler is None or problem is None:
+        metadata = dict(details.invocation_metadata or ())
+        if handler is None or PROTOCOL_KEY not in metadata:
             return handler
-        log.warning("refused %s: %s", details.method, problem)
-        return refusing(*status_of(ConfigError(problem)))
+        software = str(metadata.get(SOFTWARE_KEY, ""))
+        try:
+            agreed(Speaks.read(str(metadata[PROTOCOL_KEY]), software), "the client")
+        except ConfigError as error:
+            log.warning("refused %s: %s", details.method, error)
+            return refusing(*status_of(error))
+        return handler
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -9,6 +9,7 @@ import torch
 
 from rollout.errors import WeightMismatch
 from rollout.weights import CASTABLE, TensorMeta
+from rollout.weights.components import check_components, component_of
 from rollout.weights.fused_experts import Spellings, nearest
 
 _MOST = 12  # problems spelled out in one message
@@ -68,6 +69,8 @@ def check_metadata(
     partial: bool = False,
 ) -> None:
     """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
+    known = list(dict.fromkeys(map(component_of, wanted)))
+    check_components((component_of(meta.name) for meta in sent), known)
     problems = differences(sent, wanted, aliases, partial=partial)
     if problems:
         more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""

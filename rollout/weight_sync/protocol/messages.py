@@ -22,7 +22,9 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.components import POLICY
 from rollout.wire.codec import (
+    ADDED,
     Count,
     Digest,
     Many,
@@ -33,7 +35,7 @@ from rollout.wire.codec import (
     from_plain,
     to_json,
 )
-from rollout.wire.version import PROTOCOL, protocol_problem
+from rollout.wire.version import FEATURES, PROTOCOL, Speaks, agreed
 
 IN_FLIGHT = ("keep", "recompute", "abort", "wait")
 STAGING = ("auto", "device", "host", "none")
@@ -67,8 +69,12 @@ class WeightInfo:
     memory: Table[Count] = field(default_factory=dict)  # bytes of the largest rank, by use
     zstd: bool = False  # whether changes may come compressed
     devices: Many[Text] = ()  # UUID of each rank's GPU, "" where it can share no memory
-    prepared: Text = ""  # the update that waits for a decision, "" for none
-    fence: Count = 0  # the highest fencing epoch that was seen
+    prepared: Text = field(default="", metadata=ADDED)  # the update that waits for a decision
+    fence: Count = field(default=0, metadata=ADDED)  # the highest fencing epoch that was seen
+    # Those that an update may have tensors of.
+    components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
+    protocol: Count = PROTOCOL  # the newest that the engine speaks
+    features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +107,7 @@ class UpdateRequest:
     def read(cls, plain: Any) -> UpdateRequest:
         """From its plain form; ``ConfigError`` where another version of the protocol wrote it."""
         if isinstance(plain, dict) and "protocol" in plain:
-            problem = protocol_problem(plain["protocol"], "the sender of the update")
-            if problem is not None:
-                raise ConfigError(problem)
+            agreed(Speaks.read(str(plain["protocol"])), "the sender of the update")
         request = from_plain(cls, plain)
         if len(to_json(request.offer)) > MAX_OFFER:
             raise TransferFailed(f"malformed UpdateRequest: its offer is over {MAX_OFFER} bytes")
@@ -206,7 +210,7 @@ class Seal:
     transfer_seconds: Seconds = 0.0
     wire_bytes: Count = 0
     details: Table[Text] = field(default_factory=dict)
-    fence: Count | None = None
+    fence: Count | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from rollout.weight_sync.transports import Way, asked, ways
 from rollout.weight_sync.transports.base import Opening, Sender, Transport
 from rollout.weights import TensorMeta
 from rollout.wire.codec import to_plain
+from rollout.wire.version import PROTOCOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +270,7 @@ class Opener:
             in_flight=options.in_flight,
             label=options.label,
             timeout=options.timeout,
+            protocol=min(PROTOCOL, self.info.protocol),
         )
 
     def _whole(self, encoding: Encoding, transport: Transport) -> Encoding:

@@ -20,14 +20,16 @@ from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weight_sync.trainer.sources.names import NameOf
 from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
 from rollout.weights import TensorMeta
+from rollout.weights.components import POLICY, check_components
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import file_form
 
 ACCEPTED = (
     "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
     "them around a PEFT model, a dict or an iterable of (name, tensor or DTensor), a checkpoint "
-    "directory, or a WeightSource"
+    "directory, or a WeightSource; or {'policy': one of these}"
 )
+_SOURCES = (nn.Module, WeightSource, Mapping, str, Path, list, tuple, Iterator)  # no tensor is one
 _READ_TWICE = (list, tuple, ItemsView)  # what can be looked at before it is sent
 
 
@@ -36,11 +38,13 @@ class Detected:
     """What a trainer has passed: which kind of source it is, and which ranks hold it together.
 
     ``ranks``: of the trainer's job, the sender first; None where ``obj`` is this rank's alone.
+    ``others``: components that were passed beside the policy, which ``obj`` is.
     """
 
     obj: Any
     kind: str
     ranks: tuple[int, ...] | None
+    others: tuple[str, ...] = ()
 
     def rank_group(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
         """The group of the ranks that hold it; of this rank alone where it is not shared.
@@ -66,6 +70,7 @@ class Detected:
         timeout: float = DEFAULT_TIMEOUT,
         tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
+        components: Sequence[str] = (POLICY,),
     ) -> WeightSource:
         """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
 
@@ -74,9 +79,13 @@ class Detected:
         seconds) when absent. ``tensors``: what the engine wants, in file form: names that spell
         them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
         returned as it is where there is nothing to split. A PEFT model's adapters are merged
-        weight by weight; ``partial`` leaves out what they do not change. Raises ``ConfigError``
-        naming the layer that cannot be merged; ``SourceFailed`` when there is no tensor.
+        weight by weight; ``partial`` leaves out what they do not change. ``components``: those of
+        the engine. Raises ``ConfigError`` naming the layer that cannot be merged;
+        ``SourceFailed`` when there is no tensor; ``WeightMismatch`` naming unknown components.
         """
+        check_components(self.others, components)
+        if self.others:
+            raise ConfigError(f"no sender of {', '.join(self.others)} yet: the policy goes alone")
         if self.kind == "source":
             source: WeightSource = self.obj
         else:
@@ -101,6 +110,7 @@ class Detected:
             group=group,
             tensors=info.tensors,
             partial=partial,
+            components=info.components,
         )
         return Incoming(source, info.dtype, info.tensors, info.aliases)
 
@@ -180,11 +190,22 @@ def detect(obj: Any, *, take_first: bool = True) -> Detected:
     Only the first item of an iterator tells whether ranks hold what comes together, so it is taken
     here where a job has several ranks, unless told not to; DTensors become a list.
     """
+    obj, others = _policy_of(obj)
     kind = _kind_of(obj)
     if kind == "iterable" and take_first and _several_ranks():
         obj = _opened(obj)
         kind = _kind_of(obj)
-    return Detected(obj, kind, _ranks_of(obj, kind))
+    return Detected(obj, kind, _ranks_of(obj, kind), others)
+
+
+def _policy_of(obj: Any) -> tuple[Any, tuple[str, ...]]:
+    """The policy of ``{"policy": source, ...}`` and the other names; else ``obj`` itself.
+
+    A dict of tensors is the policy's, whatever they are called.
+    """
+    if not isinstance(obj, Mapping) or not isinstance(policy := obj.get(POLICY), _SOURCES):
+        return obj, ()
+    return policy, tuple(str(name) for name in obj if name != POLICY)
 
 
 def _opened(obj: Iterable[Any]) -> Any:

@@ -1,0 +1,35 @@
+"""Components of one update: the policy, and models that are served beside it.
+
+A tensor of another component than the policy is called ``component:name`` wherever a tensor has a
+name: in metadata, buckets, plans, digests. One begin, seal, vote and commit is about all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rollout.errors import WeightMismatch
+
+POLICY = "policy"
+_MARK = ":"  # in no file's name of a tensor
+
+
+def qualified(component: str, name: str) -> str:
+    """What ``name`` of ``component`` is called in an update."""
+    return name if component == POLICY else f"{component}{_MARK}{name}"
+
+
+def component_of(name: str) -> str:
+    """The component that a tensor of an update belongs to."""
+    component, mark, _ = name.partition(_MARK)
+    return component if mark else POLICY
+
+
+def check_components(sent: Iterable[str], known: Sequence[str]) -> None:
+    """``WeightMismatch`` that names the components that an engine of ``known`` ones has not."""
+    absent = [component for component in dict.fromkeys(sent) if component not in known]
+    if absent:
+        raise WeightMismatch(
+            f"the engine has no component {', '.join(map(repr, absent[:8]))}: it has "
+            f"{', '.join(known)}; leave the others out"
+        )
