@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from rollout.errors import InvalidRequest
+from rollout.grammar import grammar
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
@@ -123,10 +124,10 @@ _count = _whole(0, MAX_INT, "at least 0, in 64 bits", none=True)
 class SamplingParams:
     """How one prompt is continued; names, defaults and bounds are vLLM's.
 
-    Applied to float32 logits in this order: allowed_token_ids, min_tokens mask, logit_bias,
-    penalties (repetition over prompt and output, presence and frequency over output), temperature,
-    min_p, top_k, top_p, then a draw from a counter-based generator keyed by (seed, sample index,
-    position).
+    Applied to float32 logits in this order: structured_outputs, allowed_token_ids, min_tokens mask
+    and bad_words, logit_bias, penalties (repetition over prompt and output, presence and frequency
+    over output), temperature, min_p, top_k, top_p, then a draw from a counter-based generator keyed
+    by (seed, sample index, position).
     What is out of bounds, or contradicts another, raises ``InvalidRequest``.
     """
 
@@ -174,6 +175,15 @@ class SamplingParams:
     )
     allowed_token_ids: tuple[int, ...] | None = _param(
         None, _allowed, "the only tokens that may be drawn, at most 65,536; none: all"
+    )
+    bad_words: tuple[str, ...] = _param(
+        (), _texts, "texts whose tokens may not come, at most 256 of 4096 characters"
+    )
+    structured_outputs: Mapping[str, Any] | None = _param(
+        None,
+        grammar,
+        "what the text has to be: one of json (a schema), regex, choice (texts), grammar (EBNF), "
+        "json_object (true), structural_tag; needs rollout[structured]",
     )
     include_stop_str_in_output: bool = _param(False, _flag, "keep the stop text in `text`")
     ignore_eos: bool = _param(False, _flag, "go on after the end-of-sequence token")
@@ -241,6 +251,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})"
+            )
+        if self.min_tokens and self.structured_outputs is not None:
+            raise InvalidRequest(
+                "min_tokens cannot be combined with structured_outputs, which say when to stop"
             )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids instead")

@@ -285,6 +285,14 @@ class EmbeddedBackend:
             )
         return self.core.tokenizer
 
+    async def _compile(self, params: Sequence[SamplingParams]) -> None:
+        """Wait, off the engine's thread, until every grammar of a call is known to be one."""
+        grammars = self.core.grammars
+        specs = {id(p): p.structured_outputs for p in params if p.structured_outputs is not None}
+        for spec in specs.values():
+            if spec is not None and grammars is not None:
+                await asyncio.wrap_future(grammars.compile(spec))
+
     async def _run(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -300,6 +308,7 @@ class EmbeddedBackend:
         index = {request.request_id: n for n, request in enumerate(requests)}
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")
+        await self._compile(params)
         collector = RequestOutputCollector()
         self.core.submit(requests, collector, stream=stream)
         pending = set(index)

@@ -18,7 +18,9 @@ from rollout.generation import SamplingParams
 
 ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(
-    f for f in fields(SamplingParams) if f.metadata["served"] and f.name != "logit_bias"
+    f
+    for f in fields(SamplingParams)
+    if f.metadata["served"] and f.name not in ("logit_bias", "structured_outputs")
 )
 # Flag, what follows it (a name: N is an integer, X a float; what may follow it; "" nothing),
 # default, help.

@@ -22,6 +22,7 @@ from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import Call, OutputProcessor, Sink
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import (
@@ -65,6 +66,7 @@ class EngineCore:
         self.max_model_len = 0
         self.num_kv_blocks = 0
         self.rank_info: list[dict[str, Any]] = []
+        self.grammars: Grammars | None = None
         self._executor = executor
         self._loop: StepLoop | None = None
         self._control: Control | None = None
@@ -120,6 +122,9 @@ class EngineCore:
             max_queued=config.max_queued_requests,
             num_waiting=lambda: self.scheduler.num_waiting,
         )  # fmt: skip
+        if self.tokenizer is not None:
+            vocab_size = self.model_config.vocab_size
+            self.grammars = Grammars(self.tokenizer.path, vocab_size, self.eos_ids)
         self.blocks = BlockManager(
             size.num_blocks, config.block_size, salt=self.epoch,
             prefix_caching=config.enable_prefix_caching,
@@ -136,6 +141,7 @@ class EngineCore:
             executor, self.scheduler, self.outputs, block_size=config.block_size,
             step_timeout=config.timeout, runs_ahead=config.async_scheduling,
             first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
+            grammars=self.grammars,
         )  # fmt: skip
         self._control = Control(self._loop, self.scheduler, self.outputs, self.call, config.timeout)
 
@@ -148,6 +154,8 @@ class EngineCore:
             running = self._loop is not None and self._loop.started
             if self._loop is not None and running:
                 self._loop.stop()
+            if self.grammars is not None:
+                self.grammars.close()
             if self._executor is not None:
                 self._executor.close()  # frees a thread that still waits for its step
             if self._loop is not None and running:

@@ -12,7 +12,7 @@ from rollout.engine.output import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
-from rollout.generation import TOKEN_PARAMS, Request
+from rollout.generation import TOKEN_PARAMS, Request, SamplingParams
 
 _SEED_BITS = 63
 
@@ -61,10 +61,7 @@ class InputProcessor:
             self._check_length(request)  # first, and without a look at the tokens
             self._check_tokens(request)
             self._check_alternatives(request)
-            if request.params.stop and self._tokenizer is None:
-                raise InvalidRequest(
-                    "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
-                )
+            self._check_texts(request.params)
         count = sum(request.params.n for request in requests)
         with self._taking:
             waiting = self._coming + self._num_waiting()
@@ -108,6 +105,7 @@ class InputProcessor:
         longest = self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
+        words = params.bad_words if self._tokenizer is not None else ()
         stops = frozenset(params.stop_token_ids)
         if params.seed is None:
             seed = self._seeds.getrandbits(_SEED_BITS)
@@ -122,12 +120,30 @@ class InputProcessor:
             prompt_token_ids=prompt,
             max_len=longest,
             stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
+            bad_words=[ids for word in words for ids in self._spellings(word)],
         )
         self._next_seq_id += 1
         text = None
         if self._tokenizer is not None and params.detokenize:
             text = Detokenizer(self._tokenizer, prompt, params)
         return Sample(seq, text, stepwise=stream or bool(params.stop))
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Token ids of a text, within one and after a space."""
+        assert self._tokenizer is not None
+        texts = sorted({word, " " + word.lstrip()})
+        made = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        return [ids for ids in made if ids]
+
+    def _check_texts(self, params: SamplingParams) -> None:
+        if self._tokenizer is not None:
+            return
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name):
+                raise InvalidRequest(
+                    f"{name} needs a tokenizer, and this engine has none: use stop_token_ids, "
+                    "allowed_token_ids or logit_bias"
+                )
 
     def _check_length(self, request: Request) -> None:
         length = len(request.prompt_token_ids)

@@ -28,6 +28,7 @@ from rollout.engine.output import OutputProcessor
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import PauseState, Scheduler
 from rollout.engine.sequence import ScheduledBatch
+from rollout.engine.structured.grammars import Grammars
 from rollout.errors import (
     EngineBroken,
     EngineClosed,
@@ -72,6 +73,7 @@ class StepLoop:
         first_timeout: float,
         runs_ahead: bool,
         on_broken: Callable[[str], None],
+        grammars: Grammars | None = None,
     ) -> None:
         self.pause_state = PauseState(scheduler)
         self.dead: WorkerDied | None = None
@@ -86,6 +88,7 @@ class StepLoop:
         self._longest = 0.0  # seconds, of the steps so far
         self._most_tokens = 0  # in one of them
         self._on_broken = on_broken
+        self._grammars = grammars
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
         self._ended = False
@@ -264,6 +267,9 @@ class StepLoop:
 
         A request that cannot be encoded ends, the others of the step go on.
         """
+        batch = self._constrained(batch)
+        if not batch.entries:
+            return None
         try:
             args, tensors = encode_batch(batch, self._block_size)
         except Exception:
@@ -277,6 +283,21 @@ class StepLoop:
             rest = batch.rows(batch.rows_running)
             return self._begin(rest) if rest.entries else None
         return _Begun(batch, self._executor.call("step", args, tensors))
+
+    def _constrained(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch with masks where grammars are followed; what cannot go on by one ends."""
+        drawing = (entry.sequence for entry in batch.entries if entry.samples)
+        bound = [seq for seq in drawing if seq.params.structured_outputs is not None]
+        if not bound or self._grammars is None:
+            return batch
+        for seq, verdict in self._grammars.follow(bound):
+            if verdict is None:
+                self._outputs.complete(seq)
+            elif isinstance(verdict, Exception):
+                self._outputs.fail(verdict, [seq.request_id])
+            else:
+                seq.mask = verdict
+        return batch.rows(batch.rows_running)
 
     def _begin_ahead(self, batch: ScheduledBatch) -> _Begun | None:
         """What cannot be encoded waits for its turn, when its sequences may be ended."""

@@ -134,6 +134,12 @@ class Sample:
     def abort(self) -> None:
         self._end("abort", None)
 
+    def complete(self) -> None:
+        """Nothing may follow; its last token is text, unlike one that stops."""
+        if self.text is not None:
+            self.text.feed(() if self.stepwise else self.sequence.output_token_ids, final=True)
+        self.sequence.finish_reason = "stop"
+
     def end_for_nan(self) -> None:
         """Nothing can be drawn: the logits are no numbers."""
         self._end("error", None)
@@ -277,6 +283,12 @@ class OutputProcessor:
                 self._changed[state.request.request_id] = state
         self._counters.steps += 1
         self._counters.generation_tokens += len(drawing) - (self._counters.nan_logits - no_tokens)
+
+    def complete(self, seq: Sequence) -> None:
+        """End a sample whose grammar has come to its end."""
+        state, sample = self._samples[seq.seq_id]
+        sample.complete()
+        self._close(state, sample)
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """End requests with what they have; returns how many were still running."""

@@ -101,7 +101,7 @@ class Scheduler:
         for row in rows:
             entry = last.entries[row]
             seq = entry.sequence
-            if seq.penalised or seq.seq_id in self._unforked or not entry.draws_alone:
+            if seq.reads_tokens or seq.seq_id in self._unforked or not entry.draws_alone:
                 return batch
             if seq.num_tokens + 1 < seq.max_len:
                 going_on.append((row, seq))

@@ -7,6 +7,9 @@ from collections.abc import Sequence as ReadOnly
 from dataclasses import InitVar, dataclass, field, replace
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.generation import SamplingParams, VersionSpan
 
 
@@ -23,7 +26,8 @@ class Sequence:
     ``token_ids`` is prompt then output; the KV of positions ``< num_computed`` lies in the blocks
     of ``block_table`` (which may cover more). ``max_len`` tokens are the most there may be;
     ``stop_ids`` end the sequence earlier, and are masked while fewer than ``params.min_tokens``
-    tokens are out. ``seed`` is already this sample's own. The
+    tokens are out; ``bad_words`` are ids that may not come in a row. ``seed`` is already this
+    sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
     plus the leading None.
@@ -37,9 +41,11 @@ class Sequence:
     prompt_token_ids: InitVar[ReadOnly[int]]
     max_len: int = sys.maxsize
     stop_ids: frozenset[int] = frozenset()
+    bad_words: ReadOnly[ReadOnly[int]] = ()
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
+    mask: NDArray[np.int32] | None = None  # of the next step, by its grammar
     status: Status = Status.WAITING
     num_computed: int = 0
     num_cached_tokens: int = -1  # until first admitted
@@ -65,6 +71,12 @@ class Sequence:
         self.top = None if params.logprobs is None else []
         if params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether what may be drawn depends on the tokens before: no step is begun without them."""
+        structured = self.params.structured_outputs is not None
+        return self.penalised or structured or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def num_tokens(self) -> int:

@@ -61,6 +61,16 @@ class Tokenizer:
         return cls(hf, None if chat_template is None else _template_text(chat_template))
 
     @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of transformers, for libraries that want that."""
+        return self._hf
+
+    @property
+    def path(self) -> str:
+        """Where it was loaded from."""
+        return str(self._hf.name_or_path)
+
+    @property
     def eos_token_id(self) -> int | None:
         value: int | None = self._hf.eos_token_id
         return value

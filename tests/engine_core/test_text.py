@@ -147,5 +147,5 @@ def test_a_tokenizer_file_that_is_no_json_is_a_config_error(tmp_path: Path) -> N
 
 def test_without_tokenizer_stop_strings_are_refused(start: Start) -> None:
     core = start()
-    with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
+    with pytest.raises(InvalidRequest, match="stop needs a tokenizer"):
         core.submit([request(stop=("x",))], Sink(), stream=False)

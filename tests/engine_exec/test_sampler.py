@@ -181,6 +181,25 @@ def test_none_but_the_allowed_tokens_are_drawn():
             SamplingParams(allowed_token_ids=wrong)
 
 
+def test_none_but_the_tokens_of_a_mask_are_drawn():
+    """Bits of int32, the lowest first; rows without a mask beside them, and slices of both."""
+    kept = [0, 31, 32, 700, VOCAB - 1]
+    words = np.zeros((VOCAB + 31) // 32, np.uint32)
+    for token in kept:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    sequences = [sequence(SamplingParams(), seed=i) for i in range(64)]
+    for one in sequences[1::2]:
+        one.mask = words.view(np.int32)
+    batch = sampling_batch(sequences)
+    logits = peaked(1, seed=5, scale=1.0).expand(64, -1)
+    for sampler in (Sampler(), FusedSampler()):
+        out = sampler.sample(logits, batch)
+        assert {*out.tokens[1::2].tolist()} <= {*kept}
+        assert len({*out.tokens[::2].tolist()} - {*kept}) > 5
+        part = sampler.sample(logits[10:20], batch.rows(10, 20))
+        assert torch.equal(part.tokens, out.tokens[10:20])
+
+
 def test_penalties_equal_those_of_transformers():
     prompt, output = [3, 5, 5, 7], [9, 9, 9, 3]
     row = peaked(1, seed=8)

@@ -36,9 +36,10 @@ def _no_pairs() -> Ints:
 class SamplingMetadata:
     """Settings of the rows of one step's logits: ``S`` rows that draw, then ``P`` that score.
 
-    A scoring row asks for the raw logprob of a known token (prompt logprobs). ``allowed`` masks
-    the logits first; ``edits`` are added then: logit_bias, and minus infinity where min_tokens
-    forbids stopping.
+    A scoring row asks for the raw logprob of a known token (prompt logprobs). Masks come first:
+    those of grammars, where row ``mask_rows[i]`` may draw the tokens whose bit is set in
+    ``mask_bits[i]`` (the lowest bit first), then ``allowed``. ``edits`` are added then: logit_bias,
+    and minus infinity where min_tokens forbids stopping, and for bad words.
     ``history`` holds the tokens of rows with a penalty, one row after the other:
     row ``history_rows[i]`` owns ``history[history_starts[i]:history_starts[i + 1]]``, of which the
     first ``history_prompts[i]`` are its prompt. All rows lists ascend.
@@ -58,6 +59,8 @@ class SamplingMetadata:
     history_starts: Ints  # [penalised + 1]
     history_prompts: Ints  # [penalised]
     allowed: Ints = field(default_factory=_no_pairs)  # [pairs, 2]: row, token; mask its others
+    mask_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [masked]
+    mask_bits: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
 
     @property
     def num_sampled(self) -> int:
@@ -80,6 +83,7 @@ class SamplingMetadata:
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
         history = [drawing[i].token_ids for i in penalised]
         lengths = np.array([0, *map(len, history)], np.int64)
+        masked = [(i, s.mask) for i, s in enumerate(drawing) if s.mask is not None]
         return cls(
             numbers=np.array([_numbers(p) for p in params], np.float32).reshape(-1, 6),
             top_k=np.array([p.top_k for p in params], np.int64),
@@ -95,12 +99,14 @@ class SamplingMetadata:
             history_starts=np.cumsum(lengths),
             history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
             allowed=np.array(allowed, np.int64).reshape(-1, 2),
+            mask_rows=np.array([row for row, _ in masked], np.int64),
+            mask_bits=np.stack([m for _, m in masked]) if masked else np.empty((0, 0), np.int32),
         )
 
     @property
     def processed_rows(self) -> tuple[Ints, ...]:
         """The rows that each of the logits processors changes."""
-        return self.allowed[:, 0], self.edit_rows, self.history_rows
+        return self.mask_rows, self.allowed[:, 0], self.edit_rows, self.history_rows
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays as tensors that share their memory."""
@@ -119,6 +125,7 @@ class SamplingMetadata:
         scored = slice(max(start - count, 0), max(stop - count, 0))
         edits = slice(*np.searchsorted(self.edit_rows, (start, stop)))
         allowed = slice(*np.searchsorted(self.allowed[:, 0], (start, stop)))
+        masked = slice(*np.searchsorted(self.mask_rows, (start, stop)))
         first, last = np.searchsorted(self.history_rows, (start, stop))
         starts = self.history_starts[first : last + 1]
         return SamplingMetadata(
@@ -136,17 +143,30 @@ class SamplingMetadata:
             history_starts=starts - starts[0],
             history_prompts=self.history_prompts[first:last],
             allowed=self.allowed[allowed] - (start, 0),
+            mask_rows=self.mask_rows[masked] - start,
+            mask_bits=self.mask_bits[masked],
         )
 
 
 def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
     """Every logits processor, in order, in place on [S, vocabulary] float32."""
+    if len(sampling.mask_rows):
+        _mask_by_grammar(values, sampling)
     if len(sampling.allowed):
         _mask_others(values, sampling)
     if len(sampling.edit_rows):
         _add_edits(values, sampling)
     if len(sampling.history_rows):
         _penalise(values, sampling)
+
+
+def _mask_by_grammar(values: Tensor, sampling: SamplingMetadata) -> None:
+    """Minus infinity where a row's bit is not set."""
+    bits = torch.from_numpy(sampling.mask_bits).to(values.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=values.device)
+    kept = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : values.shape[1]]
+    rows = torch.from_numpy(sampling.mask_rows).to(values.device)
+    values[rows] = values[rows].masked_fill(~kept, float("-inf"))
 
 
 def _mask_others(values: Tensor, sampling: SamplingMetadata) -> None:
@@ -206,6 +226,10 @@ def _edits(
         params = sequence.params
         if params.min_tokens and params.min_tokens > sequence.output_len + coming:
             edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
+        for word in sequence.bad_words:
+            before = len(word) - 1
+            if not before or sequence.output_token_ids[-before:] == word[:-1]:
+                edits.append((row, word[-1], float("-inf")))
         if params.logit_bias:
             edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
         if params.allowed_token_ids:

@@ -38,6 +38,7 @@ _BODY_TYPES: Mapping[Any, Any] = {  # of fields that are no plain JSON in ``Samp
     tuple[int, ...]: list[TokenId],
     tuple[int, ...] | None: list[TokenId] | None,
     Mapping[int, float] | None: dict[str, float],
+    Mapping[str, Any] | None: dict[str, Any],
 }
 _SHARED: Mapping[str, Any] = {
     f.name: (_BODY_TYPES.get(kind, kind), f.default)
