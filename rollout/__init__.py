@@ -16,6 +16,7 @@ _HOME = {
     "AsyncSession": "api",
     "ChatOptions": "chat",
     "ChecksumMismatch": "errors",
+    "ColocatedRollout": "api",
     "Completion": "generation",
     "ConfigError": "errors",
     "DeadlineExceeded": "errors",
@@ -55,6 +56,7 @@ __all__ = list(_HOME)
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout as AsyncRollout
     from rollout.api import AsyncSession as AsyncSession
+    from rollout.api import ColocatedRollout as ColocatedRollout
     from rollout.api import Rollout as Rollout
     from rollout.api import Session as Session
     from rollout.api import Trajectory as Trajectory

@@ -82,8 +82,9 @@ class EngineConfig:
     )
     executor: str = _setting(
         "auto",
-        "auto, inline (one rank, in this process) or multiprocess",
-        *("auto", "inline", "multiprocess"),
+        "auto, inline (one rank, in this process), multiprocess, or external (ranks in a trainer's "
+        "own processes: Rollout.from_ranks)",
+        *("auto", "inline", "multiprocess", "external"),
     )
     tensor_parallel_size: int = _setting(1, "ranks that share the model", least=1)
     expert_parallel: bool = _setting(False, "ranks hold whole experts instead of a part of each")

@@ -25,7 +25,6 @@ from display import Display, draw
 from processes import DemoError, last_words, python_child, rollout_service
 from transformers.utils.logging import disable_progress_bar
 
-RANKS = 2
 LARGEST_DIFFERENCE = 1e-4
 
 
@@ -81,6 +80,7 @@ def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-4, help="at its peak")
     parser.add_argument("--clip", type=float, default=0.2, help="of the probability ratio")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
+    parser.add_argument("--ranks", type=int, default=2, help="of the trainer")
     parser.add_argument("--layers", type=int, default=5, help="of the model")
     parser.add_argument(
         "--warmup-target", type=float, default=0.40, help="mean reward to start from"
@@ -89,23 +89,28 @@ def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
     parser.add_argument("--start", type=Path, help="a checkpoint of this task; no warm-up then")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="a folder")
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**{"service": True, **defaults})
     args = parser.parse_args()
-    for name in ("steps", "prompts", "samples", "minibatches", "warmup_steps", "layers"):
+    for name in ("steps", "prompts", "samples", "minibatches", "warmup_steps", "layers", "ranks"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.prompts % (RANKS * args.minibatches):
-        parser.error(f"--prompts must be a multiple of {RANKS} ranks x --minibatches")
+    if args.prompts % (args.ranks * args.minibatches):
+        parser.error(f"--prompts must be a multiple of {args.ranks} ranks x --minibatches")
     return args
 
 
 def run(args: argparse.Namespace, display: Display, scratch: Path, script: Path) -> dict[str, Any]:
     checkpoint = scratch / "warm"
     prepare(args, display, checkpoint)
+    if not args.service:
+        display.say(f"{args.steps} steps on {args.ranks} ranks, each of the trainer and the engine")
+        return train(args, display, scratch, "", script)
     flags = ("--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32")
     flags += ("--num-threads", "1", "--max-num-seqs", "512")
     with rollout_service(checkpoint, scratch / "service.log", *flags) as address:
-        display.say(f"rollout service at {address}; {args.steps} steps on {RANKS} trainer ranks")
+        display.say(
+            f"rollout service at {address}; {args.steps} steps on {args.ranks} trainer ranks"
+        )
         return train(args, display, scratch, address, script)
 
 
@@ -137,7 +142,7 @@ def train(
         "checkpoint": str(scratch / "warm"),
         "output": str(args.output / "checkpoint"),
         "rendezvous": str(scratch / "rendezvous"),
-        "ranks": RANKS,
+        "ranks": args.ranks,
     }
     events: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -147,7 +152,7 @@ def train(
                     script, scratch / f"rank{rank}.log", json.dumps({**settings, "rank": rank})
                 )
             )
-            for rank in range(RANKS)
+            for rank in range(args.ranks)
         ]
         for line in ranks[0].stdout or ():
             if not line.startswith("{"):  # a library that logs to stdout
@@ -157,7 +162,7 @@ def train(
                 display.add(events[-1])
         codes = [process.wait() for process in ranks]
     if any(codes):
-        words = [f"rank {r}: {last_words(scratch / f'rank{r}.log')}" for r in range(RANKS)]
+        words = [f"rank {r}: {last_words(scratch / f'rank{r}.log')}" for r in range(args.ranks)]
         raise DemoError(f"a trainer rank failed: {codes}\n" + "\n".join(words))
     return summarise(events)
 
@@ -187,6 +192,6 @@ def missed_goals(summary: dict[str, Any], goal: float = 0.8, gain: float = 2.0) 
         f"logprobs differ by {summary['max_logprob_diff']:.1e}, at most {LARGEST_DIFFERENCE}": (
             summary["max_logprob_diff"] <= LARGEST_DIFFERENCE
         ),
-        "the service holds the weights that were saved": summary["weights_equal"],
+        "the engine holds the weights that were saved": summary["weights_equal"],
     }
     return [goal for goal, met in goals.items() if not met]

@@ -68,7 +68,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             trained, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0
         )
-        self.rollout = Rollout.connect(settings.address)
+        self.rollout = self.connect()
+
+    def connect(self) -> Any:
+        """The service, over a connection of this rank's own."""
+        return Rollout.connect(self.settings.address)
 
     def start(self) -> Qwen3ForCausalLM:
         """The model that the service was started from, whole."""
@@ -147,6 +151,10 @@ class Trainer:
     def evaluate(self) -> float:
         return evaluate(self.rollout, self.settings.seed)
 
+    def holds(self, checkpoint: str) -> bool:
+        """Whether the engine's weights are those of ``checkpoint``; of use on rank 0 alone."""
+        return self.settings.rank == 0 and self.rollout.check_weights(checkpoint).equal
+
     def whole(self) -> Qwen3ForCausalLM | None:
         """The whole model on rank 0; collective."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -187,9 +195,8 @@ def run(settings: Settings, kind: type[Trainer]) -> None:
     dist.barrier()
     reward = trainer.evaluate()
     trainer.save()
-    if settings.rank == 0:
-        equal = trainer.rollout.check_weights(settings.output).equal
-        report(settings, {"event": "end", "reward": reward, "equal": equal})
+    equal = trainer.holds(settings.output)
+    report(settings, {"event": "end", "reward": reward, "equal": equal})
     trainer.rollout.shutdown()
 
 

@@ -1,7 +1,8 @@
 """The public face: ``AsyncRollout``, and ``Rollout`` as its blocking twin; their sessions."""
 
 from rollout.api.async_rollout import AsyncRollout
+from rollout.api.ranks import ColocatedRollout
 from rollout.api.session import AsyncSession, Session, Trajectory
 from rollout.api.sync_rollout import Rollout
 
-__all__ = ["AsyncRollout", "AsyncSession", "Rollout", "Session", "Trajectory"]
+__all__ = ["AsyncRollout", "AsyncSession", "ColocatedRollout", "Rollout", "Session", "Trajectory"]

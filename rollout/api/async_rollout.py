@@ -92,6 +92,13 @@ class AsyncRollout:
         self._set_up(RolloutClient(address, token, timeout, tls=tls), address)
         return self
 
+    @classmethod
+    def over(cls, backend: Backend) -> Self:
+        """The verbs over a backend that somebody else has made; ``shutdown`` closes it."""
+        self = cls.__new__(cls)
+        self._set_up(backend, None)
+        return self
+
     def _set_up(self, backend: Backend, address: str | None) -> None:
         self.backend = backend
         self.weights = WeightVerbs(backend)

@@ -13,6 +13,7 @@ from rollout.chat import ChatOptions
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
+from rollout.engine.executors import Executor
 from rollout.engine.output import Snapshot
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import (
@@ -52,9 +53,10 @@ class EmbeddedBackend:
     ``start`` loads the model once, whoever comes first; the other verbs need it done.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        """``executor``: the way to the ranks, where it is not the one that ``config`` names."""
         self.config = config
-        self.core = EngineCore(config)
+        self.core = EngineCore(config, executor=executor)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce()

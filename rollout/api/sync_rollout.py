@@ -13,6 +13,7 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from rollout.api.async_rollout import AsyncRollout, OneParams
+from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
@@ -73,8 +74,32 @@ class Rollout:
         ``tls``: the certificates to demand and to show (``rollout.rpc.tls.ClientTls``). Raises
         ``EngineClosed`` when nothing answers there.
         """
+        return cls.over(lambda: AsyncRollout.connect(address, token, timeout, tls=tls))
+
+    @classmethod
+    def from_ranks(
+        cls,
+        model: str,
+        group: Any = None,
+        *,
+        meet_timeout: float = MEET_TIMEOUT,
+        **engine_config: Any,
+    ) -> ColocatedRollout:
+        """An engine whose ranks are this job's own processes; collective over ``group``.
+
+        ``group``: of ``torch.distributed``, or a device mesh of one dimension (None: all ranks of
+        the job). ``meet_timeout``: seconds that one rank waits for the others to make the same
+        call. ``engine_config``: as for ``Rollout``, the same on every rank.
+        """
+        return ColocatedRollout(
+            model, group, over=cls.over, meet_timeout=meet_timeout, **engine_config
+        )
+
+    @classmethod
+    def over(cls, make: Callable[[], AsyncRollout]) -> Self:
+        """The blocking verbs over ``make()``, which is started; raises what starting raises."""
         self = cls.__new__(cls)
-        self._begin(lambda: AsyncRollout.connect(address, token, timeout, tls=tls))
+        self._begin(make)
         return self
 
     def _begin(self, make: Callable[[], AsyncRollout]) -> None:

@@ -230,6 +230,12 @@ class PayloadViews:
             self._mapped = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
         return {key: view_at(self._mapped, *row) for key, row in rows.items()}
 
+    def close(self) -> None:
+        """Close the descriptor; views that are still about stay valid."""
+        fd, self._fd, self._mapped = self._fd, None, None
+        if fd is not None:
+            os.close(fd)
+
 
 def _pages(nbytes: int) -> int:
     """``nbytes`` in whole pages."""

@@ -63,6 +63,20 @@ def test_two_steps_learn_and_the_service_holds_what_was_learnt(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_policy_learns_where_the_trainers_ranks_are_the_engines(
+    ranks: str, half_right: Path, tmp_path: Path
+) -> None:
+    where = ("--start", str(half_right), "--output", str(tmp_path), "--ranks", ranks)
+    size = ("--prompts", "16", "--samples", "8", "--steps", "20", "--lr", "1e-3", "--no-goals")
+    summary = run("grpo_colocated.py", *where, *size)
+    assert (summary["version_first"], summary["version_last"]) == (0, 20)
+    assert 0 < summary["max_logprob_diff"] <= 1e-4
+    assert summary["reward_last"] > summary["reward_first"] + 0.05
+    check_learnt(half_right, tmp_path / "checkpoint", summary)
+
+
+@pytest.mark.more
 def test_asynchronous_steps_know_which_tokens_are_older(half_right: Path, tmp_path: Path) -> None:
     where = ("--start", str(half_right), "--output", str(tmp_path))
     summary = run("async_grpo.py", *SMALL, "--steps", "4", *where)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.errors import DeadlineExceeded, RolloutError, WorkerDied
+from rollout.errors import ConfigError, DeadlineExceeded, RolloutError, WorkerDied
 from rollout.wire.frames import Reply
 
 
@@ -55,6 +55,11 @@ def make_executor(config: EngineConfig) -> Executor:
         from rollout.engine.executors.inline import InlineExecutor
 
         return InlineExecutor(config)
+    if config.resolved_executor == "external":
+        raise ConfigError(
+            "executor='external' runs ranks in processes that are there already: call "
+            "Rollout.from_ranks in each of them"
+        )
     from rollout.engine.executors.multiprocess import MultiprocessExecutor
 
     return MultiprocessExecutor(config)

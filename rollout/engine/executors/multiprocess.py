@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.distributed import RendezvousServer, choose_device
+from rollout.distributed import LOOPBACK, RendezvousServer, choose_device
 from rollout.engine.executors.rank_link import RankLink, encode_call, fail
 from rollout.engine.shared_payloads import PayloadMemory
 from rollout.engine.worker.shared_memory_group import create_shared
@@ -37,6 +37,7 @@ class MultiprocessExecutor:
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config
         self._shared_memory = shared_memory
+        self._host = LOOPBACK  # where the ranks meet to form their group
         self._links: list[RankLink] = []
         self._payloads = PayloadMemory()
         self._rendezvous: RendezvousServer | None = None
@@ -54,7 +55,7 @@ class MultiprocessExecutor:
             args: dict[str, Any] = {}
             if self.size > 1:
                 backend = "nccl" if choose_device(config.device).type == "cuda" else "gloo"
-                self._rendezvous = RendezvousServer(self.size, backend)
+                self._rendezvous = RendezvousServer(self.size, backend, self._host)
                 args["rendezvous"] = to_plain(self._rendezvous.info)
             self._spawn()
             futures = self.call("start", args)
@@ -138,15 +139,24 @@ class MultiprocessExecutor:
             with self._state_lock:  # ``close`` sees every rank, or none starts after it
                 if self._closed:
                     raise EngineClosed("the engine was closed while it started")
-                link = RankLink(rank, threads, self._rank_ended, shared_fd, self._payloads.fd)
+                link = self._link(rank, shared_fd)
                 self._links.append(link)
             first = {
                 "rank": rank,
                 "size": self.size,
                 "num_threads": threads,
                 "config": config.to_dict(),
+                **self._told(shared_fd),
             }
             link.send(encode(first), 0, None)
+
+    def _link(self, rank: int, shared_fd: int | None) -> RankLink:
+        threads = self._config.resolved_num_threads
+        return RankLink.start(rank, threads, self._rank_ended, shared_fd, self._payloads.fd)
+
+    def _told(self, shared_fd: int | None) -> dict[str, Any]:
+        """What else a rank's first frame says."""
+        return {}
 
     def _rank_ended(self, rank: int, how: str) -> None:
         """A rank's process or socket is gone; called from that rank's reader thread."""

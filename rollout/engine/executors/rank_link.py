@@ -26,23 +26,47 @@ _BLAME_WAIT = 0.5  # seconds in which a fatal error may turn out to be another r
 
 
 class RankLink:
-    """Starts a rank's process. ``send`` never blocks; a thread reads replies into futures.
+    """A rank behind a socket. ``send`` never blocks; a thread reads replies into futures.
 
-    ``on_end(rank, why)`` is called once, from the reader thread, when the process has ended or
-    its socket broke. Whoever owns the link then fails what ``take_pending`` gives. The process
-    inherits ``shared_fd``, the memory of the ranks' collectives, and ``payload_fd``, that in which
-    large tensors of calls lie.
+    ``on_end(rank, why)`` is called once, from the reader thread, when the rank's process has ended
+    or its socket broke. Whoever owns the link then fails what ``take_pending`` gives. ``process``
+    is the rank's own, which ends with the link; None: it runs inside another program's.
     """
 
     def __init__(
         self,
         rank: int,
+        sock: socket.socket,
+        on_end: Callable[[int, str], None],
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.rank, self.process = rank, process
+        self._sock = sock
+        self._on_end = on_end
+        self._pending: dict[int, Future[Reply]] = {}
+        self._pending_lock = threading.Lock()
+        self._outbox = _Outbox(sock, f"rollout-writer-{rank}")
+        self._last_error = ""
+        self.blame = threading.Event()  # set once some rank is known to have died
+        self._reader = threading.Thread(
+            target=self._read, name=f"rollout-reader-{rank}", daemon=True
+        )
+        self._reader.start()
+
+    @classmethod
+    def start(
+        cls,
+        rank: int,
         num_threads: int,
         on_end: Callable[[int, str], None],
         shared_fd: int | None = None,
         payload_fd: int | None = None,
-    ) -> None:
-        self.rank = rank
+    ) -> RankLink:
+        """A rank in a process of its own.
+
+        It inherits ``shared_fd``, the memory of the ranks' collectives, and ``payload_fd``, that in
+        which large tensors of calls lie.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             passed = {"--fd": theirs.fileno()}
@@ -51,7 +75,7 @@ class RankLink:
             if payload_fd is not None:
                 passed["--payload-fd"] = payload_fd
             options = [text for name, fd in passed.items() for text in (name, str(fd))]
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rollout.engine.worker", *options],
                 pass_fds=tuple(passed.values()),
                 stdin=subprocess.DEVNULL,
@@ -59,17 +83,7 @@ class RankLink:
                 env=_environment(num_threads),
                 process_group=0,  # Ctrl-C is the engine's affair, also while a rank still imports
             )
-        self._sock = ours
-        self._on_end = on_end
-        self._pending: dict[int, Future[Reply]] = {}
-        self._pending_lock = threading.Lock()
-        self._outbox = _Outbox(ours, f"rollout-writer-{rank}")
-        self._last_error = ""
-        self.blame = threading.Event()  # set once some rank is known to have died
-        self._reader = threading.Thread(
-            target=self._read, name=f"rollout-reader-{rank}", daemon=True
-        )
-        self._reader.start()
+        return cls(rank, ours, on_end, process)
 
     def send(self, buffers: list[Any], call_id: int, future: Future[Reply] | None) -> None:
         """Queue one encoded frame; its reply resolves ``future``."""
@@ -85,7 +99,10 @@ class RankLink:
         return list(pending.values())
 
     def kill(self) -> None:
-        if self.process.poll() is None:
+        """End the rank at once; one without a process of its own by its socket."""
+        if self.process is None:
+            self.hang_up()
+        elif self.process.poll() is None:
             self.process.kill()
 
     def hang_up(self) -> None:
@@ -98,11 +115,12 @@ class RankLink:
 
     def reap(self, timeout: float) -> None:
         """After ``hang_up``: wait for the process, kill it at the deadline, free everything."""
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None:
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
         if threading.current_thread() is not self._reader:
             self._reader.join(_EXIT_WAIT)
         self._outbox.join()
@@ -134,13 +152,15 @@ class RankLink:
             future.set_result((header["reply"], tensors))
 
     def _describe_end(self, why: str) -> str:
+        cause = f" after {self._last_error}" if self._last_error else ""
+        if self.process is None:
+            return f"rank {self.rank} has left{cause or (f' ({why})' if why else '')}"
         try:
             code = self.process.wait(_EXIT_WAIT)
         except subprocess.TimeoutExpired:
             how = f"lost its connection{f' ({why})' if why else ''}"
         else:
             how = f"ended {_exit_name(code)}"
-        cause = f" after {self._last_error}" if self._last_error else ""
         return f"rank {self.rank} (pid {self.process.pid}) {how}{cause}"
 
 

@@ -36,15 +36,19 @@ class Worker:
     """Built empty; ``start`` loads. An error of one call is that call's alone.
 
     ``version`` is the live weights' and travels with every reply of ``step``. ``revert`` undoes a
-    commit that failed on another rank. ``shared_fd`` is an inherited
-    descriptor of memory for the ranks' collectives.
+    commit that failed on another rank. ``shared_fd`` is a descriptor of memory for the ranks'
+    collectives. ``device``: where it runs, if not where ``config`` puts a rank of its number.
     """
 
     def __init__(
-        self, config: EngineConfig, tp: TensorParallel, shared_fd: int | None = None
+        self,
+        config: EngineConfig,
+        tp: TensorParallel,
+        shared_fd: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.config, self.tp, self._shared_fd = config, tp, shared_fd
-        self.device = _own_device(choose_device(config.device), tp.rank)
+        self.device = device or _own_device(choose_device(config.device), tp.rank)
         self.version = 0
         self._before: int | None = None  # the version before the last commit
         self._runner: ModelRunner | None = None
@@ -123,6 +127,9 @@ class Worker:
         if self._updates is not None:
             self._updates.leave()
         self._runner = self._updates = None
+        fd, self._shared_fd = self._shared_fd, None
+        if fd is not None:  # it never started
+            os.close(fd)
 
     # ---- main thread ----
 

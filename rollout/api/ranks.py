@@ -1,0 +1,434 @@
+"""An engine whose ranks are a trainer's own processes, and the verbs that all of them call.
+
+Every rank makes the same calls in the same order (SPMD). The first one owns the scheduler; it acts,
+and the others get the same result or the same error:
+
+    every rank  agree: who is here, with the same arguments -> the first rank acts -> all hear how
+                it went; meanwhile steps and commits reach the ranks' own threads in one order
+
+An update is collective by itself: ``publish`` runs on every rank whose source is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from rollout.api.async_rollout import AsyncRollout, Params, Prompts
+from rollout.api.backend import Backend
+from rollout.api.weight_verbs import WeightVerbs
+from rollout.config import DEFAULT_TIMEOUT, EngineConfig
+from rollout.distributed import choose_device
+from rollout.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    RolloutError,
+    TransferFailed,
+    WorkerDied,
+)
+from rollout.generation import RequestOutput, SamplingParams
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import Messages, output_from_proto, output_to_proto
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.trainer.preflight import WeightReport
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.rendezvous import job_address, meet
+from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weight_sync.transports.host import host_id
+from rollout.wire.codec import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from rollout.engine.executors.external import RankHost
+
+T = TypeVar("T")
+
+MEET_TIMEOUT = 600.0  # seconds: ranks may be far apart in what they do between two calls
+CALL_TIMEOUT = 3600.0  # seconds for a generation, or an update, as a whole
+_END_WAIT = 5.0
+
+
+class ColocatedRollout:
+    """A rollout engine inside a trainer's ranks; made by ``Rollout.from_ranks`` on each of them.
+
+    Every verb is collective: all ranks call it with the same arguments in the same order, and get
+    the same result or the same error. Use it from one thread. ``engine`` is the whole ``Rollout``
+    on the first rank (metrics, sessions, ``address`` for others), None on the others.
+    """
+
+    engine: Any
+
+    def __init__(
+        self,
+        model: str,
+        group: Any,
+        *,
+        over: Callable[[Callable[[], AsyncRollout]], Any],
+        meet_timeout: float,
+        **engine_config: Any,
+    ) -> None:
+        """``over``: what makes the first rank's ``Rollout``."""
+        self.ranks, self._me = _ranks_of(group)
+        size = len(self.ranks)
+        given = engine_config.setdefault("tensor_parallel_size", size)
+        if given != size:
+            raise ConfigError(
+                f"tensor_parallel_size={given}, but the group has {size} ranks: each is one rank "
+                "of the engine; pass the group of the ranks that are to share a model"
+            )
+        executor = "inline" if size == 1 else "external"
+        self.config = EngineConfig.from_dict(
+            {"model": model, **engine_config, "executor": executor}
+        )
+        self._meet_timeout = meet_timeout
+        self._group: RankGroup | None = None
+        self._host: RankHost | None = None
+        self._closed = False
+        self._one_call = threading.Lock()
+        self.engine = None
+        try:
+            self._start(over)
+        except BaseException:
+            self._close()
+            raise
+        backend = self.engine._async.backend if self.engine is not None else _Elsewhere()
+        self._weights = WeightVerbs(cast(Backend, backend))
+
+    # ---- generation ----
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, timeout: float = CALL_TIMEOUT
+    ) -> list[RequestOutput]:
+        """As ``Rollout.generate``: the same outputs on every rank."""
+
+        def act() -> list[RequestOutput]:
+            return self._generated(lambda r: r.generate(prompts, params), timeout)
+
+        return self._outputs("generate", [prompts, _plain_params(params)], act, timeout)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        timeout: float = CALL_TIMEOUT,
+    ) -> list[RequestOutput]:
+        """As ``Rollout.chat``: the same outputs on every rank."""
+
+        def act() -> list[RequestOutput]:
+            return self._generated(lambda r: r.chat(messages, params), timeout)
+
+        return self._outputs("chat", [messages, _plain_params(params)], act, timeout)
+
+    # ---- weights ----
+
+    def update_weights(self, source: Any, **options: Any) -> UpdateReceipt:
+        """As ``Rollout.update_weights``; ``source`` is what this rank holds.
+
+        What the ranks hold together (FSDP, ZeRO, DTensors) has to lie on this engine's ranks, and
+        goes from shard to shard, without a gather. Of a dict, a plain module or a directory the
+        first rank's is taken. An iterator is advanced on every rank in step, so that it may gather
+        (``full_tensor()``); the first rank's values are taken.
+        """
+        self._agree("update_weights", sorted((key, repr(value)) for key, value in options.items()))
+        source, shared = self._looked_at(source)
+        if shared:
+            return self._weights.update_weights(source, **options)
+        if self._me and isinstance(source, _Drained):
+            source.drain()
+
+        def act() -> UpdateReceipt:
+            try:
+                return self._weights.update_weights(source, **options)
+            finally:
+                if isinstance(source, _Drained):
+                    source.drain()  # the others are in the gathers that are left
+
+        return self._first("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
+
+    def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
+        """Name the tensors of ``source`` that differ from the live ones; no iterator."""
+        self._agree("check_weights", timeout)
+        source, shared = self._looked_at(source)
+        if shared:
+            return self._weights.check_weights(source, timeout=timeout)
+
+        def act() -> WeightReport:
+            return self._weights.check_weights(source, timeout=timeout)
+
+        return self._first("check_weights", act, CALL_TIMEOUT, WeightReport)
+
+    def weight_info(self) -> WeightInfo:
+        """Which version is live, and what a full update must send."""
+        self._agree("weight_info", None)
+        return self._first("weight_info", self._weights.weight_info, DEFAULT_TIMEOUT, WeightInfo)
+
+    @property
+    def weight_version(self) -> int:
+        """The live version; collective, as every verb."""
+        return self.weight_info().version
+
+    def rollback(self, timeout: float = DEFAULT_TIMEOUT) -> UpdateReceipt:
+        """The version before the last commit serves again, under a new number."""
+        self._agree("rollback", timeout)
+        act = lambda: self._weights.rollback(timeout)  # noqa: E731
+        return self._first("rollback", act, 4 * timeout, UpdateReceipt)
+
+    # ---- memory ----
+
+    def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Give memory back on every rank, for the trainer's step; as ``Rollout.sleep``."""
+        self._agree("sleep", [level, timeout])
+        self._does("sleep", lambda: self.engine.sleep(level, timeout), timeout)
+
+    def wake_up(self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Take it again: "weights", "kv_cache", or None for both; as ``Rollout.wake_up``."""
+        self._agree("wake_up", [tags, timeout])
+        self._does("wake_up", lambda: self.engine.wake_up(tags, timeout), timeout)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prompt beginnings; after an update this is not needed."""
+        self._agree("reset_prefix_cache", None)
+        self._does("reset_prefix_cache", lambda: self.engine.reset_prefix_cache(), DEFAULT_TIMEOUT)
+
+    # ---- the end ----
+
+    def shutdown(self) -> None:
+        """End the engine on every rank; waits a few seconds for the others. Idempotent."""
+        if not self._closed:
+            with suppress(RolloutError):  # whoever does not come is gone, or will see us gone
+                self._together(_END_WAIT).exchange({}, _END_WAIT, "shutdown")
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # ---- helpers ----
+
+    def _start(self, over: Callable[[Callable[[], AsyncRollout]], Any]) -> None:
+        """Meet, agree on the settings, and load."""
+        from rollout.api.embedded import EmbeddedBackend
+
+        group, config = self._together(self._meet_timeout), self.config
+        mine = {"config": json.loads(json.dumps(config.to_dict())), "host": host_id()}
+        said = group.exchange(mine, self._meet_timeout, "from_ranks")
+        for rank, other in zip(self.ranks, said, strict=True):
+            if other["config"] != said[0]["config"]:
+                keys = ", ".join(
+                    key for key, value in other["config"].items() if said[0]["config"][key] != value
+                )
+                raise ConfigError(
+                    f"rank {rank} passed other settings to from_ranks than rank {self.ranks[0]} "
+                    f"({keys}); they must be the same on every rank"
+                )
+        executor = None
+        if len(self.ranks) > 1:
+            one_host = said[0]["host"] != "" and all(s["host"] == said[0]["host"] for s in said)
+            executor = self._hosted(one_host)
+
+        def load() -> None:
+            self.engine = over(lambda: AsyncRollout.over(EmbeddedBackend(config, executor)))
+
+        try:
+            self._does("from_ranks", load, config.start_timeout)
+        finally:
+            if executor is not None and self.engine is None:
+                executor.close()
+
+    def _hosted(self, one_host: bool) -> Any:
+        """This process's rank of the engine; on the first rank the way to all of them, too."""
+        from rollout.engine.executors.external import ExternalExecutor, RankHost
+
+        device = choose_device(self.config.device)
+        if device.type == "cuda":
+            import torch
+
+            device = torch.device("cuda", torch.cuda.current_device())
+        links = meet(self._me, self.ranks, time.monotonic() + self._meet_timeout)
+        if self._me:
+            self._host = RankHost(links[0], device)
+            return None
+        ours, theirs = socket.socketpair()
+        self._host = RankHost(theirs, device)
+        links = {0: ours, **links}
+        return ExternalExecutor(self.config, links, host=job_address(), one_host=one_host)
+
+    def _looked_at(self, source: Any) -> tuple[Any, bool]:
+        """``source`` as it is to be passed on, and whether the ranks hold it together.
+
+        Collective where it is an iterator, whose first item is taken. ``ConfigError`` where other
+        ranks than the engine's have a part in it.
+        """
+        if len(self.ranks) == 1:
+            return source, False
+        found = detect(source)
+        ranks = found.obj.agreement.ranks if found.kind == "source" else found.ranks
+        if found.kind == "iterable":
+            return _Drained(iter(found.obj)), False
+        if ranks is None or len(ranks) == 1:
+            return found.obj, False
+        if set(ranks) != set(self.ranks):
+            raise ConfigError(
+                f"the source lies on ranks {', '.join(map(str, ranks))}, but the engine's are "
+                f"{', '.join(map(str, self.ranks))}: pass an iterator that gathers on every rank, "
+                "such as ((n, p.full_tensor()) for n, p in model.named_parameters())"
+            )
+        return found.obj, True
+
+    def _outputs(
+        self, verb: str, said: Any, act: Callable[[], list[RequestOutput]], timeout: float
+    ) -> list[RequestOutput]:
+        self._agree(verb, said)
+        return self._does(verb, act, timeout, _outputs_to_wire, _outputs_from_wire)
+
+    def _generated(self, verb: Callable[[Any], Any], timeout: float) -> list[RequestOutput]:
+        """A verb of the first rank's engine, which is aborted after ``timeout`` seconds."""
+        try:
+            call = asyncio.wait_for(verb(self.engine._async), timeout)
+            outputs: list[RequestOutput] = self.engine._loop.run(call)
+            return outputs
+        except DeadlineExceeded:
+            raise
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the call did not end within {timeout:g} s") from error
+
+    def _agree(self, verb: str, said: Any) -> None:
+        """All ranks are here, at the same call with the same arguments; else none goes on."""
+        if self._closed:
+            raise EngineClosed("this rollout was shut down; make a new one with Rollout.from_ranks")
+        if len(self.ranks) == 1:
+            return
+        mark = hashlib.sha256(json.dumps([verb, said], default=repr).encode()).hexdigest()
+        try:
+            group = self._together(self._meet_timeout)
+            marks = group.exchange({"mark": mark}, self._meet_timeout, verb)
+        except TransferFailed as error:
+            raise _gone(error) from error
+        marks = [each["mark"] for each in marks]
+        if odd := [r for r, m in zip(self.ranks, marks, strict=True) if m != marks[0]]:
+            raise InvalidRequest(
+                f"rank {', '.join(map(str, odd))} called {verb} with other arguments than rank "
+                f"{self.ranks[0]}: every rank passes the same ones"
+            )
+
+    def _first(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
+        """What the first rank's ``act`` gave, a noun that travels."""
+        return self._does(
+            verb, act, timeout, lambda noun: {"noun": to_plain(noun)},
+            lambda said: from_plain(kind, said["noun"]),
+        )  # fmt: skip
+
+    def _does(
+        self,
+        verb: str,
+        act: Callable[[], T],
+        timeout: float,
+        to_wire: Callable[[T], dict[str, Any]] = lambda _: {},
+        from_wire: Callable[[dict[str, Any]], Any] = lambda _: None,
+    ) -> T:
+        group = self._together(self._meet_timeout)
+        try:
+            done: T = group.first_does(act, timeout, verb, to_wire, from_wire)
+            return done
+        except TransferFailed as error:
+            if not group.is_closed:
+                raise  # what the first rank did has failed so
+            raise _gone(error) from error
+
+    def _together(self, timeout: float) -> RankGroup:
+        """The links between the ranks; formed anew where an error has closed them."""
+        if self._group is None or self._group.is_closed:
+            alone = len(self.ranks) == 1
+            self._group = RankGroup() if alone else RankGroup.over(self.ranks, timeout)
+        return self._group
+
+    def _close(self) -> None:
+        self._closed = True
+        if self.engine is not None:
+            self.engine.shutdown()
+        if self._host is not None:
+            if self._me:
+                self._host.wait(_END_WAIT)  # the first rank hangs up when its engine has ended
+            self._host.close()
+        if self._group is not None:
+            self._group.close()
+
+
+class _Elsewhere:
+    """In the place of a backend on ranks that do not talk to the engine."""
+
+    @property
+    def link(self) -> Any:
+        raise EngineClosed("only the first rank of a colocated engine talks to it")
+
+    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
+        """Nothing to remember."""
+
+
+class _Drained:
+    """An iterator that is read to its end on every rank, whatever becomes of the update."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+    def drain(self) -> None:
+        for _ in self._items:
+            pass
+
+
+def _gone(error: TransferFailed) -> WorkerDied:
+    """A rank that has left is the engine's failure: its ranks are these processes."""
+    return WorkerDied(str(error))
+
+
+def _ranks_of(group: Any) -> tuple[tuple[int, ...], int]:
+    """The job's ranks that make up the engine, and this one's place among them."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise ConfigError("from_ranks has a group, but torch.distributed is not initialised")
+        return (0,), 0
+    if hasattr(group, "get_group"):  # a device mesh
+        group = group.get_group()
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    here = dist.get_rank()
+    if here not in ranks:
+        raise ConfigError(
+            f"rank {here} is not in the group of from_ranks, ranks {', '.join(map(str, ranks))}: "
+            "call it on those alone"
+        )
+    return ranks, ranks.index(here)
+
+
+def _plain_params(params: Any) -> Any:
+    if isinstance(params, Sequence) and not isinstance(params, str):
+        return [_plain_params(each) for each in params]
+    if isinstance(params, SamplingParams | Mapping | None):
+        return repr(SamplingParams.of(params))
+    return repr(params)
+
+
+def _outputs_to_wire(outputs: list[RequestOutput]) -> dict[str, Any]:
+    found = [base64.b64encode(output_to_proto(o).SerializeToString()).decode() for o in outputs]
+    return {"outputs": found}
+
+
+def _outputs_from_wire(said: dict[str, Any]) -> list[RequestOutput]:
+    found = [pb.RequestOutput.FromString(base64.b64decode(text)) for text in said["outputs"]]
+    return [output_from_proto(message) for message in found]

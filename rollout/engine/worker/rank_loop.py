@@ -1,0 +1,149 @@
+"""A rank's side of its socket: calls come in one order and run on the thread they belong to.
+
+    reader thread --+-- stage_* --> staging thread --+--> replies, in any order,
+       (socket)     +-- the rest -> main thread -----+    matched by the call's id
+
+With ``async_scheduling`` a thread of its own replies to steps, while the main thread begins the
+next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from rollout.engine.shared_payloads import PayloadViews
+from rollout.engine.worker.job_thread import JobThread
+from rollout.engine.worker.worker import Worker
+from rollout.errors import RolloutError, TransferFailed, to_wire
+from rollout.wire.frames import Frame, LostPayloadError, Reply, recv_frame, send_frame
+
+log = logging.getLogger(__name__)
+
+
+class RankLoop:
+    """Moves calls from the socket to the thread they belong to, and their replies back.
+
+    ``end(status)`` is called, from any thread, when the engine has gone (0) or this rank must leave
+    the others alone (1); where it returns, ``run`` does too.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        worker: Worker,
+        staging: JobThread,
+        payloads: PayloadViews,
+        replies: JobThread | None,
+        *,
+        end: Callable[[int], object],
+    ) -> None:
+        self._end = end
+        self._sock, self._worker, self._staging = sock, worker, staging
+        self._payloads, self._replies = payloads, replies
+        self._calls: SimpleQueue[Frame | None] = SimpleQueue()
+        self._send_lock = threading.Lock()
+
+    def run(self) -> None:
+        """Run the main thread's calls until the end, which the reader sees."""
+        threading.Thread(target=self._read, name="rollout-reader", daemon=True).start()
+        while (frame := self._calls.get()) is not None:
+            self._run(frame)
+
+    def _leave(self, status: int) -> None:
+        self._end(status)
+        self._calls.put(None)
+
+    def _read(self) -> None:
+        try:
+            while (frame := self._next()) is not None:
+                if not frame:
+                    continue
+                if frame[0]["method"].startswith("stage_"):
+                    self._staging.submit(_Job(self, frame))
+                else:
+                    self._calls.put(frame)
+        except (RolloutError, OSError) as error:
+            log.error("lost the engine: %s", error)
+        self._leave(0)
+
+    def _next(self) -> Frame | tuple[()] | None:
+        """The next call; None at the end, () where its tensors found no memory: it has failed."""
+        try:
+            frame = recv_frame(self._sock)
+            if frame is not None and (rows := frame[0].get("shared")):
+                try:
+                    frame[1].update(self._payloads.views(rows))
+                except (OSError, ValueError):  # no room for the mapping
+                    nbytes = sum(nbytes for _, _, _, nbytes in rows.values())
+                    raise LostPayloadError(frame[0], nbytes) from None
+            return frame
+        except LostPayloadError as error:
+            log.error("%s: %s", error.header["method"], error)
+            told = to_wire(TransferFailed(f"rank {self._worker.tp.rank}: {error}"))
+            answer = {
+                "id": error.header["id"], "error": told, "internal": False, "fatal": False,
+            }  # fmt: skip
+            with self._send_lock:
+                send_frame(self._sock, answer, {})
+            return ()
+
+    def _run(self, frame: Frame) -> None:
+        header, tensors = frame
+        try:
+            reply = self._worker.begin(header["method"], header["args"], tensors)
+        except Exception as error:  # noqa: BLE001 - belongs to whoever called
+            self._refuse(header, error)
+            return
+        if self._replies is not None and header["method"] == "step":
+            self._replies.submit(lambda: self._reply_or_end(header, reply))
+        else:
+            self._reply(header, reply)
+
+    def _reply(self, header: dict[str, Any], reply: Callable[[], Reply]) -> None:
+        try:
+            values, tensors = reply()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._refuse(header, error)
+            return
+        with self._send_lock:
+            send_frame(self._sock, {"id": header["id"], "reply": values}, tensors)
+
+    def _reply_or_end(self, header: dict[str, Any], reply: Callable[[], Reply]) -> None:
+        """Beside the main thread, whose end would be this process's."""
+        try:
+            self._reply(header, reply)
+        except BaseException:
+            log.exception("a reply could not be sent")
+            self._leave(1)
+
+    def _refuse(self, header: dict[str, Any], error: Exception) -> None:
+        internal = not isinstance(error, RolloutError)
+        if internal:
+            log.error("%s failed", header["method"], exc_info=error)
+        # Other ranks may be inside this step's collectives: they are freed by our end alone.
+        fatal = internal and header["method"] == "step" and self._worker.tp.size > 1
+        answer = {
+            "id": header["id"],
+            "error": to_wire(error),
+            "internal": internal,
+            "fatal": fatal,
+        }
+        with self._send_lock:
+            send_frame(self._sock, answer, {})
+        if fatal:
+            self._leave(1)
+
+
+class _Job:
+    """One call for the staging thread; kept small, so that its tensors go when it is done."""
+
+    def __init__(self, loop: RankLoop, frame: Frame) -> None:
+        self._loop, self._frame = loop, frame
+
+    def __call__(self) -> None:
+        self._loop._run(self._frame)

@@ -1,0 +1,134 @@
+"""A trainer's own processes as the engine's ranks: FSDP2 and tensor parallel over the same two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_tiny
+from trainer_processes import Job
+
+from rollout import ConfigError, Rollout, SamplingParams
+
+SCRIPT = Path(__file__).with_name("ranks_job.py")
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8, 12]]
+SAMPLED = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two checkpoints of one shape."""
+    made = [tmp_path_factory.mktemp(f"weights{seed}") for seed in (0, 1)]
+    for seed, path in enumerate(made):
+        write_tiny(path, seed=seed, tokenizer=True)
+    return str(made[0]), str(made[1])
+
+
+@pytest.fixture
+def job(paths: tuple[str, str], tmp_path: Path) -> Iterator[Job]:
+    made = Job(SCRIPT, 2, tmp_path / "log", paths[0])
+    try:
+        made.answers(120)
+        yield made
+    finally:
+        made.close()
+
+
+def same(job: Job, op: str, **command: Any) -> Any:
+    """What every rank answered, which must be the same."""
+    first, second = job.ask(op=op, **command)
+    assert first is not None, job.log.read_text()[-3000:]
+    assert second is not None, job.log.read_text()[-3000:]
+    assert first.get("error") == second.get("error"), (first, second)
+    if "error" in first:
+        assert first["message"] == second["message"]
+        return first
+    assert first["done"] == second["done"]
+    return first["done"]
+
+
+def test_an_update_of_the_ranks_own_shards_equals_a_fresh_start_and_a_failed_one_changes_nothing(
+    job: Job, paths: tuple[str, str]
+) -> None:
+    old, new = paths
+    refused = same(job, "start_otherwise", path=old)
+    assert refused["error"] == "ConfigError"
+    assert "max_model_len" in refused["message"]
+    same(job, "start", path=old)
+    before = same(job, "generate", prompts=PROMPTS, **SAMPLED)
+    with Rollout(old, device="cpu", num_threads=1, num_kv_blocks=64) as alone:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        told = [output.outputs[0].token_ids for output in alone.generate(PROMPTS, greedy)]
+    found = same(job, "generate", prompts=PROMPTS, temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert [row[0] for row in found] == told
+
+    differ = same(job, "generate", prompts=PROMPTS, by_rank=True)
+    assert differ["error"] == "InvalidRequest"
+    assert "other arguments" in differ["message"]
+
+    same(job, "load", path=new)
+    short = same(job, "update_short")
+    assert short["error"] in ("IncompleteUpdate", "WeightMismatch")
+    assert same(job, "generate", prompts=PROMPTS, **SAMPLED) == before
+
+    receipt = same(job, "update")
+    assert (receipt["version"], receipt["transport"]) == (1, "p2p")
+    assert same(job, "equal")
+    after = same(job, "generate", prompts=PROMPTS, **SAMPLED)
+    assert after != before
+    gathered = same(job, "update_gathered")
+    assert gathered["digest"] == receipt["digest"]
+
+    # Memory goes to the trainer and comes back; the weights by an update where they were dropped.
+    same(job, "sleep", level=1)
+    assert same(job, "generate", prompts=PROMPTS, **SAMPLED)["error"] == "EngineClosed"
+    same(job, "wake")
+    same(job, "sleep", level=2)
+    same(job, "wake", tags=["weights"])
+    same(job, "update")
+    same(job, "wake", tags=["kv_cache"])
+    slept = same(job, "generate", prompts=PROMPTS, **SAMPLED)
+    assert [row[:3] for row in slept] == [row[:3] for row in after]
+
+    nan = same(job, "update_nan")
+    assert "NaN" in nan["message"]
+    assert same(job, "version") == 3
+    kept = same(job, "generate", prompts=PROMPTS, **SAMPLED)
+    assert kept == slept
+    same(job, "stop")
+
+    same(job, "start", path=new)
+    fresh = same(job, "generate", prompts=PROMPTS, **SAMPLED)
+    assert [row[:3] for row in fresh] == [row[:3] for row in after]  # bit for bit
+    parted = same(job, "part")
+    assert parted["error"] == "WorkerDied"
+    assert "'sleep'" in parted["message"]
+    assert same(job, "generate", prompts=PROMPTS, **SAMPLED) == fresh  # they meet again
+    same(job, "stop")
+
+
+@pytest.mark.more
+def test_a_rank_that_dies_is_an_error_on_the_others_at_once(
+    job: Job, paths: tuple[str, str]
+) -> None:
+    same(job, "start", path=paths[0])
+    first, second = job.ask(op="die", prompts=PROMPTS * 20)
+    assert second is None
+    assert first is not None
+    assert first["error"] == "WorkerDied"
+    assert first["seconds"] < 10
+
+
+def test_one_process_alone_is_an_engine_of_one_rank(paths: tuple[str, str]) -> None:
+    with Rollout.from_ranks(paths[0], device="cpu", num_threads=1, num_kv_blocks=64) as colocated:
+        [output] = colocated.generate([PROMPTS[0]], SAMPLED)
+        assert len(output.outputs[0].token_ids) == 12
+        receipt = colocated.update_weights(paths[1])
+        assert receipt.version == colocated.weight_version == 1
+        assert colocated.check_weights(paths[1]).equal
+    with pytest.raises(ConfigError, match="the group has 1 ranks"):
+        Rollout.from_ranks(paths[0], tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"Rollout\.from_ranks"):
+        Rollout(paths[0], executor="external")
