@@ -128,6 +128,7 @@ class AsyncSession:
         self._prompt: list[int] = []
         self._tokens = _Tokens()
         self._turns: list[_Turn] = []
+        self._texts: list[str] = []  # of each turn's answer
         self._epoch: int | None = None
         self._running = False
 
@@ -191,6 +192,11 @@ class AsyncSession:
         return [dict(message) for message in self._messages]
 
     @property
+    def text(self) -> str:
+        """What the engine's answers said, one after the other."""
+        return "".join(self._texts)
+
+    @property
     def running(self) -> bool:
         """Whether a turn is under way."""
         return self._running
@@ -228,6 +234,7 @@ class AsyncSession:
         other._messages, other._templated = self.messages, self._templated
         other._prompt, other._tokens = list(self._prompt), self._tokens.copy()
         other._turns, other._epoch = list(self._turns), self._epoch
+        other._texts = list(self._texts)
         return other
 
     def rewind(self, turns: int = 1) -> None:
@@ -236,7 +243,7 @@ class AsyncSession:
             raise InvalidRequest(f"cannot forget {turns} turns of {len(self._turns)}")
         with self._one_turn():
             turn = self._turns[-turns]
-            del self._turns[-turns:], self._messages[turn.messages :]
+            del self._turns[-turns:], self._texts[-turns:], self._messages[turn.messages :]
             self._tokens.cut(turn.tokens)
             self._templated = turn.templated
             if not self._turns:
@@ -338,6 +345,7 @@ class AsyncSession:
             self._prompt = list(output.prompt_token_ids)
         self._tokens.sampled(completion)
         self._turns.append(turn)
+        self._texts.append(completion.text)
         self._epoch = output.epoch
         if messages is not None:
             answer = {"role": "assistant", "content": completion.text}
@@ -386,6 +394,11 @@ class Session:
     def messages(self) -> list[dict[str, Any]]:
         """The conversation so far, with the engine's answers."""
         return self.session.messages
+
+    @property
+    def text(self) -> str:
+        """What the engine's answers said, one after the other."""
+        return self.session.text
 
     @property
     def token_ids(self) -> list[int]:

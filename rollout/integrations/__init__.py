@@ -1,0 +1,1 @@
+"""Official seams of trainers' frameworks, filled by this package; each imports its framework."""
