@@ -19,7 +19,6 @@ MAX_STOP_CHARS = 4096
 MAX_TOKEN_RULES = 1 << 16  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
-FINISH_REASONS = ("stop", "length", "abort", "error")
 NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 
 MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows

@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         """What is wrong with ``word``: meant for another command, misspelt, or neither."""
         if not word.startswith("-"):
             return f"{word!r} is one argument too many; see `{command.prog} --help`"
-        owners = [p.prog for p in _subparsers(self) if word in p._option_string_actions]
+        owners = [p.prog for p in subparsers(self) if word in p._option_string_actions]
         if owners:
             return f"{word} is a flag of `{'`, `'.join(owners)}`, not of `{command.prog}`"
         near = difflib.get_close_matches(word, sorted(command._option_string_actions), 1)
@@ -73,12 +73,7 @@ def _take_words(words: list[str], rest: list[str]) -> list[str]:
     return []
 
 
-def all_flags(parser: argparse.ArgumentParser) -> set[str]:
-    """Every option string of a parser and its subcommands."""
-    return {f for p in (parser, *_subparsers(parser)) for f in p._option_string_actions}
-
-
-def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     return [
         child
         for action in parser._actions

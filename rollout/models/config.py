@@ -48,7 +48,6 @@ class ModelConfig:
     qk_norm: bool
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     next_layers: int = 0
@@ -110,7 +109,6 @@ class ModelConfig:
             qk_norm=read.switch(arch.qk_norm),
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
-            bos_token_id=values.get("bos_token_id"),
             latent=latent,
             moe=None if arch.moe is None else read_moe(read, arch.moe),
             next_layers=read.count(arch.next_layers, 0, least=0) if arch.next_layers else 0,

@@ -24,33 +24,19 @@ GAUGES = (
     ("nonfinite_tensors", "nonfinite_tensors", None, "Tensors of the checkpoint with NaN or inf"),
     ("last_stall_seconds", "last_stall_seconds", None, "Generation pause of the last commit"),
 )
+# field of EngineStats, which is our name, too; vLLM's name or None, help
 COUNTERS = (
-    ("prompt_tokens_total", "prompt_tokens", "prompt_tokens", "Prompt tokens taken in"),
-    ("generation_tokens_total", "generation_tokens", "generation_tokens", "Tokens generated"),
-    ("steps_total", "steps", None, "Engine steps"),
-    ("preemptions_total", "preemptions", "num_preemptions", "Requests put back to wait"),
-    (
-        "prefix_cache_queries_total",
-        "prefix_cache_queries",
-        "prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache",
-    ),
-    (
-        "prefix_cache_hits_total",
-        "prefix_cache_hits",
-        "prefix_cache_hits",
-        "Prompt tokens found in the prefix cache",
-    ),
-    ("nan_logits_total", "nan_logits", None, "Samples that ended because their logits were NaN"),
-    ("weight_updates_total", "weight_updates", None, "Committed weight updates"),
-    ("weight_updates_failed_total", "weight_updates_failed", None, "Aborted weight updates"),
-    (
-        "weight_updates_nonfinite_total",
-        "weight_updates_nonfinite",
-        None,
-        "Weight updates refused for NaN or infinity",
-    ),
-    ("follow_failures_total", "follow_failures", None, "Failed looks at what --follow names"),
+    ("prompt_tokens_total", "prompt_tokens", "Prompt tokens taken in"),
+    ("generation_tokens_total", "generation_tokens", "Tokens generated"),
+    ("steps_total", None, "Engine steps"),
+    ("preemptions_total", "num_preemptions", "Requests put back to wait"),
+    ("prefix_cache_queries_total", "prefix_cache_queries", "Prompt tokens looked up in the cache"),
+    ("prefix_cache_hits_total", "prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    ("nan_logits_total", None, "Samples that ended because their logits were NaN"),
+    ("weight_updates_total", None, "Committed weight updates"),
+    ("weight_updates_failed_total", None, "Aborted weight updates"),
+    ("weight_updates_nonfinite_total", None, "Weight updates refused for NaN or infinity"),
+    ("follow_failures_total", None, "Failed looks at what --follow names"),
 )
 HISTOGRAMS = (
     ("time_to_first_token", "time_to_first_token_seconds", "Time to a request's first token"),
@@ -74,8 +60,8 @@ class StatsCollector(Collector):
         for name, ours, theirs, text in GAUGES:
             for full in _names(ours, theirs):
                 yield self._add(GaugeMetricFamily(full, text, labels=["model_name"]), stats, name)
-        for name, ours, theirs, text in COUNTERS:
-            for full in _names(ours, theirs):
+        for name, theirs, text in COUNTERS:
+            for full in _names(name.removesuffix("_total"), theirs):
                 family = CounterMetricFamily(full, text, labels=["model_name"])
                 yield self._add(family, stats, name)
         for name, ours, text in HISTOGRAMS:

@@ -27,7 +27,7 @@ from serving import Served, serve
 from snippets import ROOT, Snippet, all_snippets, cut
 
 from rollout import Rollout
-from rollout.cli.flags import all_flags
+from rollout.cli.flags import subparsers
 from rollout.cli.main import main, make_parser
 
 sys.path.insert(0, str(ROOT / "trainer_examples"))
@@ -278,7 +278,9 @@ def look_at(words: list[str]) -> None:
         text = "".join(p.read_text() for p in script.parent.glob("*.py"))
         check_flags(words[2:], set(re.findall(r"--[a-z][a-z0-9-]*", text)))
     elif words[0] == "rollout":
-        check_flags(words[1:], all_flags(make_parser()))
+        parser = make_parser()
+        both = (parser, *subparsers(parser))
+        check_flags(words[1:], {flag for one in both for flag in one._option_string_actions})
     elif words[0] == "pytest":
         assert (ROOT / words[-1]).exists(), words
     elif words[0] == "torchrun":

@@ -17,8 +17,6 @@ from rollout.models.model import Model
 from rollout.models.patch_journal import CHUNK
 from rollout.weights import INTEGERS
 
-UNDO = ("shadow", "sparse", "host")
-
 
 @dataclass(slots=True)
 class _Piece:
