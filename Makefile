@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick more soak lint types unit install clean
+.PHONY: demo test quick more clients soak lint types unit install clean
 
 demo: $(STAMP)
 	$(BIN)/python trainer_examples/grpo_fsdp2.py
@@ -31,7 +31,13 @@ quick: lint
 
 # What is slow or broad: sweeps and long courses, in 18 minutes.
 more: $(STAMP)
+	-$(BIN)/python tests/clients/install.py
 	$(PYTEST) -m more
+
+# Clients of other frameworks whose pins exclude ours, each in .clients/NAME, over the same torch.
+# One that cannot be installed is named, and its tests in `make more` are skipped.
+clients: $(STAMP)
+	$(BIN)/python tests/clients/install.py
 
 # What runs for its length. SEED=n for another course.
 soak: $(STAMP)
@@ -59,4 +65,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .clients build *.egg-info

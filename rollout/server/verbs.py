@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -10,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
-from rollout.errors import ConfigError, InvalidRequest
+from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.weight_sync.engine.repeats import Caller
 from rollout.weight_sync.engine.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.weight_sync.engine.vllm_update import PACK_BYTES, Packing
@@ -20,6 +23,8 @@ from rollout.weights import TensorMeta
 from rollout.wire.codec import to_plain
 from rollout.wire.frames import DTYPES
 
+STABLE = "STABLE"
+DIRECTORY_LIMIT = 600.0  # seconds of each wait while a directory is read
 T = TypeVar("T", bound=BaseModel)
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, strict=False)]
 Bytes = Annotated[int, Field(gt=0, le=1 << 40)]
@@ -101,6 +106,13 @@ class UpdateBody(_OfUpdate):
 
     update_info: UpdateInfo
     index: Annotated[int, Field(ge=0)] | None = None
+
+
+class WeightDirBody(_Body):
+    """prime-rl's, for its transport over files; its trainer writes ``STABLE`` there when done."""
+
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
+    skip_prefix_cache_reset: bool = False  # no cached KV outlives its weights
 
 
 class FinishBody(_OfUpdate):
@@ -192,6 +204,26 @@ class Verbs:
             raise ConfigError("the weight verbs are those of the engine's own server: ask it")
         session = backend.verbs
         return await self._rollout.threads.run(lambda: verb(session))
+
+
+async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> Document:
+    """The weights of a directory under a ``--weight-dir``; a repeated call commits nothing again.
+
+    Raises ``IncompleteUpdate`` where the trainer's marker is not there yet.
+    """
+    marker = Path(body.weight_dir) / STABLE
+    try:
+        written = await asyncio.to_thread(lambda: marker.stat().st_mtime_ns)
+    except (OSError, ValueError):
+        raise IncompleteUpdate(
+            f"there is no {STABLE} in {body.weight_dir}: its weights are still being written, or "
+            "it is none of prime-rl's; update_weights(server_path=...) takes any checkpoint"
+        ) from None
+    told = hashlib.sha256(f"{marker.absolute()} {written}".encode()).hexdigest()
+    receipt = await rollout.update_weights(
+        server_path=body.weight_dir, update_id=told[:32], timeout=DIRECTORY_LIMIT
+    )
+    return {"status": "ok", "version": receipt.version}
 
 
 def parse(kind: type[T], data: bytes) -> T:

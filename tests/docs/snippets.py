@@ -1,4 +1,4 @@
-"""The commands and programs in README.md and docs/*.md, cut out so that they can be run.
+"""The commands and programs in README.md and below docs/, cut out so that they can be run.
 
 A fenced ``python`` or ``sh`` block is one snippet. A line ``<!-- not run: REASON -->`` above it, or
 ``<!-- not run on this page: REASON -->`` anywhere above it, keeps it from being run; its syntax,
@@ -54,7 +54,8 @@ class Snippet:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    docs = ROOT / "docs"
+    return [ROOT / "README.md", *sorted([*docs.glob("*.md"), *docs.glob("frameworks/*.md")])]
 
 
 def all_snippets() -> list[Snippet]:

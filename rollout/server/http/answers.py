@@ -166,7 +166,7 @@ def _choice(
         _name_tool_calls(choice, message)
     else:
         choice["text"] = completion.text
-        choice["prompt_logprobs"] = _prompt_logprobs(output)
+        choice["prompt_logprobs"] = prompt_rows(output)
     if style.token_ids:
         choice["prompt_token_ids"] = output.prompt_token_ids
         choice["token_ids"] = completion.token_ids
@@ -206,7 +206,7 @@ def _part(
 
 def _common(completion: Completion, index: int, start: int, style: AnswerStyle) -> dict[str, Any]:
     """What a choice and a chunk share; logprobs from token ``start`` on."""
-    make = _chat_logprobs if style.chat else _completion_logprobs
+    make = chat_logprobs if style.chat else _completion_logprobs
     return {
         "index": index,
         "logprobs": make(completion, start, style) if style.logprobs else None,
@@ -268,7 +268,7 @@ def _completion_logprobs(completion: Completion, start: int, style: AnswerStyle)
     }
 
 
-def _chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:
+def chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:
     def entry(token: int, value: float) -> dict[str, Any]:
         text = style.token_text(token)
         return {"token": text, "logprob": finite(value), "bytes": list(text.encode())}
@@ -282,7 +282,7 @@ def _chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> di
     return {"content": content, **_three(completion, start)}
 
 
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+def prompt_rows(output: RequestOutput) -> list[dict[str, Any] | None] | None:
     """vLLM's rows: token id -> logprob and rank.
 
     Ranks count within the row: a prompt token beyond the alternatives asked for comes last.

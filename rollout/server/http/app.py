@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout.api import AsyncRollout
@@ -19,7 +19,7 @@ from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
-from rollout.server.http import control, sessions, sglang
+from rollout.server.http import control, sessions, sglang, vllm
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -32,7 +32,13 @@ from rollout.server.http.dialect import Dialect, shapes_of
 from rollout.server.http.errors import error_body, install_error_handlers
 from rollout.server.http.guard import Engine, Guard, Routes, include
 from rollout.server.http.messages import template_messages
-from rollout.server.http.responses import EventStream, event, first_of, unless_disconnected
+from rollout.server.http.responses import (
+    EventStream,
+    event,
+    first_of,
+    served_model,
+    unless_disconnected,
+)
 from rollout.server.http.types import (
     CompletionBody,
     SamplingBody,
@@ -44,6 +50,7 @@ DIALECTS = (
     Dialect(name="openai", routes=routes),
     Dialect(name="sessions", routes=sessions.routes),
     Dialect(name="vllm", routes=control.routes),
+    Dialect(name="vllm-frameworks", routes=vllm.routes),
     Dialect(name="sglang", routes=sglang.routes, error=sglang.sglang_error),
 )
 
@@ -144,7 +151,7 @@ async def version(rollout: Engine) -> dict[str, str]:
 @routes.on("POST", "/v1/completions", Access.GENERATION)
 async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
     prompts, params = body.prompts(), body.sampling()
-    model = await _served_model(rollout, body.model)
+    model = await served_model(rollout, body.model)
     style = _style(body, params, model, request, chat=False)
     ids = _ids(style, len(prompts))
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
@@ -156,7 +163,7 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     defaults: AnswerDefaults = request.app.state.defaults
     reader = body.reader(defaults.tools, defaults.reasoning)
     params = body.sampling(keep_special=reader.special)
-    model = await _served_model(rollout, body.model)
+    model = await served_model(rollout, body.model)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
     outputs = sessions.chat_outputs(
         rollout,
@@ -173,20 +180,12 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
 
 @routes.on("POST", "/tokenize", Access.GENERATION)
 async def tokenize(rollout: Engine, body: TokenizeBody) -> dict[str, Any]:
-    await _served_model(rollout, body.model)
+    await served_model(rollout, body.model)
     prompt = body.prompt if body.prompt is not None else template_messages(body.messages or [])
     options = body.options().to_dict()
     ids = await rollout.tokenize(prompt, add_special_tokens=body.add_special_tokens, **options)
     limit = (await rollout.server_info()).max_model_len
     return {"tokens": ids, "count": len(ids), "max_model_len": limit}
-
-
-async def _served_model(rollout: AsyncRollout, asked: str | None) -> str:
-    served = (await rollout.server_info()).model
-    if asked not in (None, served):
-        message = f"the model {asked!r} does not exist; this server serves {served!r}"
-        raise HTTPException(404, message)
-    return served
 
 
 def _style(

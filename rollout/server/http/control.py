@@ -14,7 +14,14 @@ from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes, WeightVerbs
 from rollout.server.sglang_verbs import server_info as sglang_info
 from rollout.server.verbs import AbortBody as AbortUpdateBody
-from rollout.server.verbs import FinishBody, InitBody, StartBody, UpdateBody
+from rollout.server.verbs import (
+    FinishBody,
+    InitBody,
+    StartBody,
+    UpdateBody,
+    WeightDirBody,
+    update_from_directory,
+)
 from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
@@ -118,7 +125,12 @@ async def start_weight_update(
 
 
 @routes.on("POST", "/update_weights", Access.CONTROL)
-async def update_weights(verbs: WeightVerbs, body: UpdateBody) -> dict[str, Any]:
+async def update_weights(
+    rollout: Engine, verbs: WeightVerbs, body: UpdateBody | WeightDirBody
+) -> dict[str, Any]:
+    """vLLM's broadcast, or prime-rl's directory."""
+    if isinstance(body, WeightDirBody):
+        return await update_from_directory(rollout, body)
     return await verbs.update(body)
 
 

@@ -8,10 +8,11 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.errors import InvalidRequest
 from rollout.generation import RequestOutput
@@ -66,3 +67,12 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def served_model(rollout: AsyncRollout, asked: str | None) -> str:
+    """Its name; a request for another is a 404."""
+    served = (await rollout.server_info()).model
+    if asked not in (None, served):
+        message = f"the model {asked!r} does not exist; this server serves {served!r}"
+        raise HTTPException(404, message)
+    return served

@@ -1,0 +1,212 @@
+"""vLLM's routes for tokens in and out, and those that RL frameworks add to it or call by RPC.
+
+SkyRL and prime-rl sample through ``/inference/v1/generate``; TRL renders chats first.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout.api import AsyncRollout
+from rollout.api.async_rollout import in_order
+from rollout.api.embedded import EmbeddedBackend
+from rollout.errors import InvalidRequest
+from rollout.generation import RequestOutput, SamplingParams
+from rollout.server.auth import Access
+from rollout.server.http.answers import AnswerDefaults, AnswerStyle, chat_logprobs, prompt_rows
+from rollout.server.http.answers import usage as usage_of
+from rollout.server.http.chat_body import ChatBody
+from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.responses import served_model, unless_disconnected
+
+routes = Routes()
+Document = dict[str, Any]
+_KNOWN = frozenset(field.name for field in fields(SamplingParams))
+# Of vLLM's sampling parameters: how its engine hands outputs over, which changes no token.
+_WITHOUT_EFFECT = frozenset(("output_kind", "skip_clone", "spaces_between_special_tokens"))
+
+
+class GenerateBody(BaseModel):
+    """``/inference/v1/generate``; ``cache_salt`` is taken without effect: no KV is found by who
+    does not send the very tokens, under the same weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _served(cls, values: Any) -> Any:
+        """What is null, false or empty asks for nothing."""
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v or k in ("token_ids", "sampling_params")}
+
+    def params(self) -> SamplingParams:
+        """vLLM's names are ours; without ``max_tokens`` up to the model's length."""
+        asked: Document = {"max_tokens": None}
+        for name, value in self.sampling_params.items():
+            if name in _KNOWN:
+                asked |= {} if value is None and name != "max_tokens" else {name: value}
+            elif value and name not in _WITHOUT_EFFECT:
+                asked[name] = value  # refused by name
+        return SamplingParams.from_dict(asked)
+
+
+@routes.on("POST", "/inference/v1/generate", Access.GENERATION)
+async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Response:
+    model, params = await served_model(rollout, body.model), body.params()
+    defaults: AnswerDefaults = request.app.state.defaults
+    style = AnswerStyle(
+        model=model,
+        chat=True,
+        samples=params.n,
+        logprobs=params.logprobs is not None,
+        top=params.logprobs or 0,
+        processed=defaults.logprobs_mode == "processed_logprobs",
+        token_ids=True,
+        token_text=request.app.state.token_text,
+        request_id=body.request_id or uuid.uuid4().hex,
+    )
+    outputs = rollout.stream_many(
+        [body.token_ids], params, request_ids=[style.request_id], stream=False
+    )
+    done = await unless_disconnected(request, in_order(outputs))
+    if done is None:
+        return Response(status_code=499)  # nobody reads it: the client has gone
+    return JSONResponse(_answer(done[0], style, body))
+
+
+def _answer(output: RequestOutput, style: AnswerStyle, body: GenerateBody) -> Document:
+    choices = [
+        {
+            "index": completion.index,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "logprobs": chat_logprobs(completion, 0, style) if style.logprobs else None,
+            "weight_versions": [asdict(span) for span in completion.weight_versions],
+        }
+        for completion in output.outputs
+    ]
+    return {
+        "request_id": style.request_id,
+        "model": style.model,
+        "created": int(time.time()),
+        "choices": choices,
+        "usage": usage_of([output]),
+        "prompt_logprobs": prompt_rows(output),
+        "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+    }
+
+
+@routes.on("POST", "/v1/chat/completions/render", Access.GENERATION)
+async def render(rollout: Engine, body: ChatBody) -> Document:
+    """The body of ``/inference/v1/generate`` that this chat would be."""
+    model = await served_model(rollout, body.model)
+    options = body.chat_options().to_dict()
+    ids = await rollout.tokenize(body.conversation(), **options)
+    plain, asked = SamplingParams(max_tokens=None), body.sampling()
+    changed = {
+        field.name: value
+        for field in fields(SamplingParams)
+        if (value := getattr(asked, field.name)) != getattr(plain, field.name)
+    }
+    return {
+        "request_id": body.request_id or f"chatcmpl-{uuid.uuid4().hex}",
+        "token_ids": ids,
+        "sampling_params": changed,
+        "model": model,
+        "features": None,
+    }
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    model: str | None = None
+
+
+@routes.on("POST", "/detokenize", Access.GENERATION)
+async def detokenize(rollout: Engine, body: DetokenizeBody) -> Document:
+    await served_model(rollout, body.model)
+    backend = rollout.backend
+    tokenizer = backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
+    if tokenizer is None:
+        raise InvalidRequest("this server has no tokenizer: token ids have no text here")
+    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+@routes.on("POST", "/finish_session", Access.GENERATION)
+async def finish_session(
+    rollout: Engine, session_id: Annotated[str, Query(min_length=1)]
+) -> Document:
+    """SkyRL's routers let go of a session by it; here what ``X-Session-ID`` has gathered goes."""
+    return {"session_id": session_id, "ended": rollout.sessions.end(session_id)}
+
+
+class RpcBody(BaseModel):
+    """``timeout``: seconds. ``args`` must be empty: what is served takes names."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+async def _sleep(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
+    await rollout.sleep(int(kwargs.get("level", 1)))
+
+
+async def _sleep_for_sync(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
+    await rollout.sleep(1)  # what runs is frozen, its KV computed again: SkyRL may keep a copy
+
+
+async def _wake_up(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
+    await rollout.wake_up(kwargs.get("tags"))
+
+
+async def _reset(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
+    await rollout.reset_prefix_cache()
+
+
+# By RPC vLLM calls whatever its workers have; here these, each one verb.
+RPC: Mapping[str, tuple[frozenset[str], Callable[..., Awaitable[None]]]] = {
+    "sleep": (frozenset(("level",)), _sleep),
+    "wake_up": (frozenset(("tags",)), _wake_up),
+    "reset_prefix_cache": (frozenset(), _reset),
+    "skyrl_sleep_for_weight_sync": (frozenset(("offload_kv",)), _sleep_for_sync),
+    "skyrl_wake_for_weight_sync": (frozenset(("tags",)), _wake_up),
+}
+
+
+@routes.on("POST", "/collective_rpc", Access.CONTROL)
+async def collective_rpc(rollout: Engine, body: RpcBody) -> Document:
+    if body.method not in RPC:
+        raise InvalidRequest(f"method {body.method!r} is not served; {', '.join(RPC)} are")
+    names, act = RPC[body.method]
+    if body.args or set(body.kwargs) - names:
+        raise InvalidRequest(
+            f"{body.method} takes by name: {', '.join(sorted(names)) or 'nothing'}"
+        )
+    await act(rollout, body.kwargs)
+    world = (await rollout.weight_info()).tensor_parallel_size
+    return {"results": [None] * world}

@@ -1,0 +1,58 @@
+"""AReaL's client of an SGLang server, as it is on PyPI, against ``rollout serve``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clients.install import folder
+from safetensors.torch import save_file
+from serving import serve
+from tiny_models import write_tiny
+
+from rollout import Rollout
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIMIT = 240
+CLIENT = folder("areal")
+PROMPT = [5, 6, 7, 8]
+GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.more
+@pytest.mark.skipif(CLIENT is None, reason="AReaL is not installed: make clients")
+def test_areals_own_client_samples_scores_and_updates(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tiny", "qwen3")
+    write_tiny(tmp_path / "weights" / "disk", "qwen3", seed=1)
+    sent = dict(write_tiny(tmp_path / "other", "qwen3", seed=2).named_parameters())
+    save_file({name: p.detach() for name, p in sent.items()}, tmp_path / "sent.safetensors")
+    flags = ["--dtype", "float32", "--weight-dir", str(tmp_path / "weights")]
+    flags += ["--max-num-batched-tokens", "64"]
+    with serve(tmp_path / "tiny", *flags) as served, Rollout.connect(served.grpc) as rollout:
+        before = rollout.generate(PROMPT, {**GREEDY, "prompt_logprobs": 0})[0]
+        command = [
+            sys.executable, str(HERE / "areal_job.py"), served.http,
+            str(tmp_path / "weights" / "disk"), str(tmp_path / "sent.safetensors"), str(tmp_path),
+        ]  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": f"{CLIENT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, done.stderr[-4000:]
+        got = json.loads(done.stdout.splitlines()[-1])
+        assert rollout.check_weights(sent).equal
+        after = rollout.generate(PROMPT, GREEDY)[0].outputs[0]
+    first = before.outputs[0]
+    assert got["generate"]["tokens"] == first.token_ids
+    assert got["generate"]["logprobs"] == pytest.approx(first.logprobs.raw, abs=1e-5)
+    assert got["generate"]["stop"] == "length"
+    wanted = [before.prompt_logprobs[i][t] for i, t in ((2, 7), (3, 8))]
+    assert got["score"] == pytest.approx([0, 0, *wanted], abs=1e-5)
+    assert len(got["interrupted"]["tokens"]) == 400
+    assert got["disk"] == 1
+    assert got["refused"].startswith("RuntimeError: Failed after 2 retries")
+    assert got["group"] == 2
+    assert got["after"]["tokens"] == after.token_ids

@@ -1,0 +1,109 @@
+"""vLLM's routes for tokens in and out, and what frameworks add to them, over plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+IDS = [5, 6, 7, 8]
+GREEDY = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
+
+
+def test_tokens_in_and_out_with_logprobs_of_both(http: httpx.Client) -> None:
+    whole = {"prompt": IDS, **GREEDY, "logprobs": 0, "prompt_logprobs": 1, "return_token_ids": True}
+    ours = http.post("/v1/completions", json=whole).json()["choices"][0]
+    sampling = {**GREEDY, "logprobs": 0, "prompt_logprobs": 1, "output_kind": 2, "top_k": -1}
+    body = {"model": "tiny", "token_ids": IDS, "sampling_params": sampling, "features": None}
+    headers = {"X-Session-ID": "a session"}
+    reply = http.post(
+        "/inference/v1/generate", json={**body, "cache_salt": "0"}, headers=headers
+    ).json()
+    choice = reply["choices"][0]
+    assert choice["token_ids"] == ours["token_ids"]
+    content = choice["logprobs"]["content"]
+    assert [row["logprob"] for row in content] == ours["logprobs"]["raw_logprobs"]
+    assert reply["prompt_logprobs"] == ours["prompt_logprobs"]
+    assert choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "stop": 4}]
+    assert reply["usage"]["completion_tokens"] == 4
+
+
+def test_without_a_limit_an_answer_goes_on_to_the_models_length(http: httpx.Client) -> None:
+    sampling = {"temperature": 0, "ignore_eos": True}
+    body = {"token_ids": IDS * 120, "sampling_params": sampling}
+    choice = http.post("/inference/v1/generate", json=body).json()["choices"][0]
+    assert len(choice["token_ids"]) == 512 - 480
+
+
+def test_a_chat_is_rendered_to_the_tokens_that_it_would_be(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = {"messages": messages, **GREEDY, "return_token_ids": True}
+    asked = http.post("/v1/chat/completions", json=chat).json()
+    rendered = http.post("/v1/chat/completions/render", json=chat).json()
+    assert rendered["token_ids"] == asked["prompt_token_ids"]
+    again = http.post("/inference/v1/generate", json=rendered).json()
+    assert again["choices"][0]["token_ids"] == asked["choices"][0]["token_ids"]
+    text = http.post("/detokenize", json={"model": "tiny", "tokens": rendered["token_ids"]}).json()
+    assert "Hi" in text["prompt"]
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": IDS, "features": {"a": 1}}, "features"),
+    ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"top_q": 1}}, "top_q"),
+    (
+        "/inference/v1/generate",
+        {"token_ids": IDS, "sampling_params": {"max_tokens": 0}},
+        "at least",
+    ),
+    ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
+    ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/update_weights", {"weight_dir": "/nowhere"}, "no STABLE"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), BAD)
+def test_what_is_not_served_is_refused_by_name(
+    http: httpx.Client, path: str, body: dict[str, Any], words: str
+) -> None:
+    reply = http.post(path, json=body)
+    assert 400 <= reply.status_code < 500
+    assert words in reply.json()["error"]["message"]
+
+
+def test_named_methods_are_the_verbs(http: httpx.Client) -> None:
+    def call(method: str, **kwargs: Any) -> Any:
+        return http.post("/collective_rpc", json={"method": method, "kwargs": kwargs}).json()
+
+    assert call("reset_prefix_cache") == {"results": [None]}
+    assert call("skyrl_sleep_for_weight_sync", offload_kv=True) == {"results": [None]}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    for tag in ("weights", "kv_cache"):
+        assert call("skyrl_wake_for_weight_sync", tags=[tag]) == {"results": [None]}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_a_session_that_is_finished_is_gone(http: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    http.post("/v1/chat/completions", json=chat, headers={"X-Session-ID": "mine"})
+    told = [http.post("/finish_session", params={"session_id": "mine"}).json() for _ in range(2)]
+    assert [row["ended"] for row in told] == [True, False]
+
+
+def test_every_figure_of_the_dashboard_is_one_that_the_server_gives(http: httpx.Client) -> None:
+    http.post("/inference/v1/generate", json={"token_ids": IDS, "sampling_params": GREEDY})
+    given = {line.split("{")[0].split(" ")[0] for line in http.get("/metrics").text.splitlines()}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = [t["expr"] for panel in panels for t in panel.get("targets", ())]
+    assert len(asked) >= 10
+    for expr in asked:
+        names = set(re.findall(r"\brollout_\w+", expr))
+        assert names
+        assert names <= given, expr
