@@ -10,11 +10,11 @@ from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
-from rollout.weight_sync.trainer.preflight import WeightReport
-from rollout.weight_sync.trainer.preflight import check_weights as check
-from rollout.weight_sync.trainer.preflight import preflight as preflight_source
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.shard_layout import PlanCache
+from rollout.weight_sync.trainer.weight_report import WeightReport
+from rollout.weight_sync.trainer.weight_report import check_weights as check
+from rollout.weight_sync.trainer.weight_report import preflight as preflight_source
 
 
 class WeightVerbs:

@@ -312,6 +312,10 @@ class _FaultyChannel:
         self._inner, self._faults = inner, faults
         self._timeout = 0.0
 
+    @property
+    def secret(self) -> str:
+        return self._inner.secret
+
     def begin(self, request: UpdateRequest) -> Begun:
         self._timeout = request.timeout
         return self._inner.begin(request)

@@ -8,8 +8,8 @@ from engine_ranks import Engine
 
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.preflight import preflight
 from rollout.weight_sync.trainer.publisher import publish
+from rollout.weight_sync.trainer.weight_report import preflight
 from rollout.weights import TensorMeta
 
 DEADLINE = 5.0

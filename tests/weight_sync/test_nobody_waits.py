@@ -13,8 +13,8 @@ from trainer_ranks import Boxes, TrainerRanks, agreements
 
 from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
 from rollout.weight_sync.protocol.delta import DeltaBase
-from rollout.weight_sync.trainer.preflight import check_weights
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.weight_report import check_weights
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
 from rollout.weights import TensorMeta

@@ -27,8 +27,8 @@ from rollout.errors import (
 from rollout.models.config import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.bucket import BucketPacker
-from rollout.weight_sync.trainer.preflight import check_weights, preflight
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.weight_report import check_weights, preflight
 from rollout.weights import Box
 
 BUCKET = 16 << 10  # the tiny model then takes well over 8 buckets

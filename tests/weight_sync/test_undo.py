@@ -24,8 +24,8 @@ from rollout.errors import (
 from rollout.models.build import build_model
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.preflight import check_weights
 from rollout.weight_sync.trainer.publisher import publish
+from rollout.weight_sync.trainer.weight_report import check_weights
 
 DEADLINE = 5.0
 UNDO = ("shadow", "sparse", "host")

@@ -57,6 +57,7 @@ class Lane:
     """One stream's ``WeightChannel``: buckets, waits for them, and a seal that says "all sent"."""
 
     reads_in_place = False
+    secret = ""  # its stream has one
 
     def __init__(self, lanes: Lanes, name: str, grace: float, number: int) -> None:
         self._lanes, self._number = lanes, number

@@ -54,6 +54,7 @@ class Lease:
     """
 
     reads_in_place = True
+    secret = ""
 
     def __init__(self, coordinator: Coordinator, transports: tuple[str, ...] | None = None) -> None:
         self._of = coordinator
@@ -96,22 +97,7 @@ class Lease:
             request = replace(of.staged_in(request), version=of.check(request))
             self._request = request
             self._not_ended("begin")
-            of.staging_begins(request)
-            if request.staging == "none":
-                self._drain(request)  # running requests cannot end once steps are held
-                of.engine.hold(request.timeout)
-                self._held_since = time.perf_counter()
-            self._touched = True
-            # What a rollback would bring back: not there if nothing keeps it, no version if broken.
-            kept = request.staging != "none" or of.undo != "shadow"
-            self._base_is_whole = kept and of.engine.broken is None
-            wire = to_plain(replace(request, metadata=None))
-            replies = of.ranks.gather(
-                "stage_begin", {"request": wire}, request.timeout, phase="begin"
-            )
-            layout, wants = _wants(replies, self._accepted.known)
-            # The ranks go on to meet the sender; their replies are due before the first bucket's.
-            self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
+            layout, wants = self._stage(request)
             self._leave()
             self._not_ended("begin")
         except BaseException as error:
@@ -260,6 +246,24 @@ class Lease:
         return self._ended not in (None, "committed")
 
     # ---- helpers ----
+
+    def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
+        """Have the ranks open what will be filled; what they want, if the sender has to know."""
+        of = self._of
+        of.staging_begins(request)
+        if request.staging == "none":
+            self._drain(request)  # running requests cannot end once steps are held
+            of.engine.hold(request.timeout)
+            self._held_since = time.perf_counter()
+        self._touched = True
+        # What a rollback would bring back: not there if nothing keeps it, no version if broken.
+        kept = request.staging != "none" or of.undo != "shadow"
+        self._base_is_whole = kept and of.engine.broken is None
+        args = {"request": to_plain(replace(request, metadata=None))}
+        replies = of.ranks.gather("stage_begin", args, request.timeout, phase="begin")
+        # The ranks go on to meet the sender; their replies are due before the first bucket's.
+        self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
+        return _wants(replies, self._accepted.known)
 
     def _replay(self, request: UpdateRequest, outcome: Outcome) -> Begun:
         """Answer an update that is live already as if it had just come: by what it did then."""

@@ -232,10 +232,14 @@ class WeightChannel(Protocol):
 
     Every method raises the named error of the side that failed and leaves the update aborted.
     ``reads_in_place``: the engine is in this process, so that a payload may be the source's own
-    tensor, read where it lies.
+    tensor, read where it lies. ``secret``: what other streams of this update have to know, "" where
+    it takes no others.
     """
 
     reads_in_place: bool
+
+    @property
+    def secret(self) -> str: ...
 
     def begin(self, request: UpdateRequest) -> Begun:
         """Take the lease; waits up to ``request.timeout`` for another update to end."""

@@ -22,7 +22,7 @@ from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sending import Sending
 from rollout.weight_sync.trainer.session import Opener, UpdatePlan, UpdateSession, by_boxes
 from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
-from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weight_sync.trainer.sources.detect import Detected, detect
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.wire.codec import from_plain, to_plain
 
@@ -41,57 +41,63 @@ def publish(
 ) -> UpdateReceipt:
     """Make the weights of ``obj`` live on the engine as one version, or change nothing.
 
-    ``obj`` is whatever ``detect`` accepts. Every rank of a distributed source calls this in the
-    same order; the first one calls ``connect``, and so do the others where each has a stream of its
-    own. ``base`` holds what this rank last committed to the same engine, which a delta is built on
-    (None: every update is full). ``plans`` remembers between updates, on every rank, what goes
-    where. Returns the same receipt on every rank; raises the same error of the tree on every rank
-    that is still alive.
+    ``obj`` is whatever ``detect`` accepts; every rank of a distributed source calls this, in the
+    same order, and gets the same receipt or error. The first one calls ``connect``, and who has a
+    stream of its own. ``base``: what this rank last committed there, for deltas (None: every update
+    is full). ``plans``: what goes where, between updates.
     """
-    timeout, stats = options.timeout, TransferStats()
-    plans = plans if plans is not None else PlanCache()
-    found = detect(obj)
-    if not plans.told_alone and (alone := found.calls_alone()) is not None:
-        plans.told_alone = True
-        log.warning("%s", alone)
+    timeout, stats, plans = options.timeout, TransferStats(), plans or PlanCache()
+    found = _detected(obj, plans)
     with ExitStack() as stack:
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
         source = agreed_source(found, info, group, timeout, partial=options.partial)
         copies = base.take() if base is not None else Committed()
-        layout = None
-        if group.size > 1 or by_boxes(options.transport, info):
-            layout = exchange_layout(source, group, timeout, plans, copies)
+        look = group.size > 1 or by_boxes(options.transport, info)
+        layout = exchange_layout(source, group, timeout, plans, copies) if look else None
 
-        def open_update() -> tuple[UpdatePlan, UpdateSession | None]:
+        def open_update() -> UpdateSession:
             assert link is not None
             encoding = choose_encoding(options, info, base, copies, layout)
             opener = Opener(connect, link, info, options, layout, plans, stats)
-            session = opener.open(source, encoding)
-            stack.callback(session.close)
-            return session.plan, session
+            return opener.open(source, encoding)
 
-        plan, session = group.first_does(
-            open_update,
-            2 * timeout,
-            "begin",
-            lambda opened: opened[0].to_wire(),
-            lambda said: (UpdatePlan.from_wire(said), None),
-        )
+        plan, session = _first_opens(group, open_update, timeout, stack)
         encoder = Encoder(options, info, base, copies, plan.encoding, is_first=group.is_sender)
         sending = Sending(group, source, layout, plan, session, encoder, stats, options)
         sink = sending.open_sink(connect, stack)
         with watchdog(group, timeout, sink.give_up) as watch:
-            if plan.meet is None:
-                sending.send_pieces(sink, watch)
-            else:
-                assert layout is not None
-                sending.send_boxes(
-                    plans.rounds(layout, plan.meet, info, options.bucket_bytes), watch
-                )
+            sending.run(sink, plans, info, watch)
         receipt = sending.commit()
         encoder.settle(receipt, sending.shards)
         return receipt
+
+
+def _detected(obj: Any, plans: PlanCache) -> Detected:
+    found = detect(obj)
+    if not plans.told_alone and (alone := found.calls_alone()) is not None:
+        plans.told_alone = True
+        log.warning("%s", alone)
+    return found
+
+
+def _first_opens(
+    group: RankGroup, open_update: Callable[[], UpdateSession], timeout: float, stack: ExitStack
+) -> tuple[UpdatePlan, UpdateSession | None]:
+    """Collective: the plan of the update that the first rank opens, which ``stack`` closes."""
+
+    def act() -> tuple[UpdatePlan, UpdateSession | None]:
+        session = open_update()
+        stack.callback(session.close)
+        return session.plan, session
+
+    return group.first_does(
+        act,
+        2 * timeout,
+        "begin",
+        lambda opened: opened[0].to_wire(),
+        lambda said: (UpdatePlan.from_wire(said), None),
+    )
 
 
 def _reach(

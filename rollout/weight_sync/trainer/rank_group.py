@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from rollout import errors
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import ConfigError, DeadlineExceeded, SourceFailed, TransferFailed
-from rollout.weight_sync.trainer.rendezvous import meet
-from rollout.wire import frames
+from rollout.errors import ConfigError, SourceFailed, TransferFailed
+from rollout.weight_sync.trainer.rank_rendezvous import meet
+from rollout.weight_sync.trainer.star import Star
 
 T = TypeVar("T")
 
@@ -44,10 +43,9 @@ class RankGroup:
     ) -> None:
         self.rank = rank  # index among the members
         self.ranks = tuple(ranks)  # of the members, in the trainer's job
-        self._links: dict[int, socket.socket] = dict(links or {})  # by member index
+        self._star = Star(self.ranks, links or {})
         self._talking = threading.Lock()  # the caller's own thread is in a call of this object
         self._given_up: errors.RolloutError | None = None
-        self._early: dict[int, frames.Frame] = {}  # what ``heard`` has read of a peer
 
     @property
     def size(self) -> int:
@@ -56,7 +54,7 @@ class RankGroup:
     @property
     def is_closed(self) -> bool:
         """Whether its links are gone, after ``close`` or an error; an agreement of one has none."""
-        return self.size > 1 and not self._links
+        return self.size > 1 and not self._star.links
 
     @property
     def is_sender(self) -> bool:
@@ -98,9 +96,9 @@ class RankGroup:
         if self.is_sender:
             return self._collect(status, time.monotonic() + timeout, phase)
         with suppress(TransferFailed):  # the centre may have left after an earlier verdict
-            self._send(0, {"phase": phase, "status": status}, timeout, phase)
+            self._star.send(0, {"phase": phase, "status": status}, timeout, phase)
         # The centre waits ``timeout`` for the slowest member, and then says who it was.
-        reply = self._receive_one(0, timeout + min(1.0, timeout / 4), phase)
+        reply = self._star.receive(0, timeout + min(1.0, timeout / 4), phase)[0]
         if reply.get("error"):
             raise errors.from_wire(reply["error"])
         return list(reply["all"])
@@ -149,43 +147,47 @@ class RankGroup:
         return from_wire(said["done"])
 
     def collect(
-        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
-    ) -> list[tuple[list[Any], Tensor]]:
-        """Every member's ``rows`` (JSON-able) and bytes on the sender, in member order.
+        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str,
+        take: Callable[[list[Any], Tensor], None],
+    ) -> None:  # fmt: skip
+        """Have the sender ``take`` every member's ``rows`` (JSON-able) and bytes, in member order.
 
-        The others get nothing back: a vote before it says that all members have come this far.
+        The others take nothing: a vote before it says that all members have come this far.
         ``data``: uint8, in host memory.
         """
         with self._talking:
             if self._given_up is not None:
                 raise self._given_up
-            return self._collected(rows, data, timeout, phase)
+            self._collected(rows, data, timeout, phase, take)
 
     def collect_rows(self, row: Mapping[str, Any], timeout: float, phase: str) -> list[Any]:
         """Every member's ``row`` (JSON-able) on the first rank, as ``collect``."""
+        found: list[Any] = []
         nothing = torch.empty(0, dtype=torch.uint8)
-        return [rows[0] for rows, _ in self.collect([row], nothing, timeout, phase)]
+        self.collect([row], nothing, timeout, phase, lambda rows, _: found.append(rows[0]))
+        return found
 
     def _collected(
-        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str
-    ) -> list[tuple[list[Any], Tensor]]:
+        self, rows: Sequence[Any], data: Tensor, timeout: float, phase: str,
+        take: Callable[[list[Any], Tensor], None],
+    ) -> None:  # fmt: skip
         if not self.is_sender:
-            self._send(0, {"phase": phase, "rows": list(rows)}, timeout, phase, {"data": data})
-            return []
-        found: list[tuple[list[Any], Tensor]] = [(list(rows), data)]
+            self._star.send(0, {"phase": phase, "rows": list(rows)}, timeout, phase, {"data": data})
+            return
+        take(list(rows), data)
         failure: errors.RolloutError | None = None
-        deadline = time.monotonic() + timeout
         for index in range(1, self.size):  # all of them, so that no frame is left for a later call
             try:
-                found.append(self._rows_of(index, deadline, phase))
+                theirs = self._rows_of(index, timeout, phase)
+                if failure is None:
+                    take(*theirs)
             except errors.RolloutError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-        return found
 
-    def _rows_of(self, index: int, deadline: float, phase: str) -> tuple[list[Any], Tensor]:
-        header, tensors = self._frame(index, max(0.0, deadline - time.monotonic()), phase)
+    def _rows_of(self, index: int, timeout: float, phase: str) -> tuple[list[Any], Tensor]:
+        header, tensors = self._star.receive(index, timeout, phase)
         if header.get("error"):
             raise errors.from_wire(header["error"])
         if header.get("phase") != phase or "data" not in tensors:
@@ -252,11 +254,7 @@ class RankGroup:
         if not self._talking.acquire(blocking=False):
             return
         try:
-            frame = {"phase": "given up", "error": errors.to_wire(error)}
-            for link in self._links.values():
-                with suppress(OSError):
-                    link.settimeout(1.0)
-                    frames.send_frame(link, frame)
+            self._star.tell_all({"phase": "given up", "error": errors.to_wire(error)})
         finally:
             self._talking.release()
 
@@ -268,62 +266,46 @@ class RankGroup:
         if not self._talking.acquire(blocking=False):
             return None  # it will hear for itself
         try:
-            return self._heard()
+            return self._star.heard() if self.is_sender else None
         finally:
             self._talking.release()
 
-    def _heard(self) -> errors.RolloutError | None:
-        for index, link in self._links.items() if self.is_sender else ():
-            if index not in self._early and _readable(link):
-                try:
-                    self._early[index] = self._frame(index, 1.0, "gather")
-                except errors.RolloutError as lost:
-                    return lost
-            header = self._early[index][0] if index in self._early else {}
-            status = header.get("status")
-            said = header.get("error") or (isinstance(status, dict) and status.get("error"))
-            if said:
-                return errors.from_wire(said)
-        return None
-
     def close(self) -> None:
         """Close every link, which frees peers that wait for this rank. Idempotent."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        self._star.close()
 
     def _collect(self, mine: dict[str, Any], deadline: float, phase: str) -> list[Any]:
         """The centre: take one status of every peer, answer all of them alike."""
         replies: dict[int, dict[str, Any]] = {0: mine}
         error: errors.RolloutError | None = None
         with selectors.DefaultSelector() as ready:
-            for index, link in self._links.items():
+            for index, link in self._star.links.items():
                 ready.register(link, selectors.EVENT_READ, index)
             while error is None and len(replies) < self.size:
                 known = any(reply.get("error") for reply in replies.values())
                 if known:  # the verdict is clear: a peer may be stuck in the gather that failed
                     deadline = min(deadline, time.monotonic() + GRACE)
-                come = list(self._early)
+                come = list(self._star.early)
                 if not come:
                     events = ready.select(max(0.0, deadline - time.monotonic()))
                     come = [key.data for key, _ in events]
                 if not come and known:
                     break
                 if not come:
-                    error = self._late(set(range(self.size)) - set(replies), phase)
+                    error = self._star.late(set(range(self.size)) - set(replies), phase)
                 for index in come:
                     try:
                         replies[index] = self._status(index, deadline, phase, known)
-                        ready.unregister(self._links[index])
+                        ready.unregister(self._star.links[index])
                     except errors.RolloutError as failure:
                         error = failure
                         break
         answer: dict[str, Any] = {"phase": phase, "all": [replies.get(i) for i in range(self.size)]}
         if error is not None:
             answer = {"phase": phase, "error": errors.to_wire(error)}
-        for index in list(self._links):
+        for index in list(self._star.links):
             try:
-                self._send(index, answer, 1.0, phase)
+                self._star.send(index, answer, 1.0, phase)
             except errors.RolloutError as failure:
                 error = error or failure
         if error is not None:
@@ -335,7 +317,7 @@ class RankGroup:
 
         Once an update has failed (``known``, or by this status) its ranks may be anywhere.
         """
-        frame = self._receive_one(index, deadline - time.monotonic(), phase)
+        frame = self._star.receive(index, deadline - time.monotonic(), phase)[0]
         if frame.get("error"):  # it gave up, wherever it is
             raise errors.from_wire(frame["error"])
         status = frame.get("status")
@@ -346,66 +328,6 @@ class RankGroup:
             f"trainer rank {self.ranks[index]} is at {there!r} while rank "
             f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
         )
-
-    def _late(self, members: set[int], phase: str) -> DeadlineExceeded:
-        names = ", ".join(str(self.ranks[i]) for i in sorted(members))
-        return DeadlineExceeded(
-            f"trainer rank {names} did not reach {phase!r} within the timeout; "
-            "is every rank of the source calling update_weights?"
-        )
-
-    def _link(self, index: int, phase: str) -> socket.socket:
-        try:
-            return self._links[index]
-        except KeyError:
-            raise TransferFailed(
-                f"the group of trainer ranks was closed by an earlier error, at {phase!r}"
-            ) from None
-
-    def _send(
-        self,
-        index: int,
-        header: dict[str, Any],
-        timeout: float,
-        phase: str,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        link = self._link(index, phase)
-        try:
-            link.settimeout(max(0.01, timeout))
-            frames.send_frame(link, header, tensors)
-        except TimeoutError:
-            raise self._late({index}, phase) from None
-        except OSError as error:
-            raise TransferFailed(
-                f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
-            ) from error
-
-    def _receive_one(self, index: int, timeout: float, phase: str) -> dict[str, Any]:
-        return self._frame(index, timeout, phase)[0]
-
-    def _frame(self, index: int, timeout: float, phase: str) -> frames.Frame:
-        link = self._link(index, phase)
-        if index in self._early:
-            return self._early.pop(index)
-        try:
-            link.settimeout(max(0.01, timeout))
-            frame = frames.recv_frame(link)
-        except TimeoutError:
-            raise self._late({index}, phase) from None
-        except OSError as error:
-            raise TransferFailed(
-                f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
-            ) from error
-        if frame is None:
-            raise TransferFailed(f"trainer rank {self.ranks[index]} is gone, at {phase!r}")
-        return frame
-
-
-def _readable(link: socket.socket) -> bool:
-    with selectors.DefaultSelector() as ready:
-        ready.register(link, selectors.EVENT_READ)
-        return bool(ready.select(0))
 
 
 def _typed(error: BaseException, where: str) -> errors.RolloutError:

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateReceipt, UpdateRequest
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    UpdateReceipt,
+    UpdateRequest,
+    WeightInfo,
+)
 from rollout.weight_sync.trainer.bucket_sender import (
     BucketSender,
     BucketSink,
     NoSink,
-    ThroughFirst,
 )
 from rollout.weight_sync.trainer.encoder import Encoder
 from rollout.weight_sync.trainer.local_shards import LocalBoxes, LocalShards
@@ -26,9 +30,10 @@ from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard import BoxSending
 from rollout.weight_sync.trainer.session import UpdatePlan, UpdateSession
-from rollout.weight_sync.trainer.shard_layout import ShardLayout
+from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.through_first import ThroughFirst
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.inline import InlineSender
 from rollout.weights import Shape
@@ -47,6 +52,7 @@ class Sending:
     ) -> None:  # fmt: skip
         self._group, self._source, self._plan, self._session = group, source, plan, session
         self._encoder, self._stats, self._options = encoder, stats, options
+        self._layout = layout
         self._first = None if session is None else session.buckets
         self._boxes = None if layout is None else LocalBoxes(source, layout, group.rank)
         self.shards: LocalShards | None = None  # what this rank sends, digests or keeps of those
@@ -89,6 +95,15 @@ class Sending:
         )
         stack.callback(sender.close)
         return sender
+
+    def run(self, sink: BucketSink, plans: PlanCache, info: WeightInfo, watch: Watchdog) -> None:
+        """Collective: everything that the plan has this rank send."""
+        if self._plan.meet is None:
+            self.send_pieces(sink, watch)
+            return
+        assert self._layout is not None
+        size = self._options.bucket_bytes
+        self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
         """Collective: every piece, with a vote after each bucket's worth of whole tensors."""

@@ -31,7 +31,7 @@ from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
 from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.rendezvous import job_address
+from rollout.weight_sync.trainer.rank_rendezvous import job_address
 from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
@@ -298,7 +298,7 @@ class Opener:
         join = None
         if streams > 1:
             wire = to_plain(replace(request, metadata=None))
-            join = {"request": wire, "secret": getattr(channel, "secret", "")}
+            join = {"request": wire, "secret": channel.secret}
         if streams > 1 or (encoding.keeps == "each" and encoding.name == "delta"):
             return UpdatePlan(pieces="shards", encoding=encoding, own_digests=True, join=join)
         own = self.layout is not None and self.layout.divided
