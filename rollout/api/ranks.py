@@ -41,10 +41,10 @@ from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import Messages, output_from_proto, output_to_proto
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
-from rollout.weight_sync.trainer.preflight import WeightReport
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.rendezvous import job_address, meet
+from rollout.weight_sync.trainer.rank_rendezvous import job_address, meet
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.host import host_id
 from rollout.wire.codec import from_plain, to_plain
 
