@@ -1,7 +1,8 @@
 """What a dialect is: routes under a client's own names, and the shape that its errors have.
 
-A dialect translates bodies, answers and errors of one family of clients, and owns no state: the
-verbs are those of ``rollout.api`` and of the engine's one session. The table is ``app.DIALECTS``.
+A dialect translates bodies, answers and errors of one family of clients, and owns no state (but
+Tinker's futures, which its protocol asks for): the verbs are those of ``rollout.api`` and of the
+engine's one session. The table is ``app.DIALECTS``.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Guard:
             if path not in self._open:
                 text = f"{path} is none of the routes that are open at this address"
                 return refuse(text, "NotFoundError", 404)
-        elif (why := self._tokens.refusal(path, headers.get("authorization"))) is not None:
+        elif (why := self._tokens.refusal(path, _given(headers))) is not None:
             return refuse(why, "AuthenticationError", 401)
         if ROUTES.get(path) is not Access.OPEN and self._is_loading():
             return JSONResponse(*error_body(EngineClosed("the engine is loading: ask /health")))
@@ -134,3 +134,9 @@ class Guard:
             f"the body is larger than the {self._limit} bytes that this server takes; send less at "
             "a time, or start it with a larger --max-body-bytes"
         )
+
+
+def _given(headers: Headers) -> str | None:
+    """The caller's token as a bearer's; Tinker's clients send it as ``X-API-Key``."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (None if key is None else f"Bearer {key}")
