@@ -30,6 +30,7 @@ from rollout.server.http.answers import (
 from rollout.server.http.chat_body import ChatBody, TokenizeBody
 from rollout.server.http.dialect import Dialect, shapes_of
 from rollout.server.http.errors import error_body, install_error_handlers
+from rollout.server.http.grammars import after_thought
 from rollout.server.http.guard import Engine, Guard, Routes, include
 from rollout.server.http.messages import template_messages
 from rollout.server.http.responses import (
@@ -166,14 +167,19 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     params = body.sampling(keep_special=reader.special)
     model = await served_model(rollout, body.model)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
+    conversation, options = body.conversation(), body.chat_options()
+    if params.structured_outputs is not None and reader.reasoning is not None:
+        prompt = await rollout.backend.render(conversation, options)
+        grammar = after_thought(params.structured_outputs, reader.reasoning, prompt)
+        params = replace(params, structured_outputs=grammar)
     outputs = sessions.chat_outputs(
         rollout,
         request.headers,
-        body.conversation(),
+        conversation,
         params,
         style.request_id,
         stream=body.stream,
-        options=body.chat_options(),
+        options=options,
         reader=reader,
     )
     return await _respond(request, body, style, outputs)

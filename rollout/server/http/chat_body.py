@@ -12,10 +12,13 @@ from rollout.chat import ChatOptions
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.http.assistant import MessageReader
+from rollout.server.http.grammars import Grammar, of_tool, of_tools
 from rollout.server.http.messages import template_messages
 from rollout.server.http.reasoning import ReasoningParser
-from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
+from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser, named, required
 from rollout.server.http.types import SamplingBody
+
+_NAMED = "function:"
 
 
 class ConversationBody(BaseModel):
@@ -80,9 +83,7 @@ class ChatBody(ConversationBody, SamplingBody):
 
     def reader(self, tools: ToolParser | None, reasoning: ReasoningParser | None) -> MessageReader:
         """How the answer is read, by the parsers that the server has; raises ``InvalidRequest``."""
-        choice = self.tool_choice or ("auto" if self.tools else "none")
-        if choice not in ("none", "auto"):
-            raise InvalidRequest(f"tool_choice {choice!r} is not supported; use auto or none")
+        choice = self._choice()
         reader = MessageReader(
             reasoning=reasoning,
             show_reasoning=self.include_reasoning,
@@ -91,8 +92,10 @@ class ChatBody(ConversationBody, SamplingBody):
         )
         if choice == "none":
             return reader
-        if not self.tools:
-            raise InvalidRequest(f"tool_choice {choice!r} needs tools")
+        if choice == "required":
+            return replace(reader, calls=required)
+        if choice != "auto":
+            return replace(reader, calls=named(choice.removeprefix(_NAMED)))
         if tools is None:
             raise InvalidRequest(
                 "the server does not know how this model writes tool calls: start it with "
@@ -104,6 +107,37 @@ class ChatBody(ConversationBody, SamplingBody):
             tools=self.schemas(),
             special=reader.special or tools.special,
         )
+
+    def grammar(self) -> Grammar | None:
+        """As ``SamplingBody.grammar``; a required or named tool is one, too."""
+        asked, choice = super().grammar(), self._choice()
+        if choice in ("none", "auto"):
+            return asked
+        if asked is not None:
+            raise InvalidRequest("a tool_choice that requires a call excludes other grammars")
+        if choice == "required":
+            return of_tools(self.schemas(), several=self.parallel_tool_calls)
+        return of_tool(self.schemas()[choice.removeprefix(_NAMED)])
+
+    def _choice(self) -> str:
+        """none, auto, required, or the name of a tool behind ``_NAMED``."""
+        choice = self.tool_choice or ("auto" if self.tools else "none")
+        if choice == "none":
+            return choice
+        if not self.tools:
+            raise InvalidRequest(f"tool_choice {choice!r:.80} needs tools")
+        if isinstance(choice, str):
+            if choice not in ("auto", "required"):
+                raise InvalidRequest(
+                    f"tool_choice {choice!r:.80} is none of none, auto and required; a tool is "
+                    'named by {"type": "function", "function": {"name": ...}}'
+                )
+            return choice
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if name not in self.schemas():
+            raise InvalidRequest(f"tool_choice names {name!r:.80}, which is none of the tools")
+        return f"{_NAMED}{name}"
 
     def schemas(self) -> dict[str, dict[str, Any]]:
         """The parameters of each tool."""

@@ -32,7 +32,7 @@ class ReasoningParser:
             return "", ""
         if said.startswith(self.start):
             thought = said[len(self.start) :]
-        elif self._begins_inside(prompt):
+        elif self.begins_inside(prompt):
             thought = text
         else:
             return "", text
@@ -41,11 +41,11 @@ class ReasoningParser:
             thought = before_mark(thought, self.end)
         return thought.strip(), answer.lstrip()
 
-    def _begins_inside(self, prompt: str) -> bool:
-        opened, closed = prompt.rfind(self.start), prompt.rstrip().endswith(self.end)
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether what follows ``prompt`` is thought."""
         if self.always:
-            return not closed
-        return opened >= 0 and prompt.rstrip().endswith(self.start)
+            return not prompt.rstrip().endswith(self.end)
+        return prompt.rstrip().endswith(self.start)
 
 
 REASONING_PARSERS: Mapping[str, ReasoningParser] = {

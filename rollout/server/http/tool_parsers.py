@@ -102,6 +102,22 @@ def pythonic(text: str, final: bool, tools: Tools) -> Parsed:
     return (text, []) if final and not made else ("", made)
 
 
+def required(text: str, final: bool, tools: Tools) -> Parsed:
+    """What a grammar made of ``tool_choice`` "required": a list of calls."""
+    at = skip_space(text, 0)
+    calls = _json_array(text, at)[0] if text[at : at + 1] == "[" else []
+    return (text if final and not calls else ""), calls
+
+
+def named(name: str) -> Parse:
+    """The arguments of one tool, which the request has chosen."""
+
+    def parse(text: str, final: bool, tools: Tools) -> Parsed:
+        return "", ([Call(name, text.strip())] if text.strip() else [])
+
+    return parse
+
+
 @dataclass(frozen=True, slots=True)
 class ToolParser:
     """``special``: marks of the format are special tokens, which the text has to keep."""

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
+from rollout.server.http.grammars import Grammar, of_response_format
 
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[TokenId]
@@ -64,6 +65,7 @@ class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
     return_tokens_as_token_ids: bool = False
     logprobs_mode: LogprobsMode | None = None
     request_id: str | None = None
+    response_format: dict[str, Any] | None = None
     user: str | None = None  # accepted and not used, as is the next
     metadata: dict[str, str] | None = None
     priority: Literal[0] = 0  # first come first served: no other is honoured
@@ -82,11 +84,20 @@ class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
                 raise ValueError(f"unknown field {key!r}{hint}")
         return {key: value for key, value in values.items() if value is not None}
 
+    def grammar(self) -> Grammar | None:
+        """The one that this body asks for, by whatever name."""
+        asked = of_response_format(self.response_format)
+        if asked is not None and self.structured_outputs is not None:
+            raise InvalidRequest("response_format and structured_outputs exclude each other")
+        return self.structured_outputs if asked is None else asked
+
     def params(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
         """The sampling parameters of this body; raises ``InvalidRequest``."""
         given = {name: getattr(self, name) for name in _SHARED if name in self.model_fields_set}
+        if (grammar := self.grammar()) is not None:
+            given["structured_outputs"] = grammar
         own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         return SamplingParams(**{**given, **own})
 
