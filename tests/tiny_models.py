@@ -86,11 +86,12 @@ MIXTURES = {
     "deepseek_v3": "DeepseekV3",
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
+    "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
     "olmoe": "Olmoe",
 }
 for _name, _stem in [*((name, stem) for name, (stem, _) in DENSE.items()), *MIXTURES.items()]:
-    _config = f"{_stem}{'Text' if _name == 'gemma3' else ''}Config"
+    _config = f"{_stem}{'Text' if _name in ('gemma3', 'llama4') else ''}Config"
     ARCHITECTURES[_name] = (
         getattr(transformers, _config),
         getattr(transformers, f"{_stem}ForCausalLM"),
@@ -147,6 +148,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
+    },
+    "llama4": {
+        "num_local_experts": 6,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 16,
+        "floor_scale": 8,
+        "attn_scale": 0.3,
     },
     "gpt_oss": {
         "num_local_experts": 6,

@@ -30,7 +30,8 @@ class KVShape:
 
     @classmethod
     def of(cls, model: ModelConfig, ranks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """Of each of ``ranks``."""
+        """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
+        model.check_blocks(block_size)
         tensors, heads, elements = model.cached_heads(ranks)
         return cls(
             num_layers=model.num_layers, tensors=tensors, kv_heads=heads, block_size=block_size,

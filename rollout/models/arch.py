@@ -48,7 +48,8 @@ class MoEArch:
     ``stacked``: they are not one by one in files. ``router``: the submodule that scores them.
 
     Which layers are sparse: ``every_layer``, there is no ``decoder_sparse_step`` and no
-    ``mlp_only_layers``; ``first_dense``, the field that counts dense layers before the others.
+    ``mlp_only_layers``; ``first_dense``, the field that counts dense layers before the others;
+    ``sparse_step``, the field that says each how many-th; ``sparse_layers``, one that lists them.
 
     Routing: ``scores`` are made of the router's logits (computed in float32 where
     ``wide_router``). ``score_bias``: a trained bias on the choice alone, which is no parameter to
@@ -56,7 +57,8 @@ class MoEArch:
     "block". ``groups``: the choice is within the ``topk_group`` best of ``n_group`` groups, each
     as good as its best expert ("max") or its best two ("top2"), unless the file's ``topk_method``
     is greedy. ``norm_topk_prob`` None: the field of that name says. ``scaled``: weights are
-    multiplied by ``routed_scaling_factor``. ``wide_weights``: they stay float32 instead of being
+    multiplied by ``routed_scaling_factor``. ``scaled_inputs``: they multiply what an expert reads,
+    instead of what it makes. ``wide_weights``: they stay float32 instead of being
     rounded to the model's dtype.
     """
 
@@ -69,11 +71,14 @@ class MoEArch:
     shared: SharedArch | None = None
     every_layer: bool = False
     first_dense: str | None = None
+    sparse_step: str = "decoder_sparse_step"
+    sparse_layers: str | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
     score_bias: Literal["gate", "block"] | None = None
     groups: Literal["max", "top2"] | None = None
     norm_topk_prob: bool | None = None
     scaled: bool = False
+    scaled_inputs: bool = False
     wide_router: bool = False
     wide_weights: bool = False
 
@@ -123,14 +128,16 @@ class Arch:
     is a field of ``config.json`` and what holds where the file does not have it.
 
     Linears: the biases; ``fused_qkv``, ``fused_gate_up``: the checkpoint has one tensor for all.
-    ``activation`` of the gate. ``head_dim_given``: the file must name it (else hidden size over
-    heads is its default). ``tied`` where the file says nothing.
+    ``mlp``: the name of a dense feed-forward, ``mlp_size`` the field of its size, ``activation``
+    of its gate. ``head_dim_given``: the file must name it (else hidden size over heads is its
+    default). ``tied`` where the file says nothing.
 
     Norms: ``norm`` is "rms" (rounded, then multiplied by the weight), "rms wide" (multiplied in
     float32), "rms plus one" (the same by 1 + weight) or "layer" (the mean is subtracted, too);
     ``norm_eps`` its field. ``qk_norm``: q and k are normalised, ``qk_norm_over`` each "head" by one
-    weight, each of the "heads" by its own, or the whole "row". ``norms``: where a block has which.
-    ``parallel``: both halves of a block read its one norm, and are added together.
+    weight, each of the "heads" by its own, the whole "row", or heads that are "turned", by none.
+    ``norms``: where a block has which. ``parallel``: both halves of a block read its one norm, and
+    are added together.
 
     Factors on the embeddings, on q k^T (default: head_dim^-0.5), on what a half adds to the
     residual, and on the logits; caps on q k^T and on the logits. ``sinks``: a trained score of each
@@ -139,14 +146,16 @@ class Arch:
     Windows: layers may see ``sliding_window`` keys (that many where the file has no such field):
     ``slides`` "always" all of them; "switched" by ``use_sliding_window`` those that ``layer_types``
     or ``max_window_layers`` say; "typed" those that ``layer_types`` says, else all but each
-    ``full_every``-th (0: all).
+    ``full_every``-th (0: all). ``chunked``: in layers that turn, a query sees the keys of its own
+    chunk of ``attention_chunk_size`` alone.
 
     Positions: ``rope_theta`` where the file has none. ``local_rope``: (field, base) of layers that
     slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
     as 0 ("listed"), or in those that do not slide ("full"). ``interleaved``: the pairs that turn
     are neighbours. ``partial_rotary``: ``partial_rotary_factor`` holds where positions are not
     scaled, too, and is this where there is none (nor a ``rotary_dim``). ``wide_rope``: cos and sin
-    stay float32.
+    stay float32. ``grown``: queries that are not turned grow with their position, unless
+    ``attn_temperature_tuning`` is off.
 
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
     them behind the others, and nothing here takes them.
@@ -155,6 +164,8 @@ class Arch:
     qkv_bias: Switch = ("attention_bias", False)
     o_bias: Switch = ("attention_bias", False)
     mlp_bias: Switch = ("mlp_bias", False)
+    mlp: str = "mlp"
+    mlp_size: str = "intermediate_size"
     fused_qkv: bool = False
     fused_gate_up: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
@@ -165,7 +176,7 @@ class Arch:
     norms: BlockNorms = BlockNorms()
     parallel: bool = False
     qk_norm: Switch = False
-    qk_norm_over: Literal["head", "heads", "row"] = "head"
+    qk_norm_over: Literal["head", "heads", "row", "turned"] = "head"
     embedding_scale: Scale | None = None
     attention_scale: Scale | None = None
     residual_scale: Scale | None = None
@@ -176,12 +187,14 @@ class Arch:
     slides: Literal["always", "switched", "typed"] | None = None
     sliding_window: int | None = None
     full_every: int = 0
+    chunked: bool = False
     rope_theta: float = 1e4
     local_rope: tuple[str, float] | None = None
     no_rope: Literal["listed", "full"] | None = None
     interleaved: bool = False
     partial_rotary: float | None = None
     wide_rope: bool = False
+    grown: bool = False
     next_layers: str | None = None
     latent: LatentArch | None = None
     moe: MoEArch | None = None

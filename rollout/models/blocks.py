@@ -55,7 +55,7 @@ class DecoderBlock(nn.Module):
         self.scale = build.config.residual_scale
         latent = build.config.latent is not None
         self.self_attn = LatentAttention(build) if latent else Attention(build, index)
-        self.feed_forward = name
+        self.mlp_name = name
         self.add_module(name, feed_forward or GatedMLP(build))
         names = self.names
         for norm in (
@@ -71,10 +71,10 @@ class DecoderBlock(nn.Module):
         x, residual = self._before(names.before_attention, x, residual)
         out = self.self_attn(x, turn, batch, kv)
         if self.parallel:
-            return self._scaled(out + getattr(self, self.feed_forward)(x)), residual
+            return self._scaled(out + getattr(self, self.mlp_name)(x)), residual
         x = self._scaled(self._after(names.after_attention, out))
         x, residual = self._before(names.before_mlp, x, residual)
-        out = getattr(self, self.feed_forward)(x)
+        out = getattr(self, self.mlp_name)(x)
         return self._scaled(self._after(names.after_mlp, out)), residual
 
     def _before(
@@ -107,14 +107,18 @@ class Decoder(nn.Module):
         self.norm = make_norm(build, build.config.hidden_size)
 
     def forward(
-        self, x: Tensor, turns: Sequence[Turn], batch: ForwardBatch, kv: Sequence[LayerKV]
+        self,
+        x: Tensor,
+        turns: Sequence[Turn],
+        batches: Sequence[ForwardBatch],
+        kv: Sequence[LayerKV],
     ) -> tuple[Tensor, Tensor]:
         """The blocks on embeddings [T, hidden]: the last one's output and the residual sum.
 
-        ``turns``, ``kv``: each layer's.
+        ``turns``, ``batches``, ``kv``: each layer's.
         """
         residual: Tensor | None = None
-        for block, turn, pages in zip(self.layers, turns, kv, strict=True):
+        for block, turn, batch, pages in zip(self.layers, turns, batches, kv, strict=True):
             x, residual = block(x, residual, turn, batch, pages)
         assert residual is not None
         return x, residual

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.kernels.op import are_watched
 from rollout.models.blocks import Decoder, DecoderBlock
+from rollout.models.chunks import within_chunks
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
@@ -38,6 +39,7 @@ class CausalLM(Model):
         for layer in layers:
             if layer.rope not in ropes:
                 ropes.append(layer.rope)
+        self.chunk_of = [layer.chunk for layer in layers]
         self.rotary_of = [ropes.index(layer.rope) for layer in layers]
         self.rotaries = rotaries or [
             Rotary(
@@ -68,7 +70,7 @@ class CausalLM(Model):
         """The decoder block number ``index``."""
         moe = build.config.moe
         if moe is None or not moe.is_sparse(index):
-            return DecoderBlock(build, index)
+            return DecoderBlock(build, index, name=build.config.arch.mlp)
         return DecoderBlock(build, index, SparseMoE(build), moe.arch.names.module)
 
     @functools.cached_property
@@ -91,7 +93,10 @@ class CausalLM(Model):
         if self.native_blocks is not None and not are_watched():
             x, residual = self.native_blocks(x, *turns[0], batch, kv)
         else:
-            x, residual = self.model(x, [turns[i] for i in self.rotary_of], batch, kv)
+            block = kv[0].k.shape[2]
+            of = {c: within_chunks(batch, c, block) if c else batch for c in set(self.chunk_of)}
+            batches = [of[chunk] for chunk in self.chunk_of]
+            x, residual = self.model(x, [turns[i] for i in self.rotary_of], batches, kv)
         rows = batch.logit_rows
         x, _ = self.model.norm.add(x[rows], residual[rows])
         return self._finish(self.head.logits(x))

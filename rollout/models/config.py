@@ -14,7 +14,7 @@ from rollout.errors import ConfigError
 from rollout.models.arch import Arch, Scale
 from rollout.models.config_reader import Reader
 from rollout.models.latent_config import LatentConfig, read_latent
-from rollout.models.layer_config import LayerConfig, QueryGrowth, read_growth, read_layers
+from rollout.models.layer_config import LayerConfig, read_layers
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
 
@@ -59,7 +59,6 @@ class ModelConfig:
     logits_scale: float = 1.0
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
-    query_growth: QueryGrowth | None = None
 
     @classmethod
     def from_hf(
@@ -94,7 +93,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
             hidden_size=read.count("hidden_size"),
-            intermediate_size=read.count("intermediate_size"),
+            intermediate_size=read.count(arch.mlp_size),
             num_layers=read.count("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -120,7 +119,6 @@ class ModelConfig:
             logits_scale=_read_scale(read, arch.logits_scale),
             attention_softcap=_read_softcap(read, arch.attention_softcap),
             logits_softcap=_read_softcap(read, arch.logits_softcap),
-            query_growth=read_growth(read),
         )
 
     @classmethod
@@ -146,6 +144,14 @@ class ModelConfig:
         if self.latent is not None:
             return 1, 1, self.latent.cached
         return 2, max(1, self.num_kv_heads // size), self.head_dim
+
+    def check_blocks(self, block_size: int) -> None:
+        """Raise ``ConfigError`` where a block of the KV cache would lie in two chunks."""
+        for chunk in {layer.chunk for layer in self.layers}:
+            if chunk % block_size:
+                raise ConfigError(
+                    f"block_size {block_size} must divide attention_chunk_size {chunk}"
+                )
 
     def check_tensor_parallel(self, size: int, expert_parallel: bool = False) -> None:
         """Raise ``ConfigError`` unless this model divides over ``size`` ranks.

@@ -23,7 +23,7 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # What rope parameters may hold that is no parameter of transformers' functions.
 NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
-SLIDES, FULL = "sliding_attention", "full_attention"
+SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +42,24 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:
-    """Queries are multiplied by ``1 + beta * log(1 + position // period)``."""
+    """Queries are multiplied by ``1 + beta * log(1 + (position + ahead) // period)``."""
 
     beta: float
     period: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """The attention of one layer; ``window``: the keys a query sees, itself included, 0 for all."""
+    """The attention of one layer; ``window``: the keys a query sees, itself included, 0 for all.
+
+    ``chunk``: of the positions it sees those since the last multiple of that; 0 for all.
+    """
 
     window: int
     rope: RopeConfig
+    chunk: int = 0
+    growth: QueryGrowth | None = None
 
 
 def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
@@ -61,29 +67,38 @@ def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
     types = _read_types(read, arch)
     window = 0 if SLIDES not in types else read.count("sliding_window", arch.sliding_window)
     ropes = {kind: _read_rope(read, arch, kind) for kind in dict.fromkeys(types)}
-    turns = _turning(read, arch, types)
+    turns = _turning(read, arch, len(types))
+    chunk = read.count("attention_chunk_size") if CHUNKED in types else 0
+    every, growth = _read_growth(read, arch)
     return tuple(
         LayerConfig(
             window=window if kind == SLIDES else 0,
             rope=ropes[kind] if turn else RopeConfig(kind="none"),
+            chunk=chunk if kind == CHUNKED else 0,
+            growth=growth if every or not turn else None,
         )
         for kind, turn in zip(types, turns, strict=True)
     )
 
 
-def read_growth(read: Reader) -> QueryGrowth | None:
-    """Ministral 3's, where the rope parameters have it."""
+def _read_growth(read: Reader, arch: Arch) -> tuple[bool, QueryGrowth | None]:
+    """Whether queries grow in every layer, and how: Llama 4's, or where rope parameters have it."""
+    if arch.grown:
+        if not read.values.get("attn_temperature_tuning", True):
+            return False, None
+        period = read.count("floor_scale")
+        return False, QueryGrowth(beta=read.number("attn_scale"), period=period, ahead=1)
     given = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
     beta = given.get("llama_4_scaling_beta")
     if beta is None:
-        return None
+        return True, None
     inner = Reader(given, read.file)
     period = inner.count("original_max_position_embeddings")
-    return QueryGrowth(beta=inner.number("llama_4_scaling_beta"), period=period)
+    return True, QueryGrowth(beta=inner.number("llama_4_scaling_beta"), period=period)
 
 
 def _read_types(read: Reader, arch: Arch) -> list[str]:
-    """``sliding_attention`` or ``full_attention`` of each layer."""
+    """``sliding_attention``, ``chunked_attention`` or ``full_attention`` of each layer."""
     values, layers = read.values, read.count("num_hidden_layers")
     given = values.get("layer_types")
     if isinstance(given, list) and len(given) != layers:
@@ -91,6 +106,11 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
             f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(given)} "
             "layers; make them agree"
         )
+    if arch.chunked:
+        if not values.get("attention_chunk_size"):
+            return [FULL] * layers
+        turns = _turning(read, arch, layers)
+        return _known(read) if given else [CHUNKED if turn else FULL for turn in turns]
     slides = bool(values.get("sliding_window", arch.sliding_window))
     if arch.slides == "switched":
         slides = slides and read.flag("use_sliding_window")
@@ -99,10 +119,7 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
     if arch.slides == "always":
         return [SLIDES] * layers
     if given is not None:
-        types = read.names("layer_types")
-        if unknown := [kind for kind in types if kind not in (SLIDES, FULL)]:
-            raise ConfigError(f"{read.file}: layer_types has {unknown[0]!r}, which nothing here is")
-        return types
+        return _known(read)
     if arch.slides == "switched":
         first = read.count("max_window_layers", 0, least=0)
         return [SLIDES if layer >= first else FULL for layer in range(layers)]
@@ -110,17 +127,25 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
     return [FULL if every and (i + 1) % every == 0 else SLIDES for i in range(layers)]
 
 
-def _turning(read: Reader, arch: Arch, types: list[str]) -> list[bool]:
+def _known(read: Reader) -> list[str]:
+    """``layer_types``."""
+    types = read.names("layer_types")
+    if unknown := [kind for kind in types if kind not in (SLIDES, FULL, CHUNKED)]:
+        raise ConfigError(f"{read.file}: layer_types has {unknown[0]!r}, which nothing here is")
+    return types
+
+
+def _turning(read: Reader, arch: Arch, layers: int) -> list[bool]:
     """Whether positions turn the queries and keys of each layer."""
     if arch.no_rope is None:
-        return [True] * len(types)
+        return [True] * layers
     if arch.no_rope == "full":
-        return [kind == SLIDES for kind in types]
+        return [kind == SLIDES for kind in _read_types(read, arch)]
     listed = read.values.get("no_rope_layers")  # 1: has rope
-    if listed is None:
+    if not listed:
         every = read.count("no_rope_layer_interval", 4)
-        return [(layer + 1) % every != 0 for layer in range(len(types))]
-    if not isinstance(listed, list) or len(listed) != len(types):
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) != layers:
         raise ConfigError(f"{read.file}: no_rope_layers must have 0 or 1 for each layer")
     return [bool(each) for each in listed]
 

@@ -35,8 +35,10 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         router: Router = getattr(self, self.moe.arch.router)
         chosen, weights = route(router(x), self.moe, router.e_score_correction_bias)
-        out: Tensor = self.experts(
-            x, chosen, weights if self.moe.arch.wide_weights else weights.to(x.dtype)
+        if not self.moe.arch.wide_weights:
+            weights = weights.to(x.dtype)
+        out: Tensor = (self._of_scaled if self.moe.arch.scaled_inputs else self.experts)(
+            x, chosen, weights
         )
         if self.shared is not None:
             shared: Tensor = getattr(self, self.shared.name)(x)
@@ -44,6 +46,13 @@ class SparseMoE(nn.Module):
                 shared = torch.sigmoid(getattr(self, f"{self.shared.name}_gate")(x)) * shared
             out = out + shared
         return self.tp.all_reduce(out)
+
+    def _of_scaled(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The sum of what experts make of inputs that were multiplied by their weights."""
+        inputs = (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)  # [T k, hidden]
+        alone = chosen.reshape(-1, 1)
+        out: Tensor = self.experts(inputs, alone, torch.ones_like(alone, dtype=x.dtype))
+        return out.view(*chosen.shape, -1).sum(dim=1)
 
 
 def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def read_moe(read: Reader, arch: MoEArch) -> MoEConfig:
         norm_topk_prob=norm_topk_prob,
         expert_size=read.count(arch.size),
         shared_size=_read_shared(read, arch),
-        sparse_step=1 if arch.every_layer else read.count("decoder_sparse_step"),
+        sparse_step=_read_step(read, arch),
         dense_layers=_read_dense(read, arch),
         groups=groups,
         top_groups=top_groups,
@@ -84,9 +84,20 @@ def _read_shared(read: Reader, arch: MoEArch) -> int:
     return read.count(shared.size) * (read.count(shared.count) if shared.count else 1)
 
 
+def _read_step(read: Reader, arch: MoEArch) -> int:
+    listed = arch.sparse_layers is not None and read.values.get(arch.sparse_layers) is not None
+    return 1 if arch.every_layer or listed else read.count(arch.sparse_step)
+
+
 def _read_dense(read: Reader, arch: MoEArch) -> tuple[int, ...]:
     if arch.first_dense:
         return tuple(range(read.count(arch.first_dense, least=0)))
+    if (name := arch.sparse_layers) is not None:
+        sparse = read.values.get(name)
+        layers = range(read.count("num_hidden_layers"))
+        if sparse is not None and not isinstance(sparse, list):
+            raise ConfigError(f"{read.file}: {name} must be a list of layers, got {sparse!r}")
+        return () if sparse is None else tuple(layer for layer in layers if layer not in sparse)
     dense = () if arch.every_layer else read.values.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
         raise ConfigError(f"{read.file}: mlp_only_layers must be a list of layers, got {dense!r}")

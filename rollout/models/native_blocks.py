@@ -126,8 +126,9 @@ def _is_like_llama(config: ModelConfig) -> bool:
         and config.activation == "silu"
         and config.residual_scale == 1
         and not config.attention_softcap
-        and config.query_growth is None
         and all(layer == layers[0] for layer in layers)
+        and layers[0].growth is None
+        and not layers[0].chunk
     )
 
 
@@ -166,7 +167,7 @@ def _norm(block: DecoderBlock, name: str) -> RMSNorm:
 
 
 def _mlp(block: DecoderBlock) -> GatedMLP:
-    return cast(GatedMLP, getattr(block, block.feed_forward))
+    return cast(GatedMLP, getattr(block, block.mlp_name))
 
 
 def _weights(block: DecoderBlock) -> list[Tensor | None]:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.more
 # (model, ranks of the engine)
 MODELS = (
     *(("glm4_moe", 1), ("deepseek_v2", 1), ("deepseek_v3", 2)),
-    *(("olmoe", 1), ("minimax_m2", 1), ("gpt_oss", 2)),
+    *(("olmoe", 1), ("minimax_m2", 1), ("gpt_oss", 2), ("llama4", 1)),
 )
 BUCKET = 16 << 10
 

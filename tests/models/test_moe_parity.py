@@ -27,6 +27,15 @@ YARN = {
 }
 SHAPES = {
     "gpt_oss": {},
+    "llama4": {},
+    "llama4, all sparse, all listed, even temperature": {
+        "moe_layers": [0, 1],
+        "num_hidden_layers": 2,
+        "no_rope_layers": [1, 0],
+        "attn_temperature_tuning": False,
+        "use_qk_norm": False,
+        "attention_bias": True,
+    },
     "minimax_m2": {},
     "olmoe": {},
     "deepseek_v3": {},
@@ -219,3 +228,11 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
     assert not any(".layers.2." in name for name in report.loaded)
     with pytest.raises(WeightMismatch, match=r"unknown tensor 'model\.layers\.3\.x"):
         loaded(config, TensorParallel(), weights | {"model.layers.3.x": torch.zeros(1)})
+
+
+def test_blocks_of_the_cache_that_lie_in_two_chunks_are_refused(tmp_path):
+    config = ModelConfig.from_hf(write_tiny(tmp_path, "llama4").config.to_dict())
+    assert [layer.chunk for layer in config.layers] == [16, 16, 16, 0]
+    config.check_blocks(8)
+    with pytest.raises(ConfigError, match="block_size 12 must divide attention_chunk_size 16"):
+        config.check_blocks(12)

@@ -9,7 +9,7 @@ from rollout.kernels import batch_invariant_attention, paged_attention, rope_and
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import QKVLinear, RowLinear
-from rollout.models.layers.norm import HeadsNorm, RowNorm, make_norm
+from rollout.models.layers.norm import HeadsNorm, RowNorm, UnitNorm, make_norm
 from rollout.weights import WeightSlot
 
 Turn = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, rotated dims]
@@ -35,13 +35,16 @@ class Attention(nn.Module):
         if config.arch.interleaved:
             rope = config.layers[index].rope
             self.turned = 0 if rope.kind == "none" else int(config.head_dim * rope.partial)
-        self.growth = config.query_growth
+        self.growth = config.layers[index].growth
         self.attend = batch_invariant_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
         inputs = config.num_heads * config.head_dim
         self.o_proj = RowLinear(build, inputs, config.hidden_size, config.o_bias)
-        self.q_norm = self._norm(0) if config.qk_norm else None
-        self.k_norm = self._norm(1) if config.qk_norm else None
+        normalised = config.qk_norm
+        if config.arch.qk_norm_over == "turned" and config.layers[index].rope.kind == "none":
+            normalised = False
+        self.q_norm = self._norm(0) if normalised else None
+        self.k_norm = self._norm(1) if normalised else None
 
     def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -52,7 +55,8 @@ class Attention(nn.Module):
             q, k = _apart(q, self.turned), _apart(k, self.turned)
         q = rope_and_cache(q, k, v, *turn, kv.k, kv.v, batch.slot_mapping)
         if self.growth is not None:
-            grown = torch.log(1 + batch.positions // self.growth.period) * self.growth.beta
+            periods = (batch.positions + self.growth.ahead) // self.growth.period
+            grown = torch.log(1 + periods) * self.growth.beta
             q = q * (1 + grown).to(q.dtype)[:, None, None]
         out = self.attend(
             q,
@@ -72,6 +76,8 @@ class Attention(nn.Module):
     def _norm(self, part: int) -> nn.Module:
         """The norm of queries (part 0) or keys (1)."""
         config, over = self.build.config, self.build.config.arch.qk_norm_over
+        if over == "turned":
+            return UnitNorm(config.norm_eps)
         if over == "head":
             return make_norm(self.build, config.head_dim)
         _, total, first, count = self.qkv_proj.parts[part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout.kernels import add_rms_norm, rms_norm
 from rollout.models.layers.base import Build, Layer, rows_slot, whole_slot
@@ -62,6 +62,18 @@ class LayerNorm(Norm):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.forward(total), total
+
+
+class UnitNorm(nn.Module):
+    """By the root of the mean square, without a weight. Turning commutes with it."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class HeadsNorm(Layer):
