@@ -217,13 +217,16 @@ class SglangVerbs:
         await self._rollout.pause_generation(PAUSE_MODES[body.mode])
 
     async def resume(self) -> None:
-        """``IncompleteUpdate`` where broadcasts came that no version was made of."""
+        """``IncompleteUpdate`` while broadcasts have come that make no whole model.
+
+        However often it is asked: clients ask again, and would sample from the old weights.
+        """
         missing = await self._run(lambda verbs: verbs.incomplete())
         if missing is not None:
             raise IncompleteUpdate(
-                "the weights that were sent do not make a whole model, and were given up: "
-                f"{missing}. Generation is still paused, on the old version: send them again, or "
-                "continue_generation once more to go on with that"
+                f"the weights that were sent make no whole model: {missing}. Generation is still "
+                "paused: send the rest; or give the update up, and go on with the old version, by "
+                "/destroy_weights_update_group or /abort_weight_update"
             )
         await self._rollout.resume_generation()
 

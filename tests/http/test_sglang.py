@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from typing import Any
 
 import httpx
@@ -126,6 +127,15 @@ def test_what_cannot_be_served_is_refused_by_name(
     reply = http.post("/generate", json=body)
     assert reply.status_code == 400, reply.text
     assert words in reply.json()["error"]["message"]
+
+
+@pytest.mark.more
+def test_grammars_are_the_engines_structured_outputs(http: httpx.Client) -> None:
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, "sampling_seed": 1}
+    row = generate(http, input_ids=IDS, sampling_params={**sampling, "regex": "[0-3]{2}"})
+    assert re.fullmatch("[0-3]{2}", row["text"])
+    body = {"input_ids": IDS, "sampling_params": {**sampling, "json_schema": "{"}}
+    assert http.post("/generate", json=body).status_code == 400
 
 
 def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:

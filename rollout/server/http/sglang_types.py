@@ -33,10 +33,10 @@ _SAMPLING: Mapping[str, str | None] = {
     "no_stop_trim": "include_stop_str_in_output",
     "spaces_between_special_tokens": None, "stream_interval": None,
 }  # fmt: skip
-_NO_SAMPLING = (
-    "stop_regex", "beam_width", "json_schema", "regex", "ebnf", "structural_tag", "custom_params",
-    "watermark",
-)  # fmt: skip
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar",
+             "structural_tag": "structural_tag"}  # fmt: skip
+ANY_JSON = "$$ANY$$"  # SGLang's schema for whatever is JSON
+_NO_SAMPLING = ("stop_regex", "beam_width", "custom_params", "watermark")
 _WITHOUT_EFFECT = frozenset((
     "session_id", "log_metrics", "conversation_id", "routing_key", "routed_dp_rank",
     "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "priority", "modalities",
@@ -166,14 +166,22 @@ def _ask(
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
     for key, value in given.items():
-        if key not in _SAMPLING:
+        if key in _GRAMMARS:
+            values |= _grammar(key, value) if value else {}
+        elif key not in _SAMPLING:
             if _asks(value):
-                text = _refusal(key, [*_SAMPLING, *_NO_SAMPLING], _NO_SAMPLING)
+                known = [*_SAMPLING, *_GRAMMARS, *_NO_SAMPLING]
+                text = _refusal(key, known, _NO_SAMPLING)
                 raise InvalidRequest(f"sampling_params: {text}")
         elif (name := _SAMPLING[key]) is not None and (value is not None or name == "max_tokens"):
             values[name] = value
     values["stop_token_ids"] = [t for t in values.get("stop_token_ids", ()) if t is not None]
     return values
+
+
+def _grammar(key: str, value: Any) -> dict[str, Any]:
+    one = {"json_object": True} if value == ANY_JSON else {_GRAMMARS[key]: value}
+    return {"structured_outputs": one}
 
 
 def _asks(value: Any) -> bool:

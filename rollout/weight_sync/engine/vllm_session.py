@@ -175,15 +175,12 @@ class VerbSession:
         self._answers.run(Said("destroy_weights_update_group", ANYBODY), act)
 
     def incomplete(self) -> str | None:
-        """What an update that commits by itself still lacks, and give it up; None for no such."""
+        """What an update that commits by itself still lacks; None where there is no such."""
 
         def act() -> str | None:
             update = self._open
-            if update is None or not update.implicit:
-                return None
-            missing = "; ".join(update.missing()[:4])
-            self._end(f"it was left incomplete: {missing}")
-            return missing
+            lacks = update is not None and update.implicit
+            return "; ".join(update.missing()[:4]) if update is not None and lacks else None
 
         return self._answers.run(Said("continue_generation", ANYBODY), act)
 
