@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 import rollout
+from rollout.api.adapters import MergedAdapters
 from rollout.api.read_once import ReadOnce
 from rollout.chat import ChatOptions
 from rollout.config import EngineConfig
@@ -57,6 +58,7 @@ class EmbeddedBackend:
         """``executor``: the way to the ranks, where it is not the one that ``config`` names."""
         self.config = config
         self.core = EngineCore(config, executor=executor)
+        self.adapters = MergedAdapters(config)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce()

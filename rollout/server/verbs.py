@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.api import AsyncRollout
+from rollout.api.adapters import MAX_NAMES, MAX_RANK
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
@@ -270,7 +271,9 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
             "parallel_config": {
                 "tensor_parallel_size": weights.tensor_parallel_size,
                 "world_size": weights.tensor_parallel_size,
+                "data_parallel_size": 1,
             },
+            "lora_config": _lora_config(rollout),
         },
         "rollout": {
             "version": info.package_version,
@@ -279,3 +282,11 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
             "state": info.state,
         },
     }
+
+
+def _lora_config(rollout: AsyncRollout) -> Document | None:
+    """None where no adapter can be loaded: nobody has allowed a directory to read."""
+    backend = rollout.backend
+    if not isinstance(backend, EmbeddedBackend) or not backend.config.weight_dirs:
+        return None
+    return {"max_lora_rank": MAX_RANK, "max_loras": MAX_NAMES}

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from serving import serve
 from tiny_models import write_tiny
 
 from rollout import ConfigError, Rollout
@@ -19,25 +22,31 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-@pytest.mark.more
-def test_the_stock_async_trainer_trains_on_conversations_and_every_sync_arrives(
-    tmp_path: Path,
-) -> None:
-    write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
+def run(job: str, *arguments: str) -> Any:
+    """What the job says at its end."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "trl_async_job.py"), str(tmp_path / "tiny"), str(tmp_path)],
+        [sys.executable, str(HERE / job), *arguments],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "NO_PROXY": "*",
         },
         capture_output=True,
         text=True,
         timeout=270,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    got = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.more
+def test_the_stock_async_trainer_trains_on_conversations_and_every_sync_arrives(
+    tmp_path: Path,
+) -> None:
+    write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
+    got = run("trl_async_job.py", str(tmp_path / "tiny"), str(tmp_path))
     assert [sync["equal"] for sync in got["syncs"]] == [True] * 4  # one before the first step
     assert [sync["version"] for sync in got["syncs"]] == [1, 2, 3, 4]
     assert len({sync["norm"] for sync in got["syncs"]}) == 4  # every step changed the weights
@@ -91,3 +100,43 @@ def test_a_worker_scores_groups_and_says_what_has_failed(
         with pytest.raises(RuntimeError, match="no reward today"):
             broken.check_health(60)
         broken.stop()
+
+
+@pytest.mark.more
+def test_the_stock_async_trainer_sends_adapters_which_are_merged_as_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    model, scratch = tmp_path / "tiny", tmp_path / "out"
+    write_tiny(model, "qwen3", tokenizer=True)
+    scratch.mkdir()
+    flags = ["--dtype", "float32", "--weight-dir", str(scratch), "--tensor-parallel-size", "2"]
+    with serve(model, *flags) as served:
+        url = f"http://{served.http}"
+        got = run("trl_lora_job.py", str(model), url, served.grpc, str(scratch))
+        syncs = got["syncs"]
+        assert [sync["version"] for sync in syncs] == [1, 2, 3, 4]
+        assert [sync["label"] for sync in syncs] == [f"trl-policy-v{n}" for n in (1, 2, 3, 4)]
+        assert all(sync["equal"] and sync["named"] for sync in syncs)
+        assert len({sync["norm"] for sync in syncs}) == 4
+        assert len(got["ratios"]) == 3
+        assert "trl-policy-v4" in syncs[3]["names"]
+        assert "trl-policy-v1" not in syncs[3]["names"]  # TRL has unloaded what was stale
+
+        def post(path: str, **body: object) -> tuple[int, str]:
+            answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+            return answer.status_code, answer.text
+
+        status, text = post("/v1/load_lora_adapter", lora_name="x", lora_path=str(tmp_path))
+        assert (status, "--weight-dir" in text) == (400, True)
+        (scratch / "empty").mkdir()
+        status, text = post(
+            "/v1/load_lora_adapter", lora_name="x", lora_path=str(scratch / "empty")
+        )
+        assert (status, "adapter_config.json" in text) == (400, True)
+        assert post("/v1/unload_lora_adapter", lora_name="x")[0] == 404
+        with Rollout.connect(served.grpc) as rollout:
+            assert rollout.weight_version == 4  # nothing of that changed anything
+            # Without its adapter the service is the checkpoint again, as a new version.
+            assert post("/v1/unload_lora_adapter", lora_name="trl-policy-v4")[0] == 200
+            assert rollout.weight_version == 5
+            assert rollout.check_weights(str(model)).equal

@@ -19,7 +19,7 @@ from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
-from rollout.server.http import control, sessions, sglang, tinker, vllm
+from rollout.server.http import adapters, control, sessions, sglang, tinker, vllm
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -35,6 +35,7 @@ from rollout.server.http.guard import Engine, Guard, Routes, include
 from rollout.server.http.messages import template_messages
 from rollout.server.http.responses import (
     EventStream,
+    adapter_names,
     event,
     first_of,
     served_model,
@@ -52,6 +53,7 @@ DIALECTS = (
     Dialect(name="sessions", routes=sessions.routes),
     Dialect(name="vllm", routes=control.routes),
     Dialect(name="vllm-frameworks", routes=vllm.routes),
+    Dialect(name="adapters", routes=adapters.routes),
     Dialect(name="sglang", routes=sglang.routes, error=sglang.sglang_error),
     Dialect(name="tinker", routes=tinker.routes, error=tinker.tinker_error),
 )
@@ -142,7 +144,8 @@ async def models(rollout: Engine) -> dict[str, Any]:
         "root": info.model,
         "max_model_len": info.max_model_len,
     }
-    return {"object": "list", "data": [card]}
+    more = [{**card, "id": name, "parent": info.model} for name in adapter_names(rollout)]
+    return {"object": "list", "data": [card, *more]}
 
 
 @routes.on("GET", "/version", Access.GENERATION)

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
+from rollout.api.embedded import EmbeddedBackend
 from rollout.errors import InvalidRequest
 from rollout.generation import RequestOutput
 
@@ -70,9 +71,16 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def served_model(rollout: AsyncRollout, asked: str | None) -> str:
-    """Its name; a request for another is a 404."""
+    """What to call it: its name, or that of a loaded adapter; a request for another is a 404."""
     served = (await rollout.server_info()).model
-    if asked not in (None, served):
-        message = f"the model {asked!r} does not exist; this server serves {served!r}"
+    known = (served, *adapter_names(rollout))
+    if asked is not None and asked not in known:
+        message = f"the model {asked!r} does not exist; this server serves {', '.join(known)}"
         raise HTTPException(404, message)
-    return served
+    return asked or served
+
+
+def adapter_names(rollout: AsyncRollout) -> tuple[str, ...]:
+    """Of the adapters that requests may name as their model."""
+    backend = rollout.backend
+    return backend.adapters.names if isinstance(backend, EmbeddedBackend) else ()

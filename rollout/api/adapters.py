@@ -1,0 +1,174 @@
+"""LoRA adapters by name, merged into the live weights when they are loaded.
+
+Until adapters are served by themselves, loading one makes ``checkpoint + adapter`` the next
+version, a transaction like any update; the one before it is no longer in the weights. So every
+name that is loaded is answered by what is live, and each token tells its version.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.errors import ConfigError, InvalidRequest, VersionConflict
+from rollout.loader import open_checkpoint
+from rollout.weight_sync.protocol.link import WeightLink
+from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.versions.follower import allowed
+from rollout.weights import Box
+from rollout.weights.files import open_weights
+
+MAX_NAMES = 1024
+MAX_RANK = 1024
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+# What changes the arithmetic, and is not done here: such an adapter is refused by the setting.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFiles:
+    """A PEFT adapter directory: ``A`` [rank, in] and ``B`` [out, rank] by weight, and the scale."""
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    scaling: float
+
+    @classmethod
+    def read(cls, path: Path) -> LoraFiles:
+        """Raises ``ConfigError`` naming what is missing or not supported."""
+        try:
+            settings = json.loads((path / "adapter_config.json").read_text())
+            rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} holds no PEFT adapter_config.json: {error}") from error
+        if settings.get("peft_type") != "LORA" or not 1 <= rank <= MAX_RANK:
+            raise ConfigError(f"{path} is no LoRA adapter of rank 1 to {MAX_RANK}")
+        for name, plain in _PLAIN.items():
+            if settings.get(name) not in plain:
+                raise ConfigError(
+                    f"{path} has {name}={settings[name]!r:.80}, which is not merged here; send "
+                    "the trainer's PEFT model by update_weights"
+                )
+        _, files = open_weights(path, "safetensors")
+        with closing(files):
+            metas = files.metadata().values()
+            found = {meta.name: files.read(meta.name, Box.full(meta.shape)) for meta in metas}
+        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        return cls(_pairs(found, path), scale)
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """By PEFT's own arithmetic: the same bits as its ``merge()`` for float32 factors."""
+        if name not in self.factors:
+            return weight
+        down, up = self.factors[name]
+        delta = (up.float() @ down.float()) * self.scaling
+        return weight + delta.to(weight.dtype)
+
+
+class MergedAdapters:
+    """The adapters of one engine; thread-safe, one load at a time.
+
+    ``names`` are those that requests may name as their model. Reads under ``weight_dirs`` alone.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._paths: dict[str, Path] = {}
+        self._live: str | None = None
+        self._version: int | None = None  # of the last commit here
+        self._touched: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._paths)
+
+    def load(self, name: str, path: str, link: WeightLink) -> UpdateReceipt | None:
+        """Make checkpoint + adapter live; None where this one is already. Blocks.
+
+        Raises ``ConfigError`` for what cannot be read, ``VersionConflict`` where the live weights
+        are not the checkpoint's, and what an update raises; then nothing has changed.
+        """
+        if not name or len(name) > 256 or "\0" in path:
+            raise InvalidRequest("lora_name must have 1 to 256 characters, and lora_path no null")
+        where = allowed(path, self._config.weight_dirs)
+        with self._lock:
+            if self._live == name and self._paths.get(name) == where:
+                return None  # asked again: it was done
+            if name not in self._paths and len(self._paths) >= MAX_NAMES:
+                raise InvalidRequest(f"{MAX_NAMES} adapters are loaded: unload some")
+            receipt = self._commit(LoraFiles.read(where), link, label=name)
+            self._paths[name], self._live = where, name
+            return receipt
+
+    def unload(self, name: str, link: WeightLink) -> bool:
+        """Forget the name; whether it was there. Of the live one the weights are the checkpoint's
+        again.
+        """
+        with self._lock:
+            if name not in self._paths:
+                return False
+            if name == self._live:
+                self._commit(LoraFiles({}, 0.0), link, label=None)
+                self._live = None
+            del self._paths[name]
+            return True
+
+    def _commit(self, files: LoraFiles, link: WeightLink, label: str | None) -> UpdateReceipt:
+        info = link.info()
+        if info.version not in (0, self._version):
+            raise VersionConflict(
+                f"version {info.version} did not come from the checkpoint and an adapter, so an "
+                "adapter cannot be merged into it; restart the service, or go on with full updates"
+            )
+        wanted = self._touched | files.factors.keys()
+        known = {meta.name for meta in info.tensors}
+        if unknown := sorted(wanted - known):
+            raise ConfigError(f"the adapter changes {unknown[0]}, which is no weight of this model")
+        options = UpdateOptions(partial=True, label=label, timeout=self._config.timeout)
+        items = self._merged(wanted, files)
+        receipt = publish(items, connect=lambda: link, options=options)
+        self._version, self._touched = receipt.version, frozenset(files.factors)
+        return receipt
+
+    def _merged(self, wanted: frozenset[str], files: LoraFiles) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors that this adapter or the one before it changes."""
+        config = self._config
+        with open_checkpoint(config.model, config.revision, config.load_format) as checkpoint:
+            for name, lazy in checkpoint.items():
+                if name in wanted:
+                    yield name, files.merged(name, lazy.read(Box.full(lazy.shape)))
+
+
+def _pairs(found: Mapping[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    pairs = {}
+    for key, down in found.items():
+        if key.endswith(_A):
+            stem = key.removesuffix(_A)
+            up = found.get(stem + _B)
+            if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
+                raise ConfigError(f"{path}: {key} has no {_B[1:]} that fits it")
+            pairs[stem.removeprefix(_PREFIX) + ".weight"] = (down, up)
+    other = sorted(key for key in found if not key.endswith((_A, _B)))
+    if other or not pairs:
+        raise ConfigError(f"{path} holds {other[0] if other else 'no factors'}: plain LoRA alone")
+    return pairs

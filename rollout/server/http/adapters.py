@@ -1,0 +1,62 @@
+"""LoRA adapters by vLLM's routes; loading one merges it into what is live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+from pydantic import BaseModel, ConfigDict
+
+from rollout.api import AsyncRollout
+from rollout.api.embedded import EmbeddedBackend
+from rollout.errors import ConfigError
+from rollout.server.auth import Access
+from rollout.server.http.guard import Engine, Routes
+
+routes = Routes()
+
+
+class LoadBody(BaseModel):
+    """``load_inplace`` makes no difference: a name may always be loaded again from another path."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's own number: not used
+
+
+@routes.on("POST", "/v1/load_lora_adapter", Access.CONTROL)
+@routes.on("POST", "/load_lora_adapter", Access.CONTROL)
+async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
+    """Checkpoint + adapter become the next version; asked again, it is done already."""
+    backend = _embedded(rollout)
+    receipt = await rollout.threads.run(
+        lambda: backend.adapters.load(body.lora_name, body.lora_path, backend.link)
+    )
+    version = (await rollout.server_info()).version if receipt is None else receipt.version
+    return {"message": f"adapter {body.lora_name!r} is merged into the weights", "version": version}
+
+
+@routes.on("POST", "/v1/unload_lora_adapter", Access.CONTROL)
+@routes.on("POST", "/unload_lora_adapter", Access.CONTROL)
+async def unload(rollout: Engine, body: UnloadBody) -> dict[str, Any]:
+    """Of the live adapter: the checkpoint's weights become the next version."""
+    backend = _embedded(rollout)
+    found = await rollout.threads.run(lambda: backend.adapters.unload(body.lora_name, backend.link))
+    if not found:
+        raise HTTPException(404, f"no adapter {body.lora_name!r:.300} is loaded")
+    return {"message": f"adapter {body.lora_name!r} is unloaded"}
+
+
+def _embedded(rollout: AsyncRollout) -> EmbeddedBackend:
+    if not isinstance(rollout.backend, EmbeddedBackend):
+        raise ConfigError("adapters are loaded by the engine's own server: ask it")
+    return rollout.backend
