@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -60,9 +61,7 @@ class ModelInstances:
         self._live_is: int | None = next(self._names)
         self._shadow_is: int | None = None
         self._past: list[int | None] = []  # what was live before, newest last
-        self._kept: RollbackSnapshot | None = None
-        self._kept_is: int | None = None  # what ``_kept`` makes of the content ``_kept_on``
-        self._kept_on: int | None = None
+        self._kept: _Kept | None = None
         self._revert: Callable[[], object] | None = None  # undoes the last commit
         self._reading = threading.Lock()  # weights that are read stay where they are
         # What was written to the shadow since it was brought up to live; once that is committed,
@@ -87,7 +86,7 @@ class ModelInstances:
     @property
     def kept_bytes(self) -> int:
         """What is kept for going back, beside the shadow."""
-        return 0 if self._kept is None else self._kept.nbytes
+        return 0 if self._kept is None else self._kept.snapshot.nbytes
 
     # ---- UpdateHost ----
 
@@ -126,14 +125,14 @@ class ModelInstances:
         if self._live is None:
             self._live = self._build(self._device)
         elif self._undo != "shadow" and self._live_is is not None:
-            self._kept, self._kept_is = RollbackSnapshot.whole(self._live), self._live_is
+            self._kept = _Kept(RollbackSnapshot.whole(self._live), self._live_is, None)
         self._in_place, self._live_is = True, None
         return self._live.begin_load()
 
     def finish_load(self, live: bool) -> None:
         """Everything is there and derived: what is kept for going back may shrink."""
         if live and self._undo == "sparse" and self._kept is not None and self._live is not None:
-            self._kept.shrink(self._live)
+            self._kept.snapshot.shrink(self._live)
 
     def restore_live(self) -> None:
         """After a failed load into the live instance: as it was before; else nothing to do.
@@ -146,7 +145,7 @@ class ModelInstances:
         if kept is None or self._live is None:
             raise VersionConflict("this rank kept nothing of the weights that were overwritten")
         kept.exchange(self._live)
-        self._in_place, self._live_is = False, self._kept_is
+        self._in_place, self._live_is = False, kept.leads_from
         self._forget()
 
     def slots(self) -> Iterator[WeightSlot]:
@@ -207,10 +206,12 @@ class ModelInstances:
                 self._diff = frozenset((self._live_is, self._shadow_is)), self._written
             self._moved(before, self._swap)
             return moved
-        before = self._kept_is if self._kept is not None else None
         self._in_place, self._live_is = False, next(self._names)
-        self._kept_on = self._live_is
-        self._moved(before, None if self._kept is None else self._exchange_kept)
+        if self._kept is None:
+            self._moved(None, None)
+            return False
+        self._kept.leads_from = self._live_is
+        self._moved(self._kept.leads_to, self._exchange_kept)
         return False
 
     def go_back(self) -> bool:
@@ -222,7 +223,7 @@ class ModelInstances:
         way: Callable[[], bool]
         if target is not None and before is not None and self._shadow_is == target:
             way = self._swap
-        elif target is not None and (self._kept_is, self._kept_on) == (target, before):
+        elif self._kept is not None and self._kept.is_between(before, target):
             way = self._exchange_kept
         else:
             raise VersionConflict("this rank holds no other version to go back to")
@@ -299,8 +300,7 @@ class ModelInstances:
     def _exchange_kept(self) -> bool:
         assert self._kept is not None
         self._kept.exchange(self.live)
-        self._kept_is, self._kept_on = self._kept_on, self._kept_is
-        self._live_is = self._kept_on
+        self._live_is = self._kept.leads_from
         return True
 
     def _moved(self, before: int | None, revert: Callable[[], object] | None) -> None:
@@ -315,20 +315,38 @@ class ModelInstances:
         elif self._shadow_is == target and self._shadow is not None:
             self._forget()
             if self._undo == "host":
-                self._kept = RollbackSnapshot.whole(self._shadow)
+                snapshot = RollbackSnapshot.whole(self._shadow)
             else:
-                self._kept = RollbackSnapshot.difference(self._shadow, self.live)
-            self._kept_is, self._kept_on = target, self._live_is
-        elif (self._kept_is, self._kept_on) != (target, self._live_is):
+                snapshot = RollbackSnapshot.difference(self._shadow, self.live)
+            self._kept = _Kept(snapshot, target, self._live_is)
+        elif self._kept is not None and not self._kept.is_between(self._live_is, target):
             self._forget()
 
     def _forget(self) -> None:
-        self._kept = self._kept_is = self._kept_on = None
+        self._kept = None
 
     def _make_shadow(self, device: torch.device) -> Model:
         if self._live is not None and device == self._device:
             return self._live.empty_like()
         return self._build(device)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A snapshot that turns one content of the live instance into another, and then back."""
+
+    snapshot: RollbackSnapshot
+    leads_to: int | None
+    leads_from: int | None
+
+    def is_between(self, here: int | None, there: int | None) -> bool:
+        """Whether it leads from ``here`` to ``there``; None is no content."""
+        known = here is not None and there is not None
+        return known and (self.leads_from, self.leads_to) == (here, there)
+
+    def exchange(self, live: Model) -> None:
+        self.snapshot.exchange(live)
+        self.leads_to, self.leads_from = self.leads_from, self.leads_to
 
 
 def _exchange(a: Model, b: Model) -> None:
