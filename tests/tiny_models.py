@@ -85,6 +85,7 @@ MIXTURES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
     "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
@@ -188,6 +189,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+}
+EXPERTS["glm4_moe_lite"] = {
+    **{key: value for key, value in EXPERTS["deepseek_v3"].items() if key[:5] != "first"},
+    "mlp_layer_types": ["sparse", "dense"],
 }
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",

@@ -26,6 +26,7 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 SHAPES = {
+    "glm4_moe_lite": {},
     "gpt_oss": {},
     "llama4": {},
     "llama4, all sparse, all listed, even temperature": {

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention over experts chosen within groups."""
+"""DeepSeek-V3, R1, Kimi-K2, Moonlight, GLM-4.7-Flash: latent attention, experts within groups."""
 
 from rollout.models.arch import Arch, LatentArch, MoEArch, SharedArch
 
@@ -24,3 +24,4 @@ DeepseekV3ForCausalLM = Arch(
         wide_weights=True,
     ),
 )
+Glm4MoeLiteForCausalLM = DeepseekV3ForCausalLM
