@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollout.server.auth import Tokens
     from rollout.server.http.answers import AnswerDefaults
     from rollout.server.http.open_routes import OpenRoutes
-    from rollout.server.service import Addresses
+    from rollout.server.service import Addresses, Listening
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,16 @@ def _server_tls(args: argparse.Namespace) -> ServerTls | None:
     return ServerTls(cert=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca)
 
 
+def _listening(args: argparse.Namespace, tokens: Tokens) -> Listening:
+    from rollout.server.service import Listening
+
+    return Listening(
+        host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
+        tls=_server_tls(args), insecure=args.insecure, open_routes=_open_routes(args),
+        answers=_answers(args), max_body_bytes=args.max_body_bytes,
+    )  # fmt: skip
+
+
 async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
     from rollout.server.service import serving
 
@@ -160,11 +170,7 @@ async def _serve(args: argparse.Namespace, config: Any, tokens: Tokens) -> int:
         _on_end_of_input(loop, stop)
 
     async def run() -> int:
-        async with serving(
-            config, host=args.host, port=args.port, grpc_port=args.grpc_port, tokens=tokens,
-            tls=_server_tls(args), insecure=args.insecure, open_routes=_open_routes(args),
-            answers=_answers(args), max_body_bytes=args.max_body_bytes,
-        ) as at:  # fmt: skip
+        async with serving(config, _listening(args, tokens)) as at:
             print(f"memory {at.memory}", file=sys.stderr, flush=True)
             print(f"ready http={at.http} grpc={at.grpc}", flush=True)
             ready.set()

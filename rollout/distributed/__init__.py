@@ -37,6 +37,7 @@ __all__ = [
     "TensorParallel",
     "choose_device",
     "gloo_group",
+    "host_port",
     "join_group",
     "local_address",
 ]
@@ -197,6 +198,11 @@ def _form(made: Future[Any], make: Callable[[], Any]) -> None:
         made.set_result(make())
     except BaseException as error:  # noqa: BLE001 - raised where it is waited for
         made.set_exception(error.with_traceback(None))
+
+
+def host_port(host: str, port: int) -> str:
+    """As addresses are written: with brackets where ``host`` is one of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def choose_device(device: str) -> torch.device:

@@ -40,14 +40,26 @@ _CONTROL = (
         "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "AbortWeightUpdate",
     )),
 )  # fmt: skip
-# Every route of both servers by its gRPC method or HTTP path. HTTP routes enter where they are
-# defined (``http.guard.Routes``). What is missing asks for the control token; a test walks both
-# servers, so that no method is forgotten here.
-ROUTES: dict[str, Access] = {
-    **dict.fromkeys(_OPEN, Access.OPEN),
-    **dict.fromkeys(_GENERATION, Access.GENERATION),
-    **dict.fromkeys(_CONTROL, Access.CONTROL),
-}
+# Every route of both servers by (HTTP method, path); gRPC's are all POST. HTTP routes enter where
+# they are defined (``http.guard.Routes``). A test walks both servers, so that none is forgotten.
+ROUTES: dict[tuple[str, str], Access] = {
+    ("POST", path): access
+    for paths, access in (
+        (_OPEN, Access.OPEN), (_GENERATION, Access.GENERATION), (_CONTROL, Access.CONTROL),
+    )
+    for path in paths
+}  # fmt: skip
+
+
+def access_of(method: str, path: str) -> Access:
+    """What a call asks of its caller: the control token where there is no such path, and where the
+    path has no such method as much as its others do.
+    """
+    path = path.rstrip("/")  # the router sends it on there
+    found = ROUTES.get((method, path))
+    if found is None:
+        found = max((v for (_, p), v in ROUTES.items() if p == path), default=Access.CONTROL)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +95,9 @@ class Tokens:
             )
         check_encrypted(host, tls=tls, insecure=insecure)
 
-    def refusal(self, route: str, authorization: str | None) -> str | None:
+    def refusal(self, route: str, authorization: str | None, method: str = "POST") -> str | None:
         """Why a caller with this header may not call ``route``; None if it may."""
-        access = ROUTES.get(route.rstrip("/"), Access.CONTROL)  # the router sends it on there
+        access = access_of(method, route)
         control = self.control if self.control is not None else self.generation
         # All that could match are compared, in constant time each.
         is_generation = _matches(self.generation, authorization)

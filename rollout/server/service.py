@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend, NearLink
 from rollout.config import EngineConfig
-from rollout.distributed import LOOPBACK
+from rollout.distributed import LOOPBACK, host_port
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
 from rollout.metrics import EngineCounters
 from rollout.rpc.status import MAX_BODY
@@ -47,93 +47,85 @@ class Addresses:
     link: NearLink
 
 
-@asynccontextmanager
-async def serving(
-    config: EngineConfig,
-    *,
-    host: str = LOOPBACK,
-    port: int = 0,
-    grpc_port: int = 0,
-    tokens: Tokens | None = None,
-    tls: ServerTls | None = None,
-    insecure: bool = False,
-    open_routes: OpenRoutes | None = None,
-    answers: AnswerDefaults | None = None,
-    max_body_bytes: int = MAX_BODY,
-) -> AsyncIterator[Addresses]:
-    """Everything up inside the block, everything gone after it; port 0 picks a free one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where a service listens, and whom it lets in; port 0 picks a free one.
 
     ``tls`` encrypts both; with its ``client_ca`` only clients with a certificate are let in.
     ``insecure`` allows a host beyond loopback without it. ``open_routes`` answer without a token at
-    an address of their own. ``max_body_bytes``: of one request. Raises ``ConfigError`` for a busy
-    port or an open host without a token before any weight is read, and whatever starting the
+    an address of their own. ``max_body_bytes``: of one request. Raises ``ConfigError`` for an open
+    host without a token.
+    """
+
+    host: str = LOOPBACK
+    port: int = 0
+    grpc_port: int = 0
+    tokens: Tokens = field(default_factory=Tokens)
+    tls: ServerTls | None = None
+    insecure: bool = False
+    open_routes: OpenRoutes | None = None
+    answers: AnswerDefaults | None = None
+    max_body_bytes: int = MAX_BODY
+
+    def __post_init__(self) -> None:
+        encrypted = self.tls is not None
+        self.tokens.check_host(self.host, tls=encrypted, insecure=self.insecure)
+        if self.max_body_bytes < 1:
+            raise ConfigError("max_body_bytes must be 1 or more")
+        if self.open_routes is not None:
+            check_encrypted(self.open_routes.host, tls=encrypted, insecure=self.insecure)
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig, at: Listening) -> AsyncIterator[Addresses]:
+    """Everything up inside the block, everything gone after it.
+
+    Raises ``ConfigError`` for a busy port before any weight is read, and whatever starting the
     engine raises.
     """
-    tokens = tokens or Tokens()
-    tokens.check_host(host, tls=tls is not None, insecure=insecure)
-    if max_body_bytes < 1:
-        raise ConfigError("max_body_bytes must be 1 or more")
-    if open_routes is not None:
-        check_encrypted(open_routes.host, tls=tls is not None, insecure=insecure)
-    context = None if tls is None else tls.context()
+    context = None if at.tls is None else at.tls.context()
     rollout = AsyncRollout(**config.to_dict())
     backend = rollout.backend
     assert isinstance(backend, EmbeddedBackend)
     core = backend.core
     async with contextlib.AsyncExitStack() as stack:
-        main = stack.enter_context(listen(host, port, "HTTP"))
-        apps = [(main, _app(rollout, tokens, answers, max_body_bytes))]
-        if grpc_port:
-            listen(host, grpc_port, "gRPC").close()  # a busy port is better known before the load
-        if open_routes is not None:
-            beside = listen(open_routes.host, open_routes.port, "open routes")
-            app = _app(rollout, Tokens(), answers, max_body_bytes, open_routes.routes)
-            apps.append((stack.enter_context(beside), app))
-            _warn_of(open_routes, beside)
+        apps = [(stack.enter_context(sock), app) for sock, app in _apps(rollout, at)]
+        if at.grpc_port:  # a busy port is better known before the load
+            listen(at.host, at.grpc_port, "gRPC").close()
         stack.push_async_callback(rollout.shutdown)
         for sock, app in apps:  # before the load, so that /health can say that it goes on
             await stack.enter_async_context(_http(backend, app, sock, context))
         await rollout.start()
         grpc_address = await rollout.serve(
-            host,
-            grpc_port,
-            token=tokens.generation,
-            control_token=tokens.control,
-            tls=tls,
-            insecure=insecure,
-            max_body_bytes=max_body_bytes,
-        )
-        http_port = main.getsockname()[1]
+            at.host, at.grpc_port, token=at.tokens.generation, control_token=at.tokens.control,
+            tls=at.tls, insecure=at.insecure, max_body_bytes=at.max_body_bytes,
+        )  # fmt: skip
         yield Addresses(
-            _join(host, http_port),
-            grpc_address,
-            str(core.memory),
-            asyncio.wrap_future(core.died),
-            core.counters,
-            backend.link,
+            host_port(at.host, apps[0][0].getsockname()[1]), grpc_address, str(core.memory),
+            asyncio.wrap_future(core.died), core.counters, backend.link,
+        )  # fmt: skip
+
+
+def _apps(rollout: AsyncRollout, at: Listening) -> Iterator[tuple[socket.socket, FastAPI]]:
+    """The HTTP server's socket and application, and those of the open routes."""
+    yield listen(at.host, at.port, "HTTP"), _app(rollout, at, at.tokens)
+    if (open_routes := at.open_routes) is not None:
+        sock = listen(open_routes.host, open_routes.port, "open routes")
+        log.warning(
+            "open to anyone without a token at http=%s: %s",
+            host_port(open_routes.host, sock.getsockname()[1]),
+            ", ".join(open_routes.routes),
         )
+        yield sock, _app(rollout, at, Tokens(), open_routes.routes)
 
 
 def _app(
-    rollout: AsyncRollout,
-    tokens: Tokens,
-    answers: AnswerDefaults | None,
-    max_body_bytes: int,
-    open_routes: Sequence[str] | None = None,
+    rollout: AsyncRollout, at: Listening, tokens: Tokens, open_routes: Sequence[str] | None = None
 ) -> FastAPI:
     return build_app(
-        rollout,
-        tokens=tokens,
-        token_text=_token_text(rollout),
-        answers=answers,
-        max_body_bytes=max_body_bytes,
-        open_routes=open_routes,
-    )
-
-
-def _warn_of(open_routes: OpenRoutes, sock: socket.socket) -> None:
-    at = _join(open_routes.host, sock.getsockname()[1])
-    log.warning("open to anyone without a token at http=%s: %s", at, ", ".join(open_routes.routes))
+        rollout, tokens=tokens, token_text=_token_text(rollout), answers=at.answers,
+        max_body_bytes=at.max_body_bytes, open_routes=open_routes,
+    )  # fmt: skip
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
@@ -147,8 +139,8 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {_join(host, port)} for {what}: {error}; choose another port, or 0 "
-            "for a free one"
+            f"cannot listen on {host_port(host, port)} for {what}: {error}; choose another port, "
+            "or 0 for a free one"
         ) from error
     return sock
 
@@ -203,7 +195,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -62,11 +62,11 @@ def test_what_every_route_answers_to_each_caller(served: Served, app: FastAPI) -
     with httpx.Client(base_url=f"http://{served.http}", timeout=30) as client:
         for path, methods in routes_of(app).items():
             for token, access in callers.items():
-                allowed = access >= ROUTES[path]
-                if allowed and path in skipped:
-                    continue
                 headers = JSON | ({"Authorization": f"Bearer {token}"} if token else {})
                 for method in methods:
+                    allowed = access >= ROUTES[method, path]
+                    if allowed and path in skipped:
+                        continue
                     body = None if method == "GET" else b"{"
                     reply = client.request(method, path, headers=headers, content=body)
                     assert (reply.status_code == 401) is not allowed, (path, token, reply.text)
@@ -82,10 +82,12 @@ def test_a_route_that_does_not_say_who_may_call_it_is_refused_at_the_start() -> 
 def test_a_route_added_later_is_closed_until_it_is_listed(app: FastAPI) -> None:
     tokens = Tokens(generation=TOKEN, control=CONTROL)
     assert tokens.refusal("/new_route", f"Bearer {TOKEN}")
-    assert tokens.refusal("/health/", None) is None  # the router sends it on to /health
+    assert tokens.refusal("/health/", None, "GET") is None  # the router sends it on to /health
     assert tokens.refusal("/pause/", f"Bearer {TOKEN}")
-    assert tokens.refusal("/health\n", None)
+    assert tokens.refusal("/health\n", None, "GET")
     assert tokens.refusal("/new_route", f"Bearer {CONTROL}") is None
+    assert tokens.refusal("/health", None, "DELETE") is None  # the router says that there is none
+    assert tokens.refusal("/pause", f"Bearer {TOKEN}", "GET")
 
 
 def test_missing_wrong_and_insufficient_tokens_are_told_apart(served: Served) -> None:
@@ -238,7 +240,7 @@ async def test_the_guard_asks_for_nothing_past_the_limit() -> None:
             given += len((await receive())["body"])
 
     guard = Guard(below, tokens=Tokens(), max_body_bytes=1000)
-    scope = {"type": "http", "path": "/tokenize", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": []}
     with pytest.raises(Exception, match="1000 bytes"):
         await guard(scope, endless, None)  # type: ignore[arg-type]
     assert given == 1000

@@ -20,7 +20,7 @@ from rollout import AsyncRollout, Rollout
 from rollout.config import EngineConfig
 from rollout.errors import RolloutError
 from rollout.server.http.app import build_app
-from rollout.server.service import serving
+from rollout.server.service import Listening, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -170,7 +170,7 @@ async def test_the_http_port_answers_while_the_model_is_loaded(
     opened, done = asyncio.Event(), asyncio.Event()
 
     async def run() -> None:
-        async with serving(EngineConfig(model=str(model), **CPU), port=port):
+        async with serving(EngineConfig(model=str(model), **CPU), Listening(port=port)):
             opened.set()
             await done.wait()
 

@@ -16,7 +16,7 @@ from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.rpc.tls import ClientTls, ServerTls
-from rollout.server.service import serving
+from rollout.server.service import Listening, serving
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_plain_http_is_not_answered(secured: Served) -> None:
 
 
 async def _serve(model: Path, tls: ServerTls) -> None:
-    async with serving(EngineConfig(model=str(model)), tls=tls):
+    async with serving(EngineConfig(model=str(model)), Listening(tls=tls)):
         raise AssertionError("it started")
 
 

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rollout.distributed import host_port
 from rollout.errors import ConfigError
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import command_from_wire
@@ -40,7 +41,7 @@ class GrpcServer:
     ) -> None:
         self._server, self._health, self._weights = server, health, weights
         self.port = port
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = host_port(host, port)
 
     async def stop(self, grace: float = STOP_GRACE) -> None:
         """Refuse new calls, end those under way within ``grace`` seconds. Idempotent."""
@@ -99,7 +100,7 @@ def _add_weights(server: Any, weights: WeightSyncService) -> None:
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    target = host_port(host, port)
     try:
         if credentials is None:
             bound = int(server.add_insecure_port(target))

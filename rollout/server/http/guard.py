@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.errors import ConfigError, EngineClosed
-from rollout.server.auth import ROUTES, Access, Tokens
+from rollout.server.auth import ROUTES, Access, Tokens, access_of
 from rollout.server.http.errors import ErrorShape, error_body, shaped
 from rollout.server.verbs import Verbs
 
@@ -30,14 +30,15 @@ class Routes(APIRouter):
         return frozenset(route.path for route in self.routes if isinstance(route, APIRoute))
 
     def on(self, method: str, path: str, access: Access) -> Callable[[Any], Any]:
-        ROUTES[path] = access
+        ROUTES[method, path] = access
         return self.api_route(path, methods=[method])
 
 
 def include(app: FastAPI, routes: Routes) -> None:
     """Add routes to an application; ``ConfigError`` for one that does not say who may call it."""
     for route in routes.routes:
-        if not isinstance(route, APIRoute) or route.path not in ROUTES:
+        path, methods = getattr(route, "path", ""), getattr(route, "methods", None) or {""}
+        if any((method, path) not in ROUTES for method in methods):
             raise ConfigError(f"{route} does not say who may call it: define it by Routes.on")
     app.include_router(routes)
 
@@ -91,13 +92,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refused = self._refusal(scope["path"], headers)
+        refused = self._refusal(scope["method"], scope["path"], headers)
         if refused is not None:
             await refused(scope, receive, send)
             return
         await self._app(scope, self._bounded(receive), send)
 
-    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+    def _refusal(self, method: str, path: str, headers: Headers) -> JSONResponse | None:
         def refuse(text: str, kind: str, status: int) -> JSONResponse:
             asks = {"WWW-Authenticate": "Bearer"} if status == 401 else None
             return JSONResponse(*shaped(self._shapes, path, text, kind, status), asks)
@@ -106,9 +107,9 @@ class Guard:
             if path not in self._open:
                 text = f"{path} is none of the routes that are open at this address"
                 return refuse(text, "NotFoundError", 404)
-        elif (why := self._tokens.refusal(path, _given(headers))) is not None:
+        elif why := self._tokens.refusal(path, _given(headers), method):
             return refuse(why, "AuthenticationError", 401)
-        if ROUTES.get(path) is not Access.OPEN and self._is_loading():
+        if access_of(method, path) is not Access.OPEN and self._is_loading():
             return JSONResponse(*error_body(EngineClosed("the engine is loading: ask /health")))
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._limit:
