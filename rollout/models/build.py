@@ -18,6 +18,7 @@ from rollout.models.foreign import ForeignCausalLM
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.registry import Registry
+from rollout.models.transformers_lm import TransformersCausalLM
 from rollout.models.weight_table import WeightTable
 from rollout.weights import TensorMeta
 
@@ -57,12 +58,14 @@ def build_model(
         deterministic=deterministic,
         head_dtype=head_dtype,
     )
+    max_len = max_model_len or config.max_position_embeddings
+    if config.hf_values is not None:
+        return _by_transformers(build, max_len)
     kind = (registry or Registry()).load(config.architecture)
     if isinstance(kind, Arch):
         kind = CausalLM
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
-    max_len = max_model_len or config.max_position_embeddings
     foreign = not issubclass(kind, CausalLM)
     if deterministic:
         check_deterministic(build, kind if foreign else None)
@@ -74,6 +77,19 @@ def build_model(
     model = ForeignCausalLM(build, max_len, kind, tensors()) if foreign else kind(build, max_len)
     assert isinstance(model, Model)
     return model
+
+
+def _by_transformers(build: Build, max_len: int) -> Model:
+    asked = {
+        "deterministic": build.deterministic,
+        "head_dtype": build.head_dtype not in (None, build.dtype),
+        "expert_parallel": build.expert_parallel,
+    }
+    if refused := [name for name, is_so in asked.items() if is_so]:
+        raise ConfigError(
+            f"{build.config.architecture} runs as transformers' modules, without {refused[0]}"
+        )
+    return TransformersCausalLM(build, max_len)
 
 
 def build_tables(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -17,7 +17,9 @@ from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, read_layers
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
+from rollout.models.transformers_probe import probe
 
+T = TypeVar("T", bound="ModelConfig")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -27,7 +29,8 @@ class ModelConfig:
 
     ``arch`` is what the architecture declares, the other fields what the file says, by its rules.
     Factors are 1 and caps 0 where there is none. ``next_layers``: layers behind the last one that a
-    checkpoint may hold, for a purpose that is none here.
+    checkpoint may hold, for a purpose that is none here. ``hf_values``: the whole file, of a model
+    that runs as transformers' modules (``transformers_lm.py``); None for one of ours.
     """
 
     architecture: str
@@ -59,6 +62,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
+    hf_values: Mapping[str, Any] | None = None
 
     @classmethod
     def from_hf(
@@ -75,7 +79,10 @@ class ModelConfig:
         """
         read = Reader(values, file)
         registry = registry or Registry()
-        architecture = registry.choose(read.names("architectures"))
+        names = read.names("architectures")
+        if not registry.knows(names):
+            return _by_transformers(cls, read, names, registry)
+        architecture = registry.choose(names)
         arch = registry.arch(architecture)
         _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
@@ -160,6 +167,11 @@ class ModelConfig:
         padded and always divides. With ``expert_parallel`` whole experts are dealt out instead of
         a part of each: any number of them that leaves no rank without one.
         """
+        if self.hf_values is not None and size > 1:
+            raise ConfigError(
+                f"{self.architecture} runs as transformers' modules, on one rank; tensor parallel "
+                f"size is {size}"
+            )
         self._check_experts(size, expert_parallel)
         if self.num_heads % size:
             raise ConfigError(
@@ -202,6 +214,36 @@ class ModelConfig:
                     f"{what} intermediate size ({inner}) must be divisible by tensor parallel "
                     f"size ({size})" + ("" if what[0] == "S" else ", or set expert_parallel")
                 )
+
+
+def _by_transformers(cls: type[T], read: Reader, names: list[str], registry: Registry) -> T:
+    """Of an architecture that nothing here declares; ``ConfigError`` says why it is not served."""
+    try:
+        found = probe(read.values, names[0] if names else "", read.file)
+    except ConfigError as error:
+        raise registry.refusal(names, f" Nor by transformers: {error}") from None
+    return cls(
+        architecture=found.architecture,
+        vocab_size=found.vocab_size,
+        hidden_size=found.hidden_size,
+        intermediate_size=1,
+        num_layers=found.num_layers,
+        num_heads=found.num_heads,
+        num_kv_heads=found.num_kv_heads,
+        head_dim=found.head_dim,
+        norm_eps=0.0,
+        max_position_embeddings=found.max_position_embeddings,
+        layers=(),
+        tied=found.tied,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        dtype=read.dtype(),
+        eos_token_ids=token_ids(read.values.get("eos_token_id"), read.file),
+        bos_token_id=read.values.get("bos_token_id"),
+        hf_values=found.values,
+    )
 
 
 def token_ids(value: Any, file: str) -> tuple[int, ...]:

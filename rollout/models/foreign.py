@@ -224,7 +224,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters = {_storage(p): (name, tuple(p.shape)) for name, p in parameters.items()}
+        self._parameters = {storage_id(p): (name, tuple(p.shape)) for name, p in parameters.items()}
         self._kept = parameters  # storages are told apart while they live
         self._name, self._tensor = "", torch.empty(0)
         self._copies: list[tuple[str, Box, Box]] = []
@@ -243,12 +243,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         target = args[0] if args and isinstance(args[0], Tensor) else None
         written = func._schema.is_mutable and target is not None
-        if written and target is not None and _storage(target) in self._parameters:
+        if written and target is not None and storage_id(target) in self._parameters:
             self._note(func._schema.name, target, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, op: str, target: Tensor, args: tuple[Any, ...]) -> None:
-        param, shape = self._parameters[_storage(target)]
+        param, shape = self._parameters[storage_id(target)]
         put = box_of(target, shape)
         if put is None:
             self.problems.append(f"{self._name}: writes no box of {param}")
@@ -256,7 +256,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if op == "aten::fill_" and args[1] != 0:
                 self.problems.append(f"{self._name}: fills {param} with {args[1]}")
             self.filled[param].append(put)
-        elif op == "aten::copy_" and _storage(args[1]) == _storage(self._tensor):
+        elif op == "aten::copy_" and storage_id(args[1]) == storage_id(self._tensor):
             take = box_of(args[1], tuple(self._tensor.shape))
             if take is None or args[1].numel() != target.numel():
                 self.problems.append(f"{self._name}: no box of it goes to {param}")
@@ -292,5 +292,6 @@ def box_of(view: Tensor, shape: Shape) -> Box | None:
     return Box(tuple(starts), tuple(a + n for a, n in zip(starts, sizes, strict=True)))
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
+    """Of its storage, which views share; good while the storage lives."""
     return int(tensor.untyped_storage()._cdata)

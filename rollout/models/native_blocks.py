@@ -14,7 +14,7 @@ from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry, library
 from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention.cpu import takes_heads
-from rollout.models.arch import BlockNorms
+from rollout.models.arch import Arch, BlockNorms
 from rollout.models.blocks import DecoderBlock, GatedMLP
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
@@ -114,18 +114,30 @@ def _run(problem: ctypes.Structure) -> None:
         raise MemoryError("decoder blocks: no memory for attention's scratch")
 
 
-def _is_like_llama(config: ModelConfig) -> bool:
-    """Whether blocks differ from Llama's in nothing that the native code does not know."""
-    arch, layers = config.arch, config.layers[: config.num_layers]
+def knows(arch: Arch) -> bool:
+    """Whether an architecture differs from Llama in nothing that the native code does not know."""
     return (
         arch.norm == "rms"
         and arch.norms == BlockNorms()
         and not arch.parallel
         and not arch.interleaved
         and arch.qk_norm_over == "head"
+        and arch.activation[1] == "silu"
+        and arch.residual_scale is None
+        and arch.attention_softcap is None
+        and arch.local_rope is None
+        and arch.no_rope is None
+        and arch.moe is None
+        and arch.latent is None
+    )
+
+
+def _is_like_llama(config: ModelConfig) -> bool:
+    """What the file may say, too."""
+    layers = config.layers[: config.num_layers]
+    return (
+        knows(config.arch)
         and config.activation == "silu"
-        and config.residual_scale == 1
-        and not config.attention_softcap
         and all(layer == layers[0] for layer in layers)
         and layers[0].growth is None
         and not layers[0].chunk

@@ -51,6 +51,12 @@ class Registry:
             raise ConfigError(f"model path must read 'package.module:Class', got {path!r}")
         return Registry(MappingProxyType({**self.entries, architecture: path}))
 
+    def knows(self, architectures: Iterable[str]) -> bool:
+        """Whether one of them is declared here or by an installed package."""
+        return any(
+            n in known for known in (self.entries, installed_models()) for n in architectures
+        )
+
     def choose(self, architectures: Iterable[str]) -> str:
         """The first supported name; ``ConfigError`` lists the supported ones and the nearest."""
         names = list(architectures)
@@ -58,13 +64,18 @@ class Registry:
             for name in names:
                 if name in known:
                     return name
+        raise self.refusal(names)
+
+    def refusal(self, names: list[str], why: str = "") -> ConfigError:
+        """The error of architectures that are not known; ``why`` comes last."""
         supported = sorted({*self.entries, *installed_models()})
         near = [
             hit for name in names for hit in difflib.get_close_matches(name, supported, 1, TYPO)
         ]
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}"
+        return ConfigError(
+            f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}."
+            f"{why}"
         )
 
     def load(self, architecture: str) -> Any:

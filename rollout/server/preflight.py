@@ -29,6 +29,7 @@ class Preflight:
     """What ``check`` found; sizes are bytes of one rank (the largest)."""
 
     architecture: str
+    served: str
     ranks: int
     dtype: str
     num_tensors: int
@@ -43,6 +44,7 @@ class Preflight:
         """For people, one fact a line."""
         return [
             f"architecture   {self.architecture}, {self.num_elements / 1e6:.1f} M parameters",
+            f"served         {self.served}",
             f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
             f"checkpoint     {self.num_tensors} tensors, names and shapes as the tables want them",
             f"memory         {self.memory}, {self.kv_bytes_per_token} bytes a token; "
@@ -82,7 +84,10 @@ def check(config: EngineConfig) -> Preflight:
     }
     size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
     return Preflight(
-        architecture=model.architecture, ranks=ranks, dtype=dtype_name(dtype), size=size,
+        architecture=model.architecture,
+        served="natively" if model.hf_values is None else "by transformers: its own modules, "
+        "their attention over pages",
+        ranks=ranks, dtype=dtype_name(dtype), size=size,
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
         kv_bytes_per_token=kv.block_bytes // config.block_size, free_bytes=free,

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import Session, loaded, run_ranks
-from tiny_models import write_tiny
+from tiny_models import DENSE, write_tiny
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
 from rollout.kernels.native import library
 from rollout.kernels.op import watch_ops
+from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
 from rollout.models.config import ModelConfig
-from rollout.models.native_blocks import NativeBlocks
+from rollout.models.native_blocks import NativeBlocks, knows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
 
@@ -163,3 +164,18 @@ def test_what_the_native_code_is_not_made_for_runs_op_by_op(tmp_path: Path) -> N
 
     blocks[1].input_layernorm.__class__ = Own
     assert NativeBlocks.of(model.build, blocks) is None
+
+
+@pytest.mark.parametrize("arch", DENSE)
+def test_an_architecture_runs_in_one_call_where_the_table_of_models_says_so(
+    tmp_path: Path, arch: str
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    plain = {"layer_types": None} if arch == "ministral" else {}
+    if arch == "ministral3":
+        plain = {"rope_parameters": rope}
+    write_tiny(tmp_path, arch, **plain)
+    config = ModelConfig.from_directory(tmp_path)
+    model = build_model(config, TensorParallel(), torch.bfloat16, "cpu", "tiles")
+    assert isinstance(model, CausalLM)
+    assert (model.native_blocks is not None) == knows(config.arch)

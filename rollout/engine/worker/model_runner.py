@@ -22,8 +22,8 @@ from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import open_checkpoint
 from rollout.models.build import build_model
+from rollout.models.causal_lm import CausalLM
 from rollout.models.config import ModelConfig
-from rollout.models.foreign import ForeignCausalLM
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model
 from rollout.weights import TensorMeta
@@ -54,7 +54,7 @@ class ModelRunner:
         self.table, self.metadata = live.table, live.weight_metadata()
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
-        own = not isinstance(live, ForeignCausalLM)
+        own = isinstance(live, CausalLM)
         self._captures = wants_graphs(config, self.device, own)
         self._graphs: DecodeGraphs | None = None
         self.instances = ModelInstances(

@@ -1,0 +1,161 @@
+"""Writes docs/models.md from the registry, and from a sweep over the installed transformers.
+
+    python docs/make_models.py [--sweep]
+
+``--sweep`` judges every causal model of transformers at tiny size again (a minute or two); else
+the lists that an earlier sweep left on the page stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rollout.models.arch import Arch
+from rollout.models.native_blocks import knows
+from rollout.models.registry import built_in
+
+PAGE = Path(__file__).with_name("models.md")
+SWEPT = "## Models of transformers\n"
+HEAD = """\
+# Models
+
+Made from the registry by `python docs/make_models.py`. `rollout check MODEL` says of any checkpoint
+whether it is served natively, by transformers, or not, and why.
+
+## Natively
+
+Each is a declaration in `rollout/models/architectures/`, tested against transformers' own model.
+"One call": on a CPU all blocks of a bfloat16 model run in one native call where its layers are
+alike; the others run op by op, in the same kernels.
+
+| architecture | what sets it apart | attention | feed-forward | CPU blocks |
+|---|---|---|---|---|
+"""
+MIDDLE = """\
+
+## By transformers
+
+Any other causal model of the installed transformers runs as its own modules, if their attention
+goes through transformers' attention interface: it gets our pages, batches, prefix cache, sampling
+and updates, on one rank, without native blocks, captured graphs or `deterministic=True`. No code
+of a checkpoint is run. After the first load its logprobs over pages are compared with those of the
+same modules under transformers' own attention; a model for which they differ is refused.
+
+"""
+
+
+def page(swept: str) -> str:
+    rows = "".join(f"{row}\n" for row in table())
+    return f"{HEAD}{rows}{MIDDLE}{SWEPT}\n{swept}"
+
+
+def table() -> Iterable[str]:
+    """A row for each declared architecture, in the order of their names."""
+    for name, path in sorted(built_in().items()):
+        module = import_module(path.partition(":")[0])
+        arch: Arch = getattr(module, name)
+        story = (module.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
+        blocks = "one call" if knows(arch) else "op by op"
+        yield f"| `{name}` | {story} | {_attention(arch)} | {_feed_forward(arch)} | {blocks} |"
+
+
+def _attention(arch: Arch) -> str:
+    if arch.latent is not None:
+        return "latent"
+    found = ["full"] if arch.slides is None else ["windows as the file says"]
+    found += ["sinks"] if getattr(arch, "sinks", False) else []
+    found += ["capped scores"] if arch.attention_softcap else []
+    return ", ".join(found)
+
+
+def _feed_forward(arch: Arch) -> str:
+    return "dense" if arch.moe is None else "experts"
+
+
+def swept_lists(rows: Iterable[Any]) -> str:
+    """What a sweep found: the types served each way, and reasons for the rest."""
+    served: dict[str, list[str]] = defaultdict(list)
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.matches and row.updates:
+            served[row.how].append(row.model_type)
+        else:
+            reasons[reason(row)].append(row.model_type)
+    total = sum(map(len, (*served.values(), *reasons.values())))
+    good = sum(map(len, served.values()))
+    lines = [
+        f"`python docs/make_models.py --sweep` on transformers {_version()}, at tiny size:",
+        f"of {total} model types with a causal class, {good} load, match transformers' logprobs to",
+        "1e-4, and are updated by their own module to the bits of a fresh start. What a config has",
+        "beyond that (convolutions, chunks of attention) is judged when a checkpoint is checked.",
+        "",
+    ]
+    for how in ("natively", "by transformers"):
+        lines += [f"{len(served[how])} {how}: {_names(served[how])}.", ""]
+    lines += ["| the others, and why not | model types |", "|---|---|"]
+    for why, types in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+        lines.append(f"| {why} | {len(types)}: {_names(types)} |")
+    return "\n".join(lines) + "\n"
+
+
+def reason(row: Any) -> str:
+    """A line for all models with one kind of reason."""
+    why = row.why
+    for part, said in (
+        ("does not go through the interface", "their attention does not go through the interface"),
+        ("need more than a KV cache", "layers that need more than a KV cache"),
+        ("states beside", "states beside the KV cache"),
+        ("convolutions over tokens", "convolutions over tokens"),
+        ("only causal attention", "attention that is not causal by default"),
+        (
+            "do not run without memory",
+            "modules that do not run on `meta`, which shows their shapes",
+        ),
+        ("differ", "logprobs that differ over pages: refused"),
+        ("unknown tensor", "files that name or shape tensors otherwise than the modules"),
+        ("were not initialized", "files that name or shape tensors otherwise than the modules"),
+        ("no box of a parameter", "files that name or shape tensors otherwise than the modules"),
+        ("has no vocab_size", "configs without the usual fields"),
+        ("its config has no", "configs without the usual fields"),
+    ):
+        if part in why:
+            return said
+    if row.how == "no tiny model":
+        return "no tiny model could be made of their config"
+    return "another refusal"
+
+
+def _names(types: Iterable[str]) -> str:
+    return ", ".join(f"`{each}`" for each in sorted(types))
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def swept_part() -> str:
+    """What the page has of the last sweep."""
+    return PAGE.read_text().partition(f"{SWEPT}\n")[2] if PAGE.exists() else ""
+
+
+def main() -> None:
+    swept = swept_part()
+    if "--sweep" in sys.argv[1:]:
+        tests = PAGE.parents[1] / "tests"
+        sys.path[:0] = [str(tests), str(tests / "models")]
+        import transformers_sweep
+
+        transformers_sweep.hush()
+        swept = swept_lists(transformers_sweep.sweep())
+    PAGE.write_text(page(swept))
+
+
+if __name__ == "__main__":
+    main()

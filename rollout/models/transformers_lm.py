@@ -1,0 +1,254 @@
+"""A model that runs as transformers' own modules, its attention over our pages."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.errors import ConfigError
+from rollout.kernels import paged_attention
+from rollout.models.foreign import box_of, storage_id
+from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.layers.base import Build
+from rollout.models.model import Model
+from rollout.models.transformers_probe import AttentionCall, bind, construct, load_class
+from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
+from rollout.weights import PLAIN, Box, WeightSlot
+from rollout.weights.fused_experts import Spellings
+from rollout.weights.names import weight_dtype
+
+CHECKED = (9, 4)  # tokens of the two steps that a first load is judged by
+TOLERANCE = 1e-3  # of float32 logprobs between attention over pages and transformers' own
+
+
+class TransformersCausalLM(Model):
+    """One rank's instance.
+
+    Weights come through slots as anywhere: the parameters, and the buffers that files have, in the
+    spelling of the files or of the modules. After the first load its logits are compared with those
+    of the same modules under transformers' own attention, so that a model whose layers are not what
+    they seem is refused instead of served.
+    """
+
+    def __init__(self, build: Build, max_len: int, inner: nn.Module | None = None) -> None:
+        super().__init__(build, max_len)
+        config = build.config
+        assert config.hf_values is not None
+        self._checked = inner is not None
+        if inner is None:
+            kind, values = load_class(config.hf_values, config.architecture)
+            inner = construct(kind, values, build.dtype, build.device)
+            _own_buffers(inner, build.dtype)
+        self.inner = inner
+        self._keeps_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters
+        self._step = _Pages()
+        bind(inner, self._step)
+        self.table = _table(inner)
+        check_table(self.table)
+        self.eval()
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.inner
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        self._step.begin(batch, kv)
+        return self._logits(batch.input_ids, batch.positions, batch.logit_rows)
+
+    def after_load(self) -> None:
+        if not self._checked and self.build.device.type != "meta":
+            self._check()
+            self._checked = True
+
+    def empty_like(self) -> Self:
+        return type(self)(self.build, self.max_len, copy.deepcopy(self.inner))
+
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        keep = {"logits_to_keep": rows} if self._keeps_rows else {}
+        out: Any = self.inner(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep
+        )
+        logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0][rows]
+        return logits[:, : self.config.vocab_size]
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Raise ``ConfigError`` unless pages give what transformers' own attention gives."""
+        device, total = self.build.device, sum(CHECKED)
+        ids = torch.arange(3, 3 + total, device=device) % self.config.vocab_size
+        _, heads, dim = self.config.cached_heads(1)
+        pages = torch.zeros(total, heads, 1, dim, dtype=self.build.dtype, device=device)
+        kv = [LayerKV(pages.clone(), pages.clone()) for _ in range(self.config.num_layers)]
+        ours, start = [], 0
+        for count in CHECKED:
+            ours.append(self(_chunk(ids, start, count), kv))
+            start += count
+        self.inner.set_attn_implementation("eager")  # type: ignore[operator]
+        try:
+            rows = torch.arange(total, device=device)
+            theirs = self._logits(ids, rows, rows)
+        finally:
+            self.inner.set_attn_implementation("rollout")  # type: ignore[operator]
+        found, wanted = torch.cat(ours).float().log_softmax(-1), theirs.float().log_softmax(-1)
+        apart = (found - wanted).abs()
+        exact = self.build.dtype in (torch.float32, torch.float64)
+        far = apart.max() > TOLERANCE if exact else apart.mean() > 0.1
+        if far or not bool(apart.isfinite().all()):
+            raise ConfigError(
+                f"{self.config.architecture} is not served: over pages its logprobs differ from "
+                f"those of transformers' own attention by up to {float(apart.max()):.3g}"
+            )
+
+
+class _Pages:
+    """Attends over the pages of a step, layer after layer."""
+
+    def __init__(self) -> None:
+        self._batch: ForwardBatch | None = None
+        self._kv: Iterator[LayerKV] = iter(())
+
+    def __deepcopy__(self, memo: Any) -> _Pages:
+        return _Pages()  # a copy of the modules is bound to a step of its own
+
+    def begin(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> None:
+        self._batch, self._kv = batch, iter(kv)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        batch, kv = self._batch, next(self._kv)
+        assert batch is not None
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        width, block, heads = kv.k.shape[3], kv.k.shape[2], k.shape[1]
+        pages, offsets = batch.slot_mapping // block, batch.slot_mapping % block
+        for cache, new in ((kv.k, k), (kv.v, v)):
+            cache[pages, :heads, offsets] = _widened(new, width).to(cache.dtype)
+        out = paged_attention(
+            _widened(q, width).to(kv.k.dtype).contiguous(),
+            kv.k[:, :heads],
+            kv.v[:, :heads],
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            call.scale,
+            call.window,
+            call.softcap,
+            call.sinks,
+        )
+        return out[None, ..., : v.shape[-1]].to(call.query.dtype)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Zeros behind each head change no product and no sum."""
+    missing = width - x.shape[-1]
+    return nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _chunk(ids: Tensor, start: int, count: int) -> ForwardBatch:
+    """``count`` tokens of one sequence from ``start``, in pages of one position."""
+    places = torch.arange(start, start + count, device=ids.device)
+    return ForwardBatch(
+        ids[start : start + count],
+        places,
+        places,
+        torch.tensor([0, count], dtype=torch.int32, device=ids.device),
+        torch.tensor([start + count], dtype=torch.int32, device=ids.device),
+        torch.arange(len(ids), dtype=torch.int32, device=ids.device)[None],
+        torch.arange(count, device=ids.device),
+    )
+
+
+def _own_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers that files have become parameters: an update has to bring them, too."""
+    for module in model.modules():
+        kept = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for name in kept:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                del module._buffers[name]
+                parameter = nn.Parameter(buffer.to(weight_dtype(name, dtype)), requires_grad=False)
+                module.register_parameter(name, parameter)
+
+
+def _table(model: nn.Module) -> WeightTable:
+    """Where each tensor of a file goes, by transformers' own way from memory to files.
+
+    It is shown tensors without memory: what it gives a name is a view of a parameter, whose box it
+    is. Raises ``ConfigError`` where a file's tensor is made in another way.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    params = {name: ParamSpec(tuple(p.shape), PLAIN) for name, p in model.named_parameters()}
+    owners = {id(p): name for name, p in model.named_parameters()}
+    held = {
+        name: owners[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
+    }  # a tied name, too -> the parameter
+    hollow = {name: torch.empty(spec.shape, device="meta") for name, spec in params.items()}
+    with _Copies() as copies:
+        files = revert_weight_conversion(model, {name: hollow[own] for name, own in held.items()})
+    places = {storage_id(tensor): name for name, tensor in hollow.items()}
+    slots: dict[str, tuple[WeightSlot, ...]] = {}
+    aliases: dict[str, str] = {}
+    taken: dict[tuple[str, Box], str] = {}
+    for name in sorted(files, key=lambda each: each not in params):  # owners before tied names
+        tensor = files[name]
+        view = copies.origin(tensor)
+        param = None if view is None else places.get(storage_id(view))
+        put = None
+        if view is not None and param is not None:
+            put = box_of(view, params[param].shape)
+        if param is None or put is None or put.numel != tensor.numel():
+            raise ConfigError(f"{name}: no box of a parameter is this tensor of the files")
+        if (param, put) in taken:
+            aliases[name] = taken[param, put]
+            continue
+        taken[param, put] = name
+        shape = tuple(tensor.shape)
+        slots[name] = (WeightSlot(name, shape, Box.full(shape), param, put),)
+    known = Spellings.of({name: found[0].shape for name, found in slots.items()})
+    renames = {
+        param: name
+        for (param, put), name in taken.items()
+        if param not in files and put == Box.full(params[param].shape)
+    }
+    left = [name for name in model.state_dict() if name not in held]
+    return WeightTable(
+        slots,
+        params,
+        aliases,
+        ignored=(*IGNORED, *(tuple(name.split(".")) for name in left)),
+        spellings=replace(known, renames={**known.renames, **renames}),
+    )
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers of which tensor a copy is one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Storage -> (the copy, of what); storages are told apart while they live.
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def origin(self, tensor: Tensor) -> Tensor | None:
+        """The view of what was there before that ``tensor``, a view of a copy, is one of."""
+        while (found := self._copies.get(storage_id(tensor))) is not None:
+            copied, source = found
+            box = box_of(tensor, tuple(copied.shape)) if copied.is_contiguous() else None
+            if box is None or box.numel != tensor.numel():
+                return None
+            tensor = source[box.slices]
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::clone", "aten::_to_copy"):
+            self._copies[storage_id(out)] = (out, args[0])
+        return out

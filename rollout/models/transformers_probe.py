@@ -1,0 +1,229 @@
+"""Architectures that run as transformers' own modules, with attention over our pages.
+
+transformers' models call attention through one interface by name. Under ours, ``rollout``, the
+modules of a model hand queries, keys and values to a ``Step``: one that notes their shapes (here),
+or one that attends over pages (``transformers_lm.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import ConfigError
+from rollout.weights.names import weight_dtype
+
+NAME = "rollout"
+KINDS = ("full_attention", "sliding_attention")
+TOKENS = 5  # of the pass without memory that shows the shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What one module asks for: [1, heads, T, dim] each; see ``paged_attention`` for the rest."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+
+class Step(Protocol):
+    """Attention of one model's modules, in the order in which they call."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """[1, T, heads, dim of the values]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A model of transformers, as far as serving it needs to know."""
+
+    architecture: str
+    values: Mapping[str, Any]  # of its config.json
+    vocab_size: int
+    hidden_size: int
+    num_layers: int  # calls of attention
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # the largest, of keys or values
+    max_position_embeddings: int
+    tied: bool
+
+
+def probe(values: Mapping[str, Any], architecture: str, file: str) -> Probed:
+    """What attention needs in each layer; ``ConfigError`` says why a model cannot be served so."""
+    kind, config = _classes(values, architecture, file)
+    refuse(kind, config, architecture)
+    model = construct(kind, config, torch.float32, torch.device("meta"))
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        raise ConfigError(f"{architecture}: convolutions over tokens need a state beside the cache")
+    seen = _Shapes()
+    bind(model, seen)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            model(
+                input_ids=ids, position_ids=torch.arange(TOKENS)[None].to("meta"), use_cache=False
+            )
+    except Exception as error:
+        raise ConfigError(
+            f"{architecture}: its modules do not run without memory, which would tell what they "
+            f"cache ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    if not seen.calls:
+        raise ConfigError(f"{architecture}: its attention does not go through the interface")
+    text = config.get_text_config()
+    return Probed(
+        architecture=architecture,
+        values=values,
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        num_layers=len(seen.calls),
+        num_heads=max(heads for heads, _, _ in seen.calls),
+        num_kv_heads=max(kv_heads for _, kv_heads, _ in seen.calls),
+        head_dim=max(dim for *_, dim in seen.calls),
+        max_position_embeddings=int(text.max_position_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+    )
+
+
+def construct(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model with parameters that nobody has filled; what is computed of the config is there."""
+    from transformers.initialization import no_init_weights
+
+    register()
+    with torch.device(device), no_init_weights():
+        model: Any = kind._from_config(config, attn_implementation=NAME, dtype=dtype)
+    model.tie_weights()
+    if device.type == "meta" and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the one whose shapes need no values
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(weight_dtype(name, dtype))
+    done: nn.Module = model.eval()
+    return done
+
+
+def load_class(values: Mapping[str, Any], architecture: str) -> tuple[type[Any], Any]:
+    """transformers' class of an architecture that ``probe`` accepted, and its config."""
+    return _classes(values, architecture, "config.json")
+
+
+def bind(model: nn.Module, step: Step) -> None:
+    """From now on the attention of ``model`` is what ``step`` makes of it."""
+    for module in model.modules():
+        module.__dict__["rollout_step"] = step
+
+
+def register() -> None:
+    """Make our interface known to transformers, under its name; again changes nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _interface)
+
+
+def _interface(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What a module of transformers calls; positions and pages are the step's, not its own."""
+    if (
+        attention_mask is not None
+        or rest.get("is_causal", getattr(module, "is_causal", True)) is False
+    ):
+        raise ConfigError(f"{type(module).__name__}: only causal attention is served")
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if sliding_window is None and types and index is not None and types[index] == KINDS[1]:
+        sliding_window = getattr(config, "sliding_window", None)
+    step: Step = module.__dict__["rollout_step"]
+    out = step.attend(
+        AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=int(sliding_window or 0),
+            softcap=float(softcap or 0.0),
+            sinks=s_aux,
+        )
+    )
+    return out, None
+
+
+def _classes(values: Mapping[str, Any], architecture: str, file: str) -> tuple[type[Any], Any]:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = getattr(transformers, architecture, None)
+    if kind is None or architecture not in _causal_names():
+        raise ConfigError(
+            f"{architecture}: transformers {transformers.__version__} has no such model"
+        )
+    model_type = str(values.get("model_type") or kind.config_class.model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"{file}: transformers knows no model_type {model_type!r}")
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(dict(values))
+    except Exception as error:
+        raise ConfigError(f"{file}: transformers refuses it: {str(error)[:300]}") from error
+    return kind, config
+
+
+def _causal_names() -> set[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    found = NAMES.values()
+    return {each for names in found for each in ([names] if isinstance(names, str) else names)}
+
+
+def refuse(kind: type[Any], config: Any, architecture: str) -> None:
+    """Raise the ``ConfigError`` that class and config alone justify."""
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None) or ()
+    if other := [each for each in types if each not in KINDS]:
+        raise ConfigError(f"{architecture}: layers of {other[0]!r} need more than a KV cache")
+    if getattr(kind, "_is_stateful", False):
+        raise ConfigError(f"{architecture}: it has states beside the KV cache")
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise ConfigError(f"{architecture}: its attention does not go through the interface")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{architecture}: quantization_config is not supported")
+    if getattr(text, "is_encoder_decoder", False):
+        raise ConfigError(f"{architecture}: an encoder has no place here")
+    for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
+        if not isinstance(getattr(text, name, None), int):
+            raise ConfigError(f"{architecture}: its config has no {name}")
+
+
+class _Shapes:
+    """Notes (heads, KV heads, largest dim) of every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        _, heads, tokens, dim = call.query.shape
+        values = call.value.shape[-1]
+        self.calls.append((heads, call.key.shape[1], max(dim, values)))
+        return call.query.new_empty(1, tokens, heads, values)

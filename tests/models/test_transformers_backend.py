@@ -1,0 +1,110 @@
+"""Models that run as transformers' own modules, behind the public face."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import randomize
+from transformers import ArceeConfig, ArceeForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
+
+from rollout import EngineConfig, Rollout, SamplingParams
+from rollout.errors import ConfigError, WeightMismatch
+from rollout.models.config import ModelConfig
+from rollout.server.preflight import check
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "num_threads": 1, "num_kv_blocks": 32,
+    "skip_tokenizer_init": True, "block_size": 4,
+}  # fmt: skip
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [list(range(3, 22)), [7, 8, 9]]
+
+
+def write(path: Path, seed: int, window: int = 6) -> Any:
+    """Starcoder2: norms and linears with biases, no gate, a window, a tied head."""
+    torch.manual_seed(seed)
+    model = Starcoder2ForCausalLM(Starcoder2Config(**SIZES, sliding_window=window)).eval()
+    randomize(model)
+    model.save_pretrained(path)
+    return model
+
+
+def outcome(engine: Rollout) -> list[tuple[list[int], list[float]]]:
+    found = [output.outputs[0] for output in engine.generate(PROMPTS, GREEDY)]
+    return [(list(one.token_ids), list(one.logprobs.raw)) for one in found]
+
+
+def test_an_engine_of_transformers_modules_generates_as_transformers_does_and_is_updated(
+    tmp_path: Path,
+) -> None:
+    first, second = (write(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    with Rollout(str(tmp_path / "b"), **ENGINE) as fresh:
+        wanted = outcome(fresh)
+    with Rollout(str(tmp_path / "a"), **ENGINE) as engine:
+        for model, source in ((first, None), (second, second)):
+            if source is not None:
+                assert engine.update_weights(source, timeout=20).version == 1
+            for prompt, (tokens, logprobs) in zip(PROMPTS, outcome(engine), strict=True):
+                ids = torch.tensor([[*prompt, *tokens]])
+                with torch.no_grad():
+                    logits = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                assert tokens == logits.argmax(-1).tolist()
+                theirs = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                assert torch.allclose(torch.tensor(logprobs), theirs, atol=1e-4)
+        assert outcome(engine) == wanted
+        assert engine.check_weights(second).equal
+        state = second.state_dict()
+        del state["model.layers.0.mlp.c_fc.bias"]
+        with pytest.raises(WeightMismatch, match=r"c_fc\.bias"):
+            engine.update_weights(state, timeout=10)
+        assert outcome(engine) == wanted
+
+
+def test_the_check_before_a_start_says_by_whom_a_model_is_served_or_why_not(tmp_path: Path) -> None:
+    ArceeForCausalLM(ArceeConfig(**SIZES)).save_pretrained(tmp_path)
+    assert "by transformers" in check(EngineConfig(model=str(tmp_path), **ENGINE)).served
+    with pytest.raises(ConfigError, match="runs as transformers' modules, on one rank"):
+        check(EngineConfig(model=str(tmp_path), **ENGINE, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="without deterministic"):
+        check(EngineConfig(model=str(tmp_path), **ENGINE, deterministic=True))
+    values = json.loads((tmp_path / "config.json").read_text())
+    for change, why in (
+        (
+            {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+            "go through the interface",
+        ),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "more than a KV cache"),
+        ({"architectures": ["NobodysForCausalLM"]}, "has no such model"),
+    ):
+        with pytest.raises(ConfigError, match=f"Nor by transformers.*{why}"):
+            ModelConfig.from_hf(values | change)
+
+
+def test_a_model_whose_attention_is_not_what_it_seems_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that hides from the interface how far it sees."""
+    write(tmp_path, 0, window=2)
+    from transformers.models.starcoder2 import modeling_starcoder2 as theirs
+
+    honest = theirs.Starcoder2Attention.forward
+
+    def silent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return honest(self, *args, **kwargs)
+        finally:
+            self.config.sliding_window = kept
+
+    monkeypatch.setattr(theirs.Starcoder2Attention, "forward", silent)
+    with pytest.raises(ConfigError, match="is not served: over pages its logprobs differ"):
+        Rollout(str(tmp_path), **ENGINE)

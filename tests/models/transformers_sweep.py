@@ -1,0 +1,201 @@
+"""Every causal model of the installed transformers at tiny size: who serves it, and how well.
+
+    python tests/models/transformers_sweep.py [MODEL_TYPE ...]
+
+prints a row for each: natively | by transformers | not, and why. A model counts when it loads, when
+its logprobs over pages equal transformers' own (1e-4), and when an update from its module, under
+the names that it has in memory, makes the instance that its files would, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rank_threads import Session
+from tiny_models import randomize
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rollout.distributed import TensorParallel
+from rollout.errors import ConfigError, RolloutError
+from rollout.loader import open_checkpoint
+from rollout.models.build import build_model
+from rollout.models.config import ModelConfig
+from rollout.models.model import Model
+from rollout.models.registry import built_in
+from rollout.models.transformers_probe import refuse
+
+# Of the fields that a config class has, whichever name it gives them.
+SIZES: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "ffn_dim": 48,
+    "max_position_embeddings": 128, "word_embed_proj_dim": 64, "sliding_window": 6,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "first_k_dense_replace": 1, "moe_topk": 2, "expert_ffn_hidden_size": 16,
+    "intermediate_size_mlp": 48, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# What some of them want instead: heads that are not grouped, more layers, their own sizes of heads.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"num_hidden_layers": 4},
+    {"num_hidden_layers": 6},
+    {"head_dim": None, "num_key_value_heads": 4},
+    {"head_dim": 8, "num_key_value_heads": 4},
+)
+LENGTHS = (21, 13)
+MOST = 3_000_000  # parameters of a tiny model
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one model type; ``how``: natively, by transformers or not."""
+
+    model_type: str
+    architecture: str
+    how: str
+    matches: bool
+    updates: bool
+    why: str = ""
+
+    def __str__(self) -> str:
+        marks = " ".join(
+            name for name, so in (("matches", self.matches), ("updates", self.updates)) if so
+        )
+        return f"{self.model_type:24} {self.how:16} {marks:16} {self.why[:600]}"
+
+
+def model_types() -> Iterator[tuple[str, str]]:
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        yield model_type, names if isinstance(names, str) else names[0]
+
+
+def sweep(only: tuple[str, ...] = ()) -> Iterator[Row]:
+    for model_type, architecture in model_types():
+        if not only or model_type in only:
+            with tempfile.TemporaryDirectory() as where:
+                yield judge(model_type, architecture, Path(where))
+
+
+def judge(model_type: str, architecture: str, where: Path) -> Row:
+    """One model, from its files to an update."""
+
+    def row(how: str, why: str = "", matches: bool = False, updates: bool = False) -> Row:
+        return Row(model_type, architecture, how, matches, updates, " ".join(why.split()))
+
+    kind = getattr(transformers, architecture)
+    try:
+        if architecture not in built_in():
+            refuse(kind, kind.config_class(), architecture)
+    except ConfigError as error:  # tiny ones may lack the layers that the real ones have
+        return row("not", str(error))
+    except Exception:
+        pass  # a config without defaults
+    for changes in VARIANTS:
+        try:
+            source = write(architecture, where / "a", 0, changes)
+            changed = write(architecture, where / "b", 1, changes)
+            source(torch.arange(3, 9)[None])
+            break
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    else:
+        return row("no tiny model", failure)
+    try:
+        config = ModelConfig.from_directory(where / "a")
+        how = "natively" if config.hf_values is None else "by transformers"
+        live = load(config, where / "a")
+    except RolloutError as error:
+        return row("not", str(error).partition("Nor by transformers: ")[2] or str(error))
+    except Exception as error:
+        return row("not", f"{type(error).__name__}: {error}")
+    ids = torch.arange(7, 7 + sum(LENGTHS)) % config.vocab_size
+    sequences = [part.tolist() for part in ids.split(LENGTHS)]
+    with torch.no_grad():
+        wanted = [source(torch.tensor([s])).logits[0].log_softmax(-1) for s in sequences]
+    apart = max(
+        float((a.log_softmax(-1) - b[:, : a.shape[1]]).abs().max())
+        for a, b in zip(run(live, sequences), wanted, strict=True)
+    )
+    matches = apart < 1e-4
+    why = "" if matches else f"logprobs differ by {apart:.2g}"
+    try:
+        shadow = live.empty_like()
+        shadow.load_weights([(n, v) for n, v in changed.state_dict().items()])
+        fresh = load(config, where / "b")
+    except RolloutError as error:
+        return row(how, f"{why} {error}", matches)
+    pairs = zip(run(shadow, sequences), run(fresh, sequences), strict=True)
+    updates = all(torch.equal(a, b) for a, b in pairs)
+    return row(how, why, matches, updates)
+
+
+def write(architecture: str, where: Path, seed: int, changes: dict[str, Any]) -> Any:
+    """A random tiny model of that class, saved."""
+    kind = getattr(transformers, architecture)
+    fields = kind.config_class()
+    known = {
+        *vars(fields),
+        *type(fields).attribute_map,
+        *getattr(type(fields), "__annotations__", {}),
+    }
+    settings = {name: value for name, value in (SIZES | changes).items() if name in known}
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(kind.config_class(**settings)).parameters())
+    if size > MOST:
+        raise ValueError(f"its config has parts of other names: {size / 1e6:.0f} M parameters")
+    torch.manual_seed(seed)
+    model = kind(kind.config_class(**settings)).eval().float()
+    randomize(model, 0.5)
+    model.config.dtype = torch.float32
+    model.save_pretrained(where)
+    return model
+
+
+def load(config: ModelConfig, where: Path) -> Model:
+    with open_checkpoint(str(where)) as checkpoint:
+        model = build_model(
+            config, TensorParallel(), torch.float32, "cpu", tensors=checkpoint.metadata
+        )
+        model.load_weights(checkpoint.items())
+    return model
+
+
+def run(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
+    session = Session(model, sequences)
+    first = session.advance([9, 13])
+    second = session.advance([12, 0])
+    return [torch.cat((first[0], second[0])), first[1]]
+
+
+def hush() -> None:
+    """Nothing but the rows."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def main() -> None:
+    hush()
+    counts: Counter[str] = Counter()
+    for row in sweep(tuple(sys.argv[1:])):
+        print(row, flush=True)
+        counts[row.how] += 1
+        counts["match and update"] += row.matches and row.updates
+    print(", ".join(f"{name}: {count}" for name, count in counts.items()))
+
+
+if __name__ == "__main__":
+    main()
