@@ -68,7 +68,8 @@ def _attention(arch: Arch) -> str:
     if arch.latent is not None:
         return "latent"
     found = ["full"] if arch.slides is None else ["windows as the file says"]
-    found += ["sinks"] if getattr(arch, "sinks", False) else []
+    found += ["chunks"] if arch.chunked else []
+    found += ["sinks"] if arch.sinks else []
     found += ["capped scores"] if arch.attention_softcap else []
     return ", ".join(found)
 

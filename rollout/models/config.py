@@ -241,7 +241,6 @@ def _by_transformers(cls: type[T], read: Reader, names: list[str], registry: Reg
         qk_norm=False,
         dtype=read.dtype(),
         eos_token_ids=token_ids(read.values.get("eos_token_id"), read.file),
-        bos_token_id=read.values.get("bos_token_id"),
         hf_values=found.values,
     )
 
