@@ -25,6 +25,7 @@ ERROR_KEY = "rollout-error-bin"
 MAX_MESSAGE = 256 << 20  # bytes of one answer
 MAX_BODY = 64 << 20  # bytes of one request, if the server was told no other limit
 CHUNK = 2 << 20  # bytes of weights per message: the fastest size on loopback
+MAX_PENDING = 1 << 16  # calls that have come and wait to be looked at
 MAX_ERROR_TEXT = 4 << 10  # bytes of message in the trailing metadata, whose default limit is 8 KiB
 
 CHANNEL_OPTIONS = (
@@ -43,6 +44,9 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # By default some of more than 1000 end as CANCELLED; the queue behind says what is too much.
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
 )
 
 

@@ -1,5 +1,6 @@
 """The server's doors: ports, tokens, health, reflection, and clients that find nobody."""
 
+import asyncio
 import logging
 import socket
 import threading
@@ -17,7 +18,7 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.rollout_pb2 import GenerateRequest
-from rollout.rpc.services import GenerationStub
+from rollout.rpc.services import ControlStub, GenerationStub
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
 from rollout.server.grpc.interceptors import refusing
@@ -269,3 +270,10 @@ def test_a_server_that_stops_ends_calls_as_engine_closed(bare_checkpoint):
         client = Rollout.connect(rollout.address, timeout=5)
     with client, pytest.raises(EngineClosed):
         client.generate([1], ONE)
+
+
+async def test_thousands_of_calls_at_once_are_all_answered(engine):
+    async with grpc.aio.insecure_channel(engine.address) as channel:
+        ask = ControlStub(channel).ServerInfo
+        replies = await asyncio.gather(*(ask(pb.ServerInfoRequest()) for _ in range(4000)))
+    assert {reply.state for reply in replies} == {"running"}
