@@ -68,7 +68,7 @@ class LoraFiles:
                     f"{path} has {name}={settings[name]!r:.80}, which is not merged here; send "
                     "the trainer's PEFT model by update_weights"
                 )
-        _, files = open_weights(path, "safetensors")
+        _, files = open_weights(path, "safetensors", mapped=False)
         with closing(files):
             metas = files.metadata().values()
             found = {meta.name: files.read(meta.name, Box.full(meta.shape)) for meta in metas}

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 import torch
+from forked import Script
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
@@ -14,6 +16,7 @@ from rollout.loader import open_checkpoint
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.weights import Box, TensorMeta
+from rollout.weights.files import open_weights
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -298,3 +301,85 @@ def test_closing_twice_is_harmless_and_frees_the_files(tiny):
     checkpoint = open_checkpoint(str(path))
     checkpoint.close()
     checkpoint.close()
+
+
+# Prints, of every tensor, what reading it says once the file has been cut in half.
+CUT = """
+import os, sys
+from pathlib import Path
+from rollout.errors import ConfigError
+from rollout.weights import Box
+from rollout.weights.files import open_weights
+
+directory, file, mapped = sys.argv[1:]
+_, files = open_weights(Path(directory), mapped=mapped == "mapped")
+values = {name: meta.shape for name, meta in files.metadata().items()}
+os.truncate(file, os.path.getsize(file) // 2)
+for name, shape in values.items():
+    try:
+        files.read(name, Box.full(shape)).clone()
+    except ConfigError as error:
+        print(name, "|", error)
+"""
+
+
+@pytest.mark.parametrize("how", ["read", "mapped"])
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_a_file_that_gets_shorter_while_it_is_read_is_named(tiny, tmp_path, form, how):
+    """Who only maps it is ended by SIGBUS."""
+    path, weights = tiny
+    file = path / "model.safetensors"
+    if form == "bin":
+        file.unlink()
+        file = path / "pytorch_model.bin"
+        torch.save(weights, file)
+    script = tmp_path / "cut.py"
+    script.write_text(CUT)
+    process = Script(script, [str(path), str(file), how], tmp_path / "log")
+    told = process.stdout.read().decode().splitlines()
+    code = process.wait(60)
+    process.close()
+    assert code == 0, (tmp_path / "log").read_text()
+    assert 0 < len(told) < len(weights)
+    for line in told:
+        name, said = line.split(" | ")
+        assert f"{file} ends within {name}: it has become shorter" in said
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_views_in_a_torch_file_are_read_box_by_box(tmp_path, mapped):
+    base = torch.randn(9, 11)
+    values = {"turned": base.T, "part": base[2:7, 3:9], "line": base[:, 4], "none": base[:0]}
+    torch.save(values, tmp_path / "pytorch_model.bin")
+    _, files = open_weights(tmp_path, mapped=mapped)
+    with closing(files):
+        for name, value in values.items():
+            assert torch.equal(files.read(name, Box.full(tuple(value.shape))), value), name
+        assert torch.equal(files.read("turned", Box((1, 2), (5, 8))), base.T[1:5, 2:8])
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_boxes_are_read_in_long_runs_and_in_short_ones(tmp_path, mapped):
+    """Every place where a box can be cut, of rows that are worth a read of their own and others."""
+    values = {"short": torch.randn(6, 5, 40), "long": torch.randn(3, 4, 20_000)}
+    save_file(values, tmp_path / "model.safetensors")
+    _, files = open_weights(tmp_path, mapped=mapped)
+    with closing(files):
+        for name, meta in files.metadata().items():
+            a, b, c = meta.shape
+            held = []
+            for box in (
+                Box((1, 0, 0), (a, b, c)), Box((1, 1, 0), (a - 1, b, c)),
+                Box((0, 1, 0), (a, b - 1, c)), Box((1, 1, 3), (a, b - 1, c - 1)),
+                Box((0, 0, 7), (a, b, 7)), Box((2, 2, 2), (3, 3, 3)),
+            ):  # fmt: skip
+                held.append((box, files.read(name, box)))
+            for box, values_read in held:  # what was read before is still what it was
+                assert torch.equal(values_read, values[name][box.slices])
+
+
+def test_values_that_were_never_saved_are_refused(tmp_path):
+    torch.save({"ghost": torch.empty(3, device="meta")}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="ghost was saved without its values"):
+        open_checkpoint(str(tmp_path))

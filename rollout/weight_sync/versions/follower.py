@@ -265,7 +265,8 @@ def _check_whole(file: Path, kind: FileKind) -> None:
             raise IncompleteUpdate(f"{file} is half-written")
         return
     try:
-        (SafetensorsFiles if kind is SAFETENSORS else TorchFiles)(Shards((file,))).close()
+        form = SafetensorsFiles if kind is SAFETENSORS else TorchFiles
+        form(Shards((file,)), mapped=False).close()
     except ConfigError as error:
         raise IncompleteUpdate(f"{file} is half-written, or of no use: {error}") from error
 

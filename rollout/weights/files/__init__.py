@@ -54,13 +54,16 @@ def weight_shards(directory: Path, load_format: str = "auto") -> tuple[FileKind,
     )
 
 
-def open_weights(directory: Path, load_format: str = "auto") -> tuple[FileKind, Files]:
+def open_weights(
+    directory: Path, load_format: str = "auto", *, mapped: bool = True
+) -> tuple[FileKind, Files]:
     """The weights of a directory, opened; every header is checked. Raises ``ConfigError``.
 
-    Experts in mxfp4 are read as bfloat16.
+    Experts in mxfp4 are read as bfloat16. ``mapped`` is for files that nobody writes meanwhile.
     """
     kind, shards = weight_shards(directory, load_format)
-    files = SafetensorsFiles(shards) if kind is SAFETENSORS else TorchFiles(shards)
+    form = SafetensorsFiles if kind is SAFETENSORS else TorchFiles
+    files = form(shards, mapped=mapped)
     return kind, Mxfp4Files(files) if is_packed(files.metadata()) else files
 
 

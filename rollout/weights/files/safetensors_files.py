@@ -1,11 +1,11 @@
-"""Boxes of tensors from safetensors files, reading no byte that was not asked for."""
+"""Boxes of tensors from safetensors files."""
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta
+from rollout.weights.files.box_reader import BoxReader, MappedReader
 from rollout.weights.files.shards import REPAIR, Shards
 
 DTYPES = {
@@ -34,10 +35,12 @@ DTYPES = {
 class SafetensorsFiles:
     """Opens every shard on construction, which checks its header and length."""
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards, self._stack = shards, ExitStack()
-        self._handles: dict[Path, Any] = {}
+    def __init__(self, shards: Shards, *, mapped: bool) -> None:
+        self._reader = MappedReader if mapped else BoxReader
+        self._shards = shards
+        self._readers: dict[Path, BoxReader] = {}
         self._where: dict[str, Path] = {}
+        self._rows: dict[str, _Row] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             for path in shards.files:
@@ -46,35 +49,26 @@ class SafetensorsFiles:
             undo.pop_all()
 
     def metadata(self) -> dict[str, TensorMeta]:
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> dict[str, TensorMeta]:
-        return {name: self._meta(name, path) for name, path in self._where.items()}
+        return {name: row.meta for name, row in self._rows.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        path = self._where[name]
-        handle = self._handles[path]
-        try:
-            if box == Box.full(self._metadata[name].shape):
-                return _tensor(handle.get_tensor(name))
-            return _tensor(handle.get_slice(name)[box.slices])
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: {name} cannot be read ({error}); {REPAIR}") from error
+        row = self._rows[name]
+        reader = self._readers[self._where[name]]
+        return reader.read(name, row.at, row.meta.dtype, row.meta.shape, box)
 
     def close(self) -> None:
-        self._handles.clear()
-        self._stack.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def _open(self, path: Path) -> None:
         try:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
+            rows = _rows(path)
+            self._readers[path] = self._reader(path)
+        except (SafetensorError, OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is truncated or no safetensors file ({error}); {REPAIR}"
             ) from error
-        self._handles[path] = handle
-        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+        for name, row in rows.items():
             if self._shards.where.get(name, path.name) != path.name:
                 continue  # the index places it in another shard
             if name in self._where:
@@ -82,7 +76,7 @@ class SafetensorsFiles:
                     f"{name} is in both {self._where[name]} and {path}; remove the stray file or "
                     "add an index"
                 )
-            self._where[name] = path
+            self._where[name], self._rows[name] = path, row
 
     def _check_index(self) -> None:
         if absent := sorted(set(self._shards.where) - set(self._where)):
@@ -92,14 +86,28 @@ class SafetensorsFiles:
                 f"{name!r} in {self._shards.where[name]} first; {REPAIR}"
             )
 
-    def _meta(self, name: str, path: Path) -> TensorMeta:
-        part = self._handles[path].get_slice(name)
-        dtype = DTYPES.get(part.get_dtype())
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A tensor of a file, from byte ``at``."""
+
+    meta: TensorMeta
+    at: int
+
+
+def _rows(path: Path) -> dict[str, _Row]:
+    """What the header says, in its order, once safetensors itself has found it sound."""
+    with safe_open(str(path), framework="pt", device="cpu") as checked:
+        names = list(checked.keys())
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    rows = {}
+    for name in names:
+        said = header[name]
+        dtype = DTYPES.get(said["dtype"])
         if dtype is None:
-            raise ConfigError(f"{path}: {name} has the unsupported dtype {part.get_dtype()}")
-        return TensorMeta(name, dtype, tuple(part.get_shape()))
-
-
-def _tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
+            raise ConfigError(f"{path}: {name} has the unsupported dtype {said['dtype']}")
+        meta = TensorMeta(name, dtype, tuple(said["shape"]))
+        rows[name] = _Row(meta, 8 + length + said["data_offsets"][0])
+    return rows

@@ -20,8 +20,9 @@ from rollout.weights.files import open_weights
 class DirectorySource:
     """The files that a cold start would read, opened while it is iterated.
 
-    One tensor is in memory at a time; files are mapped, not read whole. The directory must not
-    change during the update. What is wrong with a file is a ``SourceFailed`` that names it.
+    One tensor is in memory at a time. The directory must not change during the update: files are
+    read and not mapped, so that one which gets shorter is a ``SourceFailed`` that names it, as all
+    that is wrong with a file.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class DirectorySource:
         self.agreement = agreement
         self._path, self._aliases, self._dtype = path, aliases, dtype
         with _named(path):
-            _, files = open_weights(path)
+            _, files = open_weights(path, mapped=False)
             held = list(files.metadata().values())
             files.close()
         stand_ins = ((m.name, torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in held)
@@ -57,7 +58,7 @@ class DirectorySource:
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
         with _named(self._path):
-            _, files = open_weights(self._path)
+            _, files = open_weights(self._path, mapped=False)
             try:
                 for meta in files.metadata().values():
                     tensor = files.read(meta.name, Box.full(meta.shape))
