@@ -15,8 +15,8 @@ from tiny_models import write_tiny
 
 from rollout import AsyncRollout, SamplingParams
 from rollout.generation import RequestOutput
-from rollout.server.http.answers import finite
 from rollout.server.http.app import build_app
+from rollout.server.http.finite import finite
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BAD = 7  # the token whose embedding is NaN

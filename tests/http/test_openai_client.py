@@ -104,3 +104,67 @@ def test_contradictory_parameters_are_a_bad_request(client: openai.OpenAI) -> No
 def test_a_refused_stream_is_an_error_and_no_stream(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
         client.completions.create(model="tiny", prompt=[10**6], stream=True)
+
+
+@pytest.mark.parametrize("prompt", ["Hello, world", [5, 6, 7, 8]])
+def test_echo_brings_the_prompt_and_its_logprobs(
+    client: openai.OpenAI, prompt: str | list[int]
+) -> None:
+    asked = {"model": "tiny", "prompt": prompt, "seed": 1, "logprobs": 2, "extra_body": IDS}
+    plain = client.completions.create(**asked, max_tokens=3)
+    echoed = client.completions.create(**asked, max_tokens=3, echo=True)
+    scored = client.completions.create(**asked, max_tokens=0, echo=True)
+    said, whole, alone = (answer.choices[0] for answer in (plain, echoed, scored))
+    assert whole.text == alone.text + said.text
+    assert whole.logprobs is not None
+    assert alone.logprobs is not None
+    count = len(said.model_dump()["prompt_token_ids"])
+    made = len(said.model_dump()["token_ids"])
+    assert len(alone.logprobs.tokens) == count
+    assert len(whole.logprobs.tokens) == len(whole.logprobs.text_offset) == count + made
+    assert whole.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in whole.logprobs.token_logprobs[1:])
+    assert whole.logprobs.token_logprobs[:count] == pytest.approx(
+        alone.logprobs.token_logprobs, abs=1e-5
+    )
+    assert whole.logprobs.token_logprobs[count:] == pytest.approx(
+        said.logprobs.token_logprobs, abs=1e-5
+    )
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+    stream = client.completions.create(**asked, max_tokens=3, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.text
+
+
+def test_the_best_of_several_samples_is_the_likeliest(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 0}
+    every = client.completions.create(**asked, n=5, extra_body=IDS)
+    best = client.completions.create(**asked, n=2, best_of=5, extra_body=IDS)
+
+    def score(choice: openai.types.CompletionChoice) -> float:
+        values = choice.logprobs.token_logprobs
+        return sum(values) / len(values)
+
+    ranked = sorted(every.choices, key=score, reverse=True)
+    assert [c.model_dump()["token_ids"] for c in best.choices] == [
+        c.model_dump()["token_ids"] for c in ranked[:2]
+    ]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage is not None
+    assert every.usage is not None
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+
+
+def test_fields_that_change_no_answer_are_taken(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "seed": 1}
+    plain = client.chat.completions.create(**asked, max_tokens=4)
+    more = client.chat.completions.create(
+        **asked, max_tokens=4, store=True, metadata={"a": "b"}, user="u", service_tier="auto",
+        safety_identifier="s", prompt_cache_key="k", modalities=["text"],
+        extra_body={"zzz_of_another_engine": 1},
+    )  # fmt: skip
+    assert more.choices[0].message.content == plain.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
+        client.chat.completions.create(**asked, extra_body={"temprature": 0.5})
+    with pytest.raises(openai.BadRequestError, match=r"answers are text"):
+        client.chat.completions.create(**asked, modalities=["text", "audio"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 from rollout.config import check_known
 from rollout.generation import Completion, RequestOutput
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
+from rollout.server.http.echo import best_of, prepend_prompt, without_answer
+from rollout.server.http.finite import finite
 from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
 from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
 
@@ -50,7 +51,8 @@ class AnswerStyle:
 
     ``logprobs``: whether to report them, and ``top``: how many alternatives. ``token_text`` names
     one token; ``samples`` is ``n``, by which choices of several prompts are numbered. ``reader``
-    makes a chat's message of what was written.
+    makes a chat's message of what was written. ``echo``: the prompt comes first; ``answerless``:
+    and nothing else.
     """
 
     model: str
@@ -62,6 +64,8 @@ class AnswerStyle:
     token_ids: bool
     token_text: TokenText
     request_id: str
+    echo: bool = False
+    answerless: bool = False
     reader: MessageReader = field(default_factory=MessageReader)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -72,12 +76,17 @@ class AnswerStyle:
 
 def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, Any]:
     """The whole answer; choices are prompt-major."""
+    used = usage(outputs)
+    outputs = [best_of(output, style.samples) for output in outputs]
+    if style.answerless:
+        outputs = [without_answer(output) for output in outputs]
+        used = usage(outputs)
     choices = [
         _choice(output, completion, index * style.samples + completion.index, style)
         for index, output in enumerate(outputs)
         for completion in output.outputs
     ]
-    whole = _envelope(style, style.object_name, choices) | {"usage": usage(outputs)}
+    whole = _envelope(style, style.object_name, choices) | {"usage": used}
     if style.chat and style.token_ids:
         whole["prompt_token_ids"] = outputs[0].prompt_token_ids  # vLLM's place for a chat's
     return whole
@@ -109,6 +118,8 @@ class Stream:
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         """What ``output`` of prompt number ``prompt`` adds, one chunk for each grown choice."""
+        if self.style.answerless:
+            output = without_answer(output)
         self._last[prompt] = output
         made = []
         for completion in output.outputs:
@@ -124,6 +135,8 @@ class Stream:
                     _name_tool_calls(part, self._messages[choice])
                 else:
                     part["text"] = completion.text[chars:]
+                    if self.style.echo and first:
+                        prepend_prompt(part, output, self.style.token_text, self.style.top)
                 made.append(self._chunk([part]))
         return made
 
@@ -167,6 +180,8 @@ def _choice(
     else:
         choice["text"] = completion.text
         choice["prompt_logprobs"] = prompt_rows(output)
+        if style.echo:
+            prepend_prompt(choice, output, style.token_text, style.top)
     if style.token_ids:
         choice["prompt_token_ids"] = output.prompt_token_ids
         choice["token_ids"] = completion.token_ids
@@ -217,11 +232,6 @@ def _common(completion: Completion, index: int, start: int, style: AnswerStyle) 
             for s in completion.weight_versions
         ],
     }
-
-
-def finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: a logprob that is none of its numbers is null."""
-    return value if isfinite(value) else None
 
 
 def _reported(completion: Completion, style: AnswerStyle) -> list[float]:

@@ -157,7 +157,11 @@ async def version(rollout: Engine) -> dict[str, str]:
 async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
     prompts, params = body.prompts(), body.sampling()
     model = await served_model(rollout, body.model)
-    style = _style(body, params, model, request, chat=False)
+    style = replace(
+        _style(body, params, model, request, chat=False),
+        echo=body.echo,
+        answerless=body.answerless,
+    )
     ids = _ids(style, len(prompts))
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
     return await _respond(request, body, style, outputs)
@@ -211,7 +215,7 @@ def _style(
     return AnswerStyle(
         model=model,
         chat=chat,
-        samples=params.n,
+        samples=body.n,
         logprobs=params.logprobs is not None,
         top=params.logprobs or 0,
         processed=(body.logprobs_mode or state.defaults.logprobs_mode) == "processed_logprobs",

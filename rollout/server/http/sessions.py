@@ -15,8 +15,8 @@ from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.rpc.convert import Messages
 from rollout.server.auth import Access
-from rollout.server.http.answers import finite
 from rollout.server.http.assistant import MessageReader, whole_message
+from rollout.server.http.finite import finite
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.messages import template_messages
 

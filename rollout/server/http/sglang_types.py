@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutput, SamplingParams
-from rollout.server.http.answers import TokenText, finite
+from rollout.server.http.answers import TokenText
+from rollout.server.http.finite import finite
 
 MAX_NEW_TOKENS = 128  # where a request says nothing
 TokenIds = list[Annotated[int, Field(ge=0)]]

@@ -1,25 +1,70 @@
 """Bodies of the OpenAI-compatible requests, and their sampling parameters.
 
-Fields and defaults are OpenAI's, with vLLM's extensions. A field that is neither is refused with
-the nearest known one, so that a misspelt parameter is never silently dropped.
+Fields and defaults are OpenAI's, with vLLM's extensions. A field that is near to one of them is
+refused with its name, so that a misspelt parameter is never silently dropped, and so are those that
+are known to change an answer, and are not done here. What else is unknown is logged once.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
+from rollout.grammar import GRAMMARS
 from rollout.server.http.grammars import Grammar, of_response_format
+
+log = logging.getLogger(__name__)
 
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[TokenId]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+# Fields that change no answer of ours: what they are about (bills, caches, logs) is not here.
+ACCEPTED = frozenset(
+    (
+        *("store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction"),
+    )
+)
+NEUTRAL: Mapping[str, Any] = {"modalities": ["text"], "use_beam_search": False}
+# Fields that would change it, and what to do.
+UNSUPPORTED: Mapping[str, str] = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "modalities": 'answers are text: leave it out, or send ["text"]',
+    "audio": "answers are text: leave it out",
+    "web_search_options": "nothing is searched: give the text as a message",
+    "verbosity": "say it in a message",
+    "use_beam_search": "use best_of",
+    "length_penalty": "use best_of",
+    "truncate_prompt_tokens": "send what fits",
+    **{f"guided_{kind}": "use structured_outputs" for kind in GRAMMARS},
+}
+
+
+def _check_unknown(field: str, value: Any, known: list[str]) -> None:
+    """Pass over a field that changes nothing; raises ValueError for one that would."""
+    if field in ACCEPTED or (field in NEUTRAL and NEUTRAL[field] == value):
+        return
+    if field in UNSUPPORTED:
+        raise ValueError(f"{field} is not supported; {UNSUPPORTED[field]}")
+    if near := difflib.get_close_matches(field, known, 1):
+        raise ValueError(f"unknown field {field:.80}; did you mean {near[0]!r}?")
+    _warn_of(field[:80])
+
+
+@lru_cache(maxsize=256)  # once a name, and a bounded number of them
+def _warn_of(field: str) -> None:
+    log.warning("the field %r of a request is unknown, and is not used", field)
 
 
 class StreamOptions(BaseModel):
@@ -73,16 +118,14 @@ class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
     @model_validator(mode="before")
     @classmethod
     def _known_and_set(cls, values: Any) -> Any:
-        """Refuse unknown fields by name; an explicit null means the default."""
+        """Only known fields; an explicit null means the default."""
         if not isinstance(values, dict):
             return values
+        given = {key: value for key, value in values.items() if value is not None}
         known = list(cls.model_fields)
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown field {key!r}{hint}")
-        return {key: value for key, value in values.items() if value is not None}
+        for key in [key for key in given if key not in known]:
+            _check_unknown(str(key), given.pop(key), known)
+        return given
 
     def grammar(self) -> Grammar | None:
         """The one that this body asks for, by whatever name."""
@@ -103,7 +146,7 @@ class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
 
 
 class CompletionBody(SamplingBody):
-    """``/v1/completions``. ``echo`` and ``suffix`` are refused; ``best_of`` must equal ``n``."""
+    """``/v1/completions``. ``suffix`` is refused."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int = 16
@@ -123,20 +166,29 @@ class CompletionBody(SamplingBody):
             return [[t for t in self.prompt if isinstance(t, int)]]
         return [p for p in self.prompt if not isinstance(p, int)]
 
+    @property
+    def answerless(self) -> bool:
+        """Whether the prompt alone is wanted, with its logprobs."""
+        return self.echo and self.max_tokens == 0
+
     def sampling(self) -> SamplingParams:
         self._check_supported()
-        return self.params(
-            max_tokens=self.max_tokens,
+        scored = self.prompt_logprobs
+        if self.echo and scored is None:
+            scored = self.logprobs
+        params = self.params(
+            max_tokens=1 if self.answerless else self.max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=scored,
         )
+        return params if self.best_of is None else replace(params, n=self.best_of)
 
     def _check_supported(self) -> None:
-        if self.echo:
-            raise InvalidRequest("echo is not supported; use prompt_logprobs and return_token_ids")
         if self.suffix:
-            raise InvalidRequest("suffix is not supported")
-        if self.best_of not in (None, self.n):
-            raise InvalidRequest(f"best_of must equal n ({self.n}), got {self.best_of}")
-        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("suffix is not supported: no model here fills in a middle")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of must be at least n ({self.n}), got {self.best_of}")
+        if self.stream and self.best_of not in (None, self.n):
+            raise InvalidRequest("best_of cannot stream: which is the best is known at the end")
+        if self.stream and self.prompt_logprobs is not None and not self.echo:
             raise InvalidRequest("prompt_logprobs are not available when stream=True")
