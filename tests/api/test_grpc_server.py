@@ -214,8 +214,9 @@ def test_a_timeout_that_no_wait_can_have_is_invalid(engine, timeout):
 @pytest.mark.parametrize("rest", [[b"K\x92"], []])
 def test_a_held_update_ends_with_a_client_that_says_no_more(engine, eventually, rest):
     """Or says what is no command: its grace is for connections that break."""
+    offer = {"grace": 0.5, "senders": 2}
     request = UpdateRequest(
-        update_id=f"u{len(rest)}", bucket_bytes=1 << 10, timeout=5.0, offer={"grace": 0.5, "senders": 2}
+        update_id=f"u{len(rest)}", bucket_bytes=1 << 10, timeout=5.0, offer=offer
     )
     begin = to_json(request)
     command = pb.UpdateCommand(begin=pb.WeightDocument(json=begin)).SerializeToString()
