@@ -23,8 +23,8 @@ from rollout.metrics import EngineCounters
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
-from rollout.server.http.answers import AnswerDefaults, TokenText
-from rollout.server.http.app import build_app, token_id_text
+from rollout.server.http.answers import AnswerDefaults, TokenText, token_id_text
+from rollout.server.http.app import build_app
 from rollout.server.http.open_routes import OpenRoutes
 
 log = logging.getLogger(__name__)

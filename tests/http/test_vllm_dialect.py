@@ -28,6 +28,7 @@ def test_tokens_in_and_out_with_logprobs_of_both(http: httpx.Client) -> None:
     assert choice["token_ids"] == ours["token_ids"]
     content = choice["logprobs"]["content"]
     assert [row["logprob"] for row in content] == ours["logprobs"]["raw_logprobs"]
+    assert [row["token"] for row in content] == [f"token_id:{t}" for t in choice["token_ids"]]
     assert reply["prompt_logprobs"] == ours["prompt_logprobs"]
     assert choice["finish_reason"] == "length"
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "stop": 4}]

@@ -74,6 +74,10 @@ class AnswerStyle:
         return "chat.completion" if self.chat else "text_completion"
 
 
+def token_id_text(token: int) -> str:
+    return f"token_id:{token}"
+
+
 def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, Any]:
     """The whole answer; choices are prompt-major."""
     used = usage(outputs)

@@ -26,6 +26,7 @@ from rollout.server.http.answers import (
     Stream,
     TokenText,
     answer,
+    token_id_text,
 )
 from rollout.server.http.chat_body import ChatBody, TokenizeBody
 from rollout.server.http.dialect import Dialect, shapes_of
@@ -93,10 +94,6 @@ def build_app(
     for dialect in DIALECTS:
         include(app, dialect.routes)
     return app
-
-
-def token_id_text(token: int) -> str:
-    return f"token_id:{token}"
 
 
 @routes.on("GET", "/health", Access.OPEN)

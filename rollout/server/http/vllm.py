@@ -21,7 +21,13 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.errors import InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.server.auth import Access
-from rollout.server.http.answers import AnswerDefaults, AnswerStyle, chat_logprobs, prompt_rows
+from rollout.server.http.answers import (
+    AnswerDefaults,
+    AnswerStyle,
+    chat_logprobs,
+    prompt_rows,
+    token_id_text,
+)
 from rollout.server.http.answers import usage as usage_of
 from rollout.server.http.chat_body import ChatBody
 from rollout.server.http.guard import Engine, Routes
@@ -80,7 +86,7 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
         top=params.logprobs or 0,
         processed=defaults.logprobs_mode == "processed_logprobs",
         token_ids=True,
-        token_text=request.app.state.token_text,
+        token_text=token_id_text,  # as vLLM has it here: clients compare
         request_id=body.request_id or uuid.uuid4().hex,
     )
     outputs = rollout.stream_many(
