@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import requests
 from proxies import Proxy
@@ -70,6 +71,19 @@ def test_every_reply_may_be_lost_once_and_the_update_is_one(engine, client, loss
     assert engine.rollout.check_weights(dict(weights[1])).equal
 
 
+def test_without_starts_the_same_announcement_is_the_next_update(engine, sender, weights) -> None:
+    """Also over another connection: servers close those that were idle for seconds."""
+    sender.init()
+    before = engine.info()["version"]
+    for number, seed in enumerate((1, 2), 1):
+        with httpx.Client(base_url=engine.http.base_url, timeout=60) as sender.http:
+            assert sender.update(weights[seed].items()).status_code == 200
+        sender.http = engine.http
+        assert engine.info()["version"] == before + number
+        assert engine.rollout.check_weights(dict(weights[seed])).equal
+
+
+@pytest.mark.more
 def test_a_repeat_waits_for_the_verb_that_is_under_way(engine, sender, weights) -> None:
     """Its client gave the first up while the ranks still received."""
     sender.init()
@@ -83,6 +97,7 @@ def test_a_repeat_waits_for_the_verb_that_is_under_way(engine, sender, weights) 
     assert sender.post(FINISH).status_code == 200
 
 
+@pytest.mark.more
 def test_ids_name_an_update_for_good(engine, sender, weights) -> None:
     def verb(name: str, update_id: str, **body):
         return sender.post(name, {"update_id": update_id, **body})

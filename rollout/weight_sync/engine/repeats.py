@@ -69,12 +69,14 @@ class VerbAnswers:
     def is_busy(self) -> bool:
         return self._running is not None
 
-    def run(self, said: Said, act: Callable[[], T], *, remember: bool = True) -> T:
+    def run(
+        self, said: Said, act: Callable[[], T], *, remember: Callable[[], bool] = lambda: True
+    ) -> T:
         """The answer of ``act``, or of the verb that ``said`` repeats, for which it waits.
 
         ``UpdateInProgress`` while another verb runs. An error is the repeats' too that came while
         the verb ran; one that comes later runs itself, and is told what has become of the update.
-        Without ``remember`` the verb runs again unless it is running.
+        Where ``remember`` is false afterwards, what looks like a repeat later is none.
         """
         with self.lock:
             running = self._running
@@ -98,7 +100,7 @@ class VerbAnswers:
                 from_wire(to_wire(error)) if isinstance(error, RolloutError) else error
             )
             raise
-        self._over((said, answer) if remember else None)
+        self._over((said, answer) if remember() else None)
         mine.answer.set_result(answer)
         return answer
 

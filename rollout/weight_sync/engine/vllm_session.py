@@ -95,7 +95,8 @@ class VerbSession:
             self._starts = False
 
         said = Said("init_weight_transfer_engine", caller, repr((group, packing)))
-        self._answers.run(said, act, remember=False)  # the ranks know whether it still holds
+        # The ranks know whether it still holds.
+        self._answers.run(said, act, remember=lambda: False)
 
     @property
     def packing(self) -> Packing:
@@ -158,7 +159,9 @@ class VerbSession:
 
         content = f"{index} {packing} {[(m.name, m.dtype, tuple(m.shape)) for m in tensors]}"
         digest = hashlib.sha256(content.encode()).hexdigest()
-        return self._answers.run(Said("update_weights", caller, digest), act)
+        said = Said("update_weights", caller, digest)
+        # After one that has committed by itself, the same again is the next update.
+        return self._answers.run(said, act, remember=lambda: self._open is not None)
 
     @property
     def group_name(self) -> str | None:
