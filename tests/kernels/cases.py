@@ -169,6 +169,7 @@ def _attentions() -> Iterator[Case]:
         "head dim 128": ([(1, 70), (33, 65)], {"dim": 128}),
         "head dim 256": ([(1, 70), (33, 65)], {"dim": 256, "heads": 2}),
         "head dim 320": ([(1, 10), (3, 6)], {"dim": 320, "heads": 2}),
+        "latents of 576": ([(1, 40), (5, 33)], {"heads": 20, "kv_heads": 1, "dim": 576}),
         "block 1": ([(1, 20), (5, 6)], {"block": 1}),
         "block 5": ([(1, 133), (64, 70)], {"block": 5}),
         "block 256": ([(1, 133), (64, 300)], {"block": 256}),

@@ -94,6 +94,10 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
             if dtype == BF16 and dim != 128:
                 rest = (64, 0.0, sinks) if dim == 64 else (64, 50.0)
                 yield name, lambda name=name, args=args, r=rest: kernel(name)(*args, *r)
+            if dtype == BF16 and dim == 256:  # DeepSeek's latent attention
+                q, kv1 = torch.zeros(tokens, 16, 576, dtype=dtype), torch.zeros(9, 1, 32, 576)
+                args = (q, kv1.to(dtype), kv1.to(dtype), starts, lengths, table, 0.1)
+                yield name, lambda name=name, args=args: kernel(name)(*args)
         if dtype == BF16 and dim < 256:
             q, k = torch.zeros(2, 32, dim, dtype=dtype), torch.zeros(2, 8, dim, dtype=dtype)
             turn = torch.zeros(2, dim, dtype=dtype)
