@@ -1,0 +1,285 @@
+"""verl 0.9: the engine as ``actor_rollout_ref.rollout.name=rollout``; importing this registers it.
+
+    trainer's worker   ServerAdapter  -- weights over gRPC, in verl's own lockstep -->  Server
+    agent loops        verl's client  -- token ids over Ray -->                          (Ray actor,
+    verl's driver      Replica        -- starts it; sleep, abort, resume -->               embedded)
+
+verl loads it through the entry-point group ``verl.plugins``, or by
+``VERL_USE_EXTERNAL_MODULES=rollout.integrations.verl``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import ray
+from torch import Tensor
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+from rollout.api import AsyncRollout, Rollout
+from rollout.errors import ConfigError, InvalidRequest
+from rollout.generation import RequestOutput, SamplingParams
+
+NAME = "rollout"
+_PULL = 600.0  # seconds that verl's side may take for its next tensor
+
+
+class Server:
+    """One replica: tokens in, tokens out. A Ray actor; its ranks are processes on its node."""
+
+    def __init__(self, model: str, settings: dict[str, Any], limits: dict[str, int]) -> None:
+        self._rollout = AsyncRollout(model, **settings)
+        self._limits = limits
+        self._steps: dict[int, int] = {}  # the trainer's step by version
+
+    async def launch_server(self) -> str:
+        """Load the model; where trainers send weights, "host:port"."""
+        return await self._rollout.address
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        priority: int = 0,
+        **_: Any,
+    ) -> TokenOutput:
+        """What was sampled; "aborted" with the tokens so far after ``abort_all_requests``.
+
+        ``extra_fields``: ``min_global_steps`` and ``max_global_steps`` are those of the weights
+        that made the tokens, ``global_steps`` the last token's.
+        """
+        if image_data or video_data or audio_data:
+            raise InvalidRequest("this engine takes text alone, no images, videos or audio")
+        params = self._params(list(prompt_ids), dict(sampling_params))
+        [output] = await self._rollout.generate(
+            [list(prompt_ids)], params, request_ids=[request_id]
+        )
+        return self._answer(output)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self._rollout.wake_up(tags)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._rollout.sleep(level)
+
+    async def clear_kv_cache(self) -> None:
+        await self._rollout.reset_prefix_cache()
+
+    async def release_kv_cache(self) -> None:
+        """Nothing: an update is staged beside the live weights and keeps the cache's memory."""
+
+    async def resume_kv_cache(self) -> None:
+        """Nothing was released."""
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Running requests end with what they have; new ones wait for ``resume_generation``."""
+        running = (await self._rollout.metrics()).running
+        await self._rollout.pause_generation("abort")
+        return {"aborted_count": running, "request_ids": []}
+
+    async def resume_generation(self) -> None:
+        await self._rollout.resume_generation()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """The live weights are those of this step."""
+        self._steps[(await self._rollout.server_info()).version] = global_steps
+
+    async def weight_version(self) -> int:
+        return (await self._rollout.server_info()).version
+
+    async def start_profile(self, **_: Any) -> None:
+        """Nothing to do: spans are measured by ``rollout bench --profile``."""
+
+    async def stop_profile(self) -> None:
+        """As ``start_profile``."""
+
+    async def shutdown(self) -> None:
+        await self._rollout.shutdown()
+
+    def _params(self, prompt: list[int], given: dict[str, Any]) -> SamplingParams:
+        """verl's names; without a limit the response's length, and never beyond the model's."""
+        limits = self._limits
+        asked = given.pop("max_tokens", None) or given.pop("max_new_tokens", None)
+        given.pop("max_new_tokens", None)
+        if asked is None:
+            left = limits["prompt_length"] + limits["response_length"] - len(prompt)
+            asked = min(limits["response_length"], left)
+        room = limits["max_model_len"] - len(prompt)
+        top = given.pop("logprobs", None)
+        given["logprobs"] = None if top in (None, False, True) else top
+        return SamplingParams.from_dict({**given, "max_tokens": max(1, min(asked, room))})
+
+    def _answer(self, output: RequestOutput) -> TokenOutput:
+        [sample] = output.outputs
+        steps = [self._steps.get(span.version) for span in sample.weight_versions]
+        known = [step for step in steps if step is not None]
+        fields: dict[str, Any] = {
+            "global_steps": steps[-1] if steps else None,
+            "min_global_steps": min(known, default=None),
+            "max_global_steps": max(known, default=None),
+            "num_cached_tokens": output.num_cached_tokens,
+            "weight_versions": [(s.version, s.start, s.stop) for s in sample.weight_versions],
+        }
+        if output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = output.prompt_logprobs
+        return TokenOutput(
+            token_ids=sample.token_ids,
+            log_probs=sample.logprobs.processed,
+            stop_reason="aborted" if sample.finish_reason == "abort" else "completed",
+            num_preempted=0,
+            extra_fields=fields,
+        )
+
+
+class Replica(RolloutReplica):  # type: ignore[misc]
+    """Starts one ``Server`` on the node of its first worker; tensor parallel within that node."""
+
+    async def launch_servers(self) -> None:
+        if self.nnodes > 1:
+            raise ConfigError(
+                f"a replica of {self.world_size} ranks spans {self.nnodes} nodes: this engine's "
+                "ranks are on one; lower tensor_model_parallel_size"
+            )
+        node = await self.workers[0].__ray_call__.remote(
+            lambda _: ray.get_runtime_context().get_node_id()
+        )
+        placed = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        server = ray.remote(Server).options(
+            name=_server_name(self.replica_rank, self.name_suffix),
+            max_concurrency=self.max_concurrency,
+            scheduling_strategy=placed,
+        )
+        config = self.config
+        longest = config.max_model_len or config.prompt_length + config.response_length
+        limits = {
+            "prompt_length": config.prompt_length,
+            "response_length": config.response_length,
+            "max_model_len": longest,
+        }
+        path = getattr(self.model_config, "local_path", None) or self.model_config.path
+        handle = server.remote(path, _settings(config, longest), limits)
+        self.servers.append(handle)
+        self._server_handle = handle
+        self._server_address = await handle.launch_server.remote()
+
+
+class ServerAdapter(BaseRollout):  # type: ignore[misc]
+    """On every worker of the trainer; the first of each replica sends the weights."""
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        size = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+        rank = int(os.environ.get("RANK", "0"))
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % size == 0
+        self._server: Any = None
+        self._rollout: Rollout | None = None
+
+    async def resume(self, tags: list[str]) -> None:
+        if self.config.free_cache_engine and self.is_leader_rank:
+            await self._handle().wake_up.remote(tags=tags)
+
+    async def release(self) -> None:
+        if self.config.free_cache_engine and self.is_leader_rank:
+            await self._handle().sleep.remote()
+
+    async def update_weights(
+        self,
+        weights: Any,
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make what ``weights`` yields the next version; every worker reads it to its end.
+
+        A failure raises here, and the old version serves on.
+        """
+        if wire_format != "named_tensors":
+            raise ConfigError(
+                f"checkpoint_engine with wire_format={wire_format!r} is not taken; this engine "
+                "makes deltas itself: use backend=naive"
+            )
+        if kwargs.get("peft_config") is not None and kwargs.get("base_sync_done"):
+            raise ConfigError("adapters are not served by themselves: set lora merge=True")
+        if not self.is_leader_rank:
+            await _drain(weights)
+            return
+        try:
+            await self._send(weights)
+        finally:
+            await _drain(weights)  # the others are in the gathers that are left
+        if global_steps is not None:
+            await self._handle().set_global_steps.remote(global_steps)
+
+    async def _send(self, weights: Any) -> None:
+        if self._rollout is None:
+            address = await self._handle().launch_server.remote()
+            self._rollout = await asyncio.to_thread(Rollout.connect, address)
+        if isinstance(weights, AsyncIterator):
+            items = _pulled(weights, asyncio.get_running_loop())
+            await asyncio.to_thread(self._rollout.update_weights, items)
+        else:
+            self._rollout.update_weights(weights)  # here, where the trainer's collectives belong
+
+    def _handle(self) -> Any:
+        if self._server is None:
+            self._server = ray.get_actor(_server_name(self.replica_rank))
+        return self._server
+
+
+def _server_name(replica: int, suffix: str = "") -> str:
+    return f"{NAME}_server_{replica}_0{suffix}"
+
+
+def _settings(config: Any, longest: int) -> dict[str, Any]:
+    """``EngineConfig`` of verl's rollout section; ``engine_kwargs.rollout`` has the last word."""
+    settings = {
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "dtype": config.dtype,
+        "max_model_len": longest,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, longest),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "load_format": config.load_format,
+    }
+    own = (config.engine_kwargs or {}).get(NAME) or {}
+    return {key: value for key, value in {**settings, **own}.items() if value is not None}
+
+
+async def _drain(weights: Any) -> None:
+    if isinstance(weights, AsyncIterator):
+        async for _ in weights:
+            pass
+    else:
+        for _ in weights:
+            pass
+
+
+def _pulled(
+    weights: AsyncIterator[tuple[str, Tensor]], loop: asyncio.AbstractEventLoop
+) -> Iterator[tuple[str, Tensor]]:
+    """What an asynchronous stream of ``loop`` yields, in another thread."""
+    while True:
+        item: Any = asyncio.run_coroutine_threadsafe(_next(weights), loop).result(_PULL)
+        if item is None:
+            return
+        yield item
+
+
+async def _next(weights: AsyncIterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
+    return await anext(weights, None)
+
+
+_ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.ServerAdapter"
+RolloutReplicaRegistry.register(NAME, lambda: Replica)

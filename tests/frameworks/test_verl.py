@@ -1,0 +1,68 @@
+"""verl 0.9, its own registries, client and Ray, over ``rollout.integrations.verl``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from clients.install import folder
+from tiny_models import write_tiny
+
+from rollout import Rollout
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CLIENT = folder("verl")
+
+
+def test_verl_finds_the_plugin_by_its_entry_point() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["verl.plugins"] == {"rollout": "rollout.integrations.verl"}
+
+
+@pytest.mark.more
+@pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
+def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> None:
+    models = [tmp_path / "one", tmp_path / "other"]
+    for seed, path in enumerate(models):
+        write_tiny(path, seed=seed, tokenizer=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "verl_job.py"), *map(str, models)],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{CLIENT}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=270,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    got = json.loads(done.stdout.splitlines()[-1])
+    asked = {"temperature": 1.0, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+    told = []
+    for path in models:
+        with Rollout(str(path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+            [output] = rollout.generate([[5, 6, 7]], asked)
+            told.append(output.outputs[0])
+    for name, sample, step in (("first", told[0], 10), ("second", told[1], 11)):
+        output = got[name]
+        assert output["token_ids"] == sample.token_ids
+        assert output["log_probs"] == pytest.approx(sample.logprobs.processed, abs=1e-5)
+        assert output["stop_reason"] == "completed"
+        fields = output["extra_fields"]
+        assert fields["global_steps"] == fields["min_global_steps"] == step
+        assert fields["max_global_steps"] == step
+    assert got["failed"] in ("IncompleteUpdate", "WeightMismatch")
+    assert got["third"]["token_ids"] == got["second"]["token_ids"]
+    # One answer of two parts: what was aborted, and its continuation by the next weights.
+    partial = got["partial"]
+    assert len(partial["token_ids"]) == len(partial["log_probs"]) == 400
+    assert (partial["extra_fields"]["min_global_steps"]) == 11
+    assert (partial["extra_fields"]["max_global_steps"]) == 12

@@ -1,0 +1,121 @@
+"""verl's own registries, client and configuration over Ray, one replica; prints one JSON object.
+
+python verl_job.py MODEL OTHER_MODEL
+"""
+
+import asyncio
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
+os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
+
+import ray
+import torch
+from safetensors.torch import load_file
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+torch.set_num_threads(1)
+model, other = sys.argv[1:]
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """In the place of a trainer's worker: the replica asks for its node."""
+
+
+class OneServer(FullyAsyncLLMServerClient):
+    """verl's client without its load balancer: there is one server."""
+
+    def __init__(self, handle, config):
+        self.config, self._handle = config, handle
+
+    async def _acquire_server(self, request_id, **_):
+        return "0", self._handle
+
+    def _release_server(self, server_id, request_id):
+        pass
+
+
+config = RolloutConfig(
+    name="rollout", mode="async", prompt_length=32, response_length=448, dtype="float32",
+    tensor_model_parallel_size=1, max_num_seqs=16, max_num_batched_tokens=256, load_format="auto",
+    engine_kwargs={"rollout": {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64}},
+    free_cache_engine=True,
+)  # fmt: skip
+where = SimpleNamespace(path=model, local_path=model)
+
+
+async def course():
+    found = {}
+    replica = RolloutReplicaRegistry.get("rollout")(0, config, where, gpus_per_node=1)
+    await replica.init_hybrid(SimpleNamespace(workers=[Worker.remote()]))
+    kind = get_rollout_class("rollout", "async")
+    adapter = kind.__new__(kind)
+    adapter.config, adapter.model_config = config, where
+    adapter.replica_rank, adapter.is_leader_rank = 0, True
+    adapter._server = adapter._rollout = None
+    server = SimpleNamespace(name="rollout", full_determinism=True, response_length=448)
+    client = OneServer(
+        replica.server_handle, SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=server))
+    )
+    asked = {"temperature": 1.0, "max_tokens": 8, "logprobs": True, "seed": 3, "ignore_eos": True}
+
+    async def once(name):
+        output = await LLMServerClient.generate(
+            client, name, prompt_ids=[5, 6, 7], sampling_params=dict(asked)
+        )
+        return output.model_dump()
+
+    await adapter.update_weights(
+        iter(load_file(f"{model}/model.safetensors").items()), global_steps=10
+    )
+    found["first"] = await once("a")
+    await adapter.release()
+    await adapter.resume(["weights"])
+    weights = load_file(f"{other}/model.safetensors")
+
+    async def stream():
+        for item in weights.items():
+            yield item
+
+    await adapter.update_weights(stream(), global_steps=11)
+    await adapter.resume(["kv_cache"])
+    found["second"] = await once("b")
+    try:
+        await adapter.update_weights(iter(list(weights.items())[:-1]), global_steps=12)
+    except Exception as error:
+        found["failed"] = type(error).__name__
+    found["third"] = await once("c")
+
+    # A partial rollout: aborted in the middle, and continued with the next weights.
+    long = {**asked, "max_tokens": 400}
+    task = asyncio.create_task(
+        client.generate("d", prompt_ids=[5, 6, 7], sampling_params=dict(long))
+    )
+    aborted = 0
+    while not aborted:
+        await asyncio.sleep(0.1)
+        aborted = (await replica.servers[0].abort_all_requests.remote())["aborted_count"]
+        if not aborted:
+            await replica.resume_generation()
+    await adapter.update_weights(
+        iter(load_file(f"{model}/model.safetensors").items()), global_steps=12
+    )
+    await replica.resume_generation()
+    found["partial"] = (await asyncio.wait_for(task, 60)).model_dump()
+    adapter._rollout.shutdown()
+    await replica.servers[0].shutdown.remote()
+    return found
+
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+try:
+    print(json.dumps(asyncio.run(course())), flush=True)
+finally:
+    ray.shutdown()
