@@ -27,7 +27,8 @@ def trainers(tmp_path_factory):
 def test_trainers_end_with_status_0(trainers, transport, ranks) -> None:
     took = []
     for outcome in ("committed", "failed"):
-        for case in variants(transport, ranks, outcome, 2 if ranks == 1 else 1):
+        exits = 2 if ranks == 1 and outcome == "committed" else 1
+        for case in variants(transport, ranks, outcome, exits):
             took += trainers.run(case)
     assert min(took) < PROMPT, took  # a wait would show in all of them, a busy machine in some
 
