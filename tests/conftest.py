@@ -34,12 +34,17 @@ _LONGEST = (
     "test_conformance.py",
     "test_commands.py",
     "test_demo.py",
+    "test_trl.py",
     "test_sleep.py",
     "test_shared_memory_group.py",
     "test_rank_faults.py",
     "test_transaction.py",
     "test_service_transports.py",
     "test_snippets.py",
+    "test_fuzz_servers.py",
+    "test_torch_jobs.py",
+    "test_state_machine.py",
+    "test_dense_parity.py",
 )
 
 
