@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from rollout.api import AsyncRollout
 from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
-from rollout.errors import RolloutError
+from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
@@ -28,6 +28,7 @@ from rollout.server.http.answers import (
     answer,
     token_id_text,
 )
+from rollout.server.http.assistant import MessageReader
 from rollout.server.http.chat_body import ChatBody, TokenizeBody
 from rollout.server.http.dialect import Dialect, shapes_of
 from rollout.server.http.errors import error_body, install_error_handlers
@@ -42,6 +43,7 @@ from rollout.server.http.responses import (
     served_model,
     unless_disconnected,
 )
+from rollout.server.http.responses_api import ResponseAnswer, chat_of
 from rollout.server.http.types import (
     CompletionBody,
     SamplingBody,
@@ -166,27 +168,58 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
 
 @routes.on("POST", "/v1/chat/completions", Access.GENERATION)
 async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
-    defaults: AnswerDefaults = request.app.state.defaults
-    reader = body.reader(defaults.tools, defaults.reasoning)
-    params = body.sampling(keep_special=reader.special)
+    reader, params = _read_by(body, request)
     model = await served_model(rollout, body.model)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
+    outputs = await _chat_outputs(rollout, body, request, reader, params, style.request_id)
+    return await _respond(request, body, style, outputs)
+
+
+@routes.on("POST", "/v1/responses", Access.GENERATION)
+async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> Response:
+    asked = chat_of(body)
+    if asked.n != 1:
+        raise InvalidRequest("a response is one sample: n must be 1")
+    reader, params = _read_by(asked, request)
+    made = ResponseAnswer(body, await served_model(rollout, asked.model), reader)
+    outputs = await _chat_outputs(rollout, asked, request, reader, params, made.id)
+    if not asked.stream:
+        done = await unless_disconnected(request, in_order(outputs))
+        return Response(status_code=499) if done is None else JSONResponse(made.whole(done[0]))
+    first = await unless_disconnected(request, first_of(outputs))
+    return Response(status_code=499) if first is None else EventStream(made.stream(first, outputs))
+
+
+def _read_by(body: ChatBody, request: Request) -> tuple[MessageReader, SamplingParams]:
+    """How a chat's answer is read here, and sampled for that."""
+    defaults: AnswerDefaults = request.app.state.defaults
+    reader = body.reader(defaults.tools, defaults.reasoning)
+    return reader, body.sampling(keep_special=reader.special)
+
+
+async def _chat_outputs(
+    rollout: AsyncRollout,
+    body: ChatBody,
+    request: Request,
+    reader: MessageReader,
+    params: SamplingParams,
+    request_id: str,
+) -> Outputs:
     conversation, options = body.conversation(), body.chat_options()
     if params.structured_outputs is not None and reader.reasoning is not None:
         prompt = await rollout.backend.render(conversation, options)
         grammar = after_thought(params.structured_outputs, reader.reasoning, prompt)
         params = replace(params, structured_outputs=grammar)
-    outputs = sessions.chat_outputs(
+    return sessions.chat_outputs(
         rollout,
         request.headers,
         conversation,
         params,
-        style.request_id,
+        request_id,
         stream=body.stream,
         options=options,
         reader=reader,
     )
-    return await _respond(request, body, style, outputs)
 
 
 @routes.on("POST", "/tokenize", Access.GENERATION)

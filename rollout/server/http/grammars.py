@@ -46,12 +46,13 @@ def of_tools(schemas: Schemas, *, several: bool) -> Grammar:
         calls.append({"type": "object", "properties": fields, "required": list(fields)})
     most = {} if several else {"maxItems": 1}
     items = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
-    return {"json": {**items, **({"$defs": definitions} if definitions else {})}}
+    schema = {**items, **({"$defs": definitions} if definitions else {})}
+    return {"json": schema, "disable_any_whitespace": True}
 
 
 def of_tool(schema: Mapping[str, Any]) -> Grammar:
     """The arguments of one tool."""
-    return {"json": _object(schema)}
+    return {"json": _object(schema), "disable_any_whitespace": True}
 
 
 def after_thought(grammar: Grammar, reasoning: ReasoningParser, prompt: str) -> Grammar:
