@@ -40,7 +40,9 @@ def head_dim(arch: str, shape: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_size": hidden, **shape}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", ["odd", pytest.param("key heads replicated over four ranks", marks=pytest.mark.more)]
+)
 @pytest.mark.parametrize("arch", DENSE)
 def test_logits_equal_those_of_transformers_at_every_parallel_size(
     tmp_path: Path, arch: str, shape: str
