@@ -63,7 +63,8 @@ def zero(model: nn.Module, stage: int, bf16: bool = False) -> nn.Module:
 def documented(job: Rank) -> Any:
     """The source of docs/weight_sync.md, over a matrix and a vector of two rows for each rank."""
     text = (Path(__file__).parents[3] / "docs" / "weight_sync.md").read_text()
-    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    snippets = (part.split("```", 1)[0] for part in text.split("```python\n")[1:])
+    code = next(snippet for snippet in snippets if "class RowParallelSource" in snippet)
     names: dict[str, Any] = {"__name__": "documented"}
     exec(compile(code, "weight_sync.md", "exec"), names)
     here = slice(2 * job.rank, 2 * job.rank + 2)
