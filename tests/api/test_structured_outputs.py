@@ -155,6 +155,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request_alone(engine: Rollou
     assert texts(engine, {"choice": ["no"]}) == ["no"]
 
 
+@pytest.mark.more
 def test_a_process_that_has_died_is_replaced(engine: Rollout, strangers: set[int]) -> None:
     assert texts(engine, {"choice": ["no"]}) == ["no"]
     os.kill(_process(strangers), signal.SIGKILL)
