@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AsyncRollout": "api",
     "AsyncSession": "api",
-    "ChatOptions": "chat",
+    "ChatOptions": "generation",
     "ChecksumMismatch": "errors",
     "ColocatedRollout": "api",
     "Completion": "generation",
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from rollout.api import Rollout as Rollout
     from rollout.api import Session as Session
     from rollout.api import Trajectory as Trajectory
-    from rollout.chat import ChatOptions as ChatOptions
     from rollout.config import EngineConfig as EngineConfig
     from rollout.errors import ChecksumMismatch as ChecksumMismatch
     from rollout.errors import ConfigError as ConfigError
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
     from rollout.errors import WeightError as WeightError
     from rollout.errors import WeightMismatch as WeightMismatch
     from rollout.errors import WorkerDied as WorkerDied
+    from rollout.generation import ChatOptions as ChatOptions
     from rollout.generation import Completion as Completion
     from rollout.generation import Logprobs as Logprobs
     from rollout.generation import RequestOutput as RequestOutput

@@ -11,13 +11,13 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.backend import Backend, Outputs
-from rollout.api.session import AsyncSession, Sessions
+from rollout.api.session import AsyncSession
+from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
-from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
-from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from rollout.chat import ChatOptions
-from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo

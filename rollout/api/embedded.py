@@ -10,7 +10,6 @@ from dataclasses import replace
 import rollout
 from rollout.api.adapters import MergedAdapters
 from rollout.api.read_once import ReadOnce
-from rollout.chat import ChatOptions
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
@@ -26,7 +25,7 @@ from rollout.errors import (
     TransferFailed,
     UpdateInProgress,
 )
-from rollout.generation import PromptInput, Request, RequestOutput, SamplingParams
+from rollout.generation import ChatOptions, PromptInput, Request, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.engine.coordinator import Coordinator

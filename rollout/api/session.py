@@ -8,98 +8,20 @@ yet. It is tokenised by itself and appended, less an end token that was already 
 
 from __future__ import annotations
 
-import time
 import uuid
-from array import array
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from rollout.api.backend import Backend
-from rollout.chat import ChatOptions
-from rollout.errors import EngineOverloaded, EngineRestarted, InvalidRequest
-from rollout.generation import Completion, PromptInput, RequestOutput, SamplingParams
+from rollout.api.trajectory import SessionTokens, Trajectory
+from rollout.errors import EngineRestarted, InvalidRequest
+from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
 from rollout.rpc.convert import Messages
 
 R = TypeVar("R")
 OneParams = SamplingParams | Mapping[str, Any]
-
-NOT_SAMPLED = -1  # in the place of a version
-
-# What the server keeps for clients that name their sessions.
-MAX_SESSIONS = 4096
-MAX_TOKENS = 8 << 20  # of all sessions; some 40 bytes each
-IDLE_SECONDS = 3600.0
-_LONGEST_ID = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trajectory:
-    """A conversation as a trainer takes it: the first prompt, and what followed it.
-
-    ``prompt_token_ids`` int64 [p]. All others are over what came after, [n]: ``token_ids`` int64
-    with the later messages among the answers; ``mask`` bool, True where a token was sampled (the
-    loss mask); ``raw_logprobs``, ``processed_logprobs`` and ``log_kept_mass`` float32, 0 where
-    nothing was sampled; ``weight_versions`` int64, -1 there. ``epoch``: in which engine life the
-    versions count, None before the first turn.
-    """
-
-    prompt_token_ids: Tensor
-    token_ids: Tensor
-    mask: Tensor
-    raw_logprobs: Tensor
-    processed_logprobs: Tensor
-    log_kept_mass: Tensor
-    weight_versions: Tensor
-    epoch: int | None
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """The ids after the first prompt; rows of all arrays belong together."""
-
-    ids: array[int] = field(default_factory=lambda: array("q"))
-    mask: bytearray = field(default_factory=bytearray)
-    raw: array[float] = field(default_factory=lambda: array("f"))
-    processed: array[float] = field(default_factory=lambda: array("f"))
-    kept: array[float] = field(default_factory=lambda: array("f"))
-    versions: array[int] = field(default_factory=lambda: array("q"))
-
-    def append(self, ids: Sequence[int]) -> None:
-        """Ids that nobody sampled."""
-        self.ids.extend(ids)
-        self.mask.extend(bytes(len(ids)))
-        for values in (self.raw, self.processed, self.kept):
-            values.extend([0.0] * len(ids))
-        self.versions.extend([NOT_SAMPLED] * len(ids))
-
-    def sampled(self, completion: Completion) -> None:
-        self.ids.extend(completion.token_ids)
-        self.mask.extend(b"\1" * len(completion.token_ids))
-        self.raw.extend(completion.logprobs.raw)
-        self.processed.extend(completion.logprobs.processed)
-        self.kept.extend(completion.logprobs.log_kept_mass)
-        for span in completion.weight_versions:
-            self.versions.extend([span.version] * (span.stop - span.start))
-
-    def cut(self, length: int) -> None:
-        for values in (self.ids, self.mask, self.raw, self.processed, self.kept, self.versions):
-            del values[length:]
-
-    def copy(self) -> _Tokens:
-        return _Tokens(
-            self.ids[:],
-            self.mask[:],
-            self.raw[:],
-            self.processed[:],
-            self.kept[:],
-            self.versions[:],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +48,7 @@ class AsyncSession:
         self._messages: list[dict[str, Any]] = []
         self._templated = True  # until raw tokens come, of which no template knows
         self._prompt: list[int] = []
-        self._tokens = _Tokens()
+        self._tokens = SessionTokens()
         self._turns: list[_Turn] = []
         self._texts: list[str] = []  # of each turn's answer
         self._epoch: int | None = None
@@ -212,21 +134,7 @@ class AsyncSession:
 
     def trajectory(self) -> Trajectory:
         """The whole conversation as tensors, copied."""
-        of = self._tokens
-
-        def tensor(values: Any, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype)
-
-        return Trajectory(
-            prompt_token_ids=tensor(self._prompt, torch.int64),
-            token_ids=tensor(of.ids, torch.int64),
-            mask=tensor(of.mask, torch.bool),
-            raw_logprobs=tensor(of.raw, torch.float32),
-            processed_logprobs=tensor(of.processed, torch.float32),
-            log_kept_mass=tensor(of.kept, torch.float32),
-            weight_versions=tensor(of.versions, torch.int64),
-            epoch=self._epoch,
-        )
+        return self._tokens.trajectory(self._prompt, self._epoch)
 
     def fork(self) -> AsyncSession:
         """Another session that goes on from here: a group of samples of one turn, a branch."""
@@ -416,128 +324,6 @@ class Session:
     def rewind(self, turns: int = 1) -> None:
         """Forget the last turns; the ids before them stay exact."""
         self.session.rewind(turns)
-
-
-class Sessions:
-    """Sessions of a server by the names that clients gave them, bounded in number and tokens.
-
-    The one that was used longest ago makes room; after ``idle`` seconds one is forgotten. A name
-    is its owner's secret: who knows it reads and continues the session. For one event loop.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], AsyncSession],
-        *,
-        limit: int = MAX_SESSIONS,
-        max_tokens: int = MAX_TOKENS,
-        idle: float = IDLE_SECONDS,
-    ) -> None:
-        self._make, self._limit, self._max_tokens, self._idle = make, limit, max_tokens, idle
-        self._held: OrderedDict[str, tuple[AsyncSession, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def get(self, name: str) -> AsyncSession:
-        """Raises ``InvalidRequest`` for one that is not there (any more)."""
-        self._forget_idle()
-        if name not in self._held:
-            raise InvalidRequest(
-                f"no session {name[:_LONGEST_ID]!r} is here: it was never begun, was finished, "
-                f"or made room for others (idle for {self._idle:g} s, or too many)"
-            )
-        return self._touch(name)
-
-    def messages(self, name: str) -> list[dict[str, Any]]:
-        """Of the session of this name, and none where it is not there."""
-        return self._held[name][0].messages if name in self._held else []
-
-    def end(self, name: str) -> bool:
-        """Forget it; whether it was there."""
-        return self._held.pop(name, None) is not None
-
-    async def stream_chat(
-        self,
-        name: str,
-        conversation: Messages,
-        params: OneParams,
-        *,
-        request_id: str,
-        stream: bool,
-        restart: bool = False,
-        options: ChatOptions | None = None,
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """The next turn, from the whole conversation as chat clients send it.
-
-        ``options`` are the template's from this turn on.
-        ``restart``: begin anew from this text, answers included; else their ids have to be here.
-        """
-        session = self._of(name, conversation, restart)
-        try:
-            session.options = options or session.options
-            known = session.rewind_to(conversation)
-            outputs = session.stream_chat(
-                conversation[known:], params, request_id=request_id, stream=stream
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield 0, output
-        finally:
-            self._settle(name, session)
-
-    def _of(self, name: str, conversation: Messages, restart: bool) -> AsyncSession:
-        if not 0 < len(name) <= _LONGEST_ID:
-            raise InvalidRequest(f"X-Session-ID must have 1 to {_LONGEST_ID} characters")
-        self._forget_idle()
-        if name in self._held and not restart:
-            return self._touch(name)
-        answered = any(message.get("role") == "assistant" for message in conversation)
-        if answered and not restart:
-            raise InvalidRequest(
-                f"the session {name!r} is not here (never begun, finished, or forgotten after "
-                f"{self._idle:g} s), and the conversation has answers whose ids are not known: "
-                "send X-Session-Restart: true to tokenise their text"
-            )
-        session = self._make()
-        self._held.pop(name, None)
-        self._held[name] = (session, time.monotonic())
-        self._make_room(name)
-        if len(self._held) > self._limit:
-            del self._held[name]
-            raise EngineOverloaded(f"{self._limit} sessions have a turn under way; retry later")
-        return session
-
-    def _settle(self, name: str, session: AsyncSession) -> None:
-        """After a turn: one that has none is not kept, and what has grown makes room."""
-        held = self._held.get(name)
-        if held is not None and held[0] is session:
-            if session.num_tokens == 0 and not session.running:
-                del self._held[name]
-            self._make_room(name)
-
-    def _touch(self, name: str) -> AsyncSession:
-        session, _ = self._held.pop(name)
-        self._held[name] = (session, time.monotonic())
-        return session
-
-    def _forget_idle(self) -> None:
-        oldest = time.monotonic() - self._idle
-        for name, (session, used) in list(self._held.items()):
-            if used > oldest:
-                return
-            if not session.running:
-                del self._held[name]
-
-    def _make_room(self, name: str) -> None:
-        """Forget what was used longest ago and has no turn under way; never ``name``."""
-        tokens = sum(session.num_tokens for session, _ in self._held.values())
-        for other, (session, _) in list(self._held.items()):
-            if tokens <= self._max_tokens and len(self._held) <= self._limit:
-                return
-            if other != name and not session.running:
-                tokens -= session.num_tokens
-                del self._held[other]
 
 
 async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:

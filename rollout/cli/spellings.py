@@ -69,7 +69,10 @@ REFUSED: Mapping[str, str] = {
     "-q": "quantised weights are not served; send bfloat16 or float32",
     "--quantization": "quantised weights are not served; send bfloat16 or float32",
     "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
-    "--enable-lora": "adapters are merged by the sender: update_weights(peft_model)",
+    "--enable-lora": "leave it out: adapters are merged, by update_weights(peft_model), or by "
+    "/v1/load_lora_adapter under a --weight-dir",
+    "--enable-auto-tool-choice": "leave it out: --tool-call-parser alone turns it on",
+    "--enable-memory-saver": _ALWAYS + " (sleep and wake_up need no flag)",
     "--cpu-offload-gb": "weights are not offloaded; use --tensor-parallel-size, or --staging host",
     "--swap-space": "nothing is swapped: preempted requests are computed again",
     "--max-logprobs": "leave it out: requests may ask for any number up to the vocabulary",

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollout.chat import ChatOptions
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
-from rollout.generation import SamplingParams
+from rollout.generation import ChatOptions, SamplingParams
 
 TOKENIZER_FILES = (
     "tokenizer.json",

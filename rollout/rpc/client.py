@@ -15,11 +15,10 @@ from typing import Any
 
 import grpc
 
-from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
 from rollout.errors import EngineClosed, EngineRestarted
-from rollout.generation import PromptInput, RequestOutput, SamplingParams
+from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from rollout.chat import ChatOptions
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import (
+    ChatOptions,
     Completion,
     Logprobs,
     PromptInput,

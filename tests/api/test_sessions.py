@@ -12,7 +12,7 @@ import torch
 from tiny_models import write_tiny
 
 from rollout import AsyncRollout, InvalidRequest, PromptTooLong, Rollout, SamplingParams
-from rollout.api.session import Sessions
+from rollout.api.session_store import Sessions
 from rollout.server.http.app import build_app
 
 # As templates of reasoning models are: tool results are grouped under one header, thoughts of

@@ -155,7 +155,7 @@ def test_a_trainer_rank_that_leaves_frees_everybody(engine, trainers, checkpoint
     def leaving(rank, source):
         def read(name):
             if rank == who and "layers.1" in name:
-                for link in source.agreement._links.values():
+                for link in source.agreement._star.links.values():
                     link.shutdown(socket.SHUT_RDWR)  # what the kernel does for a dead process
 
         source.on_read = read

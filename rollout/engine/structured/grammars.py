@@ -59,7 +59,7 @@ class Grammars:
         if importlib.util.find_spec("xgrammar") is None:
             raise InvalidRequest(
                 "structured_outputs need xgrammar, which this engine's environment has not: "
-                "pip install 'rollout[structured]'"
+                "install the extra `structured` (in a checkout: pip install -e '.[structured]')"
             )
         with self._starting:
             if self._closed:

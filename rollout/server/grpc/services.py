@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from rollout.chat import ChatOptions
 from rollout.config import DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import InvalidRequest, RolloutError
-from rollout.generation import SamplingParams
+from rollout.generation import ChatOptions, SamplingParams
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import (
     chat_options_from_json,

@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout.chat import ChatOptions
 from rollout.errors import InvalidRequest
-from rollout.generation import SamplingParams
+from rollout.generation import ChatOptions, SamplingParams
 from rollout.server.http.assistant import MessageReader
 from rollout.server.http.grammars import Grammar, of_tool, of_tools
 from rollout.server.http.messages import template_messages

@@ -10,9 +10,8 @@ from starlette.datastructures import Headers
 
 from rollout.api import AsyncRollout, Trajectory
 from rollout.api.backend import Outputs
-from rollout.chat import ChatOptions
 from rollout.errors import InvalidRequest
-from rollout.generation import SamplingParams
+from rollout.generation import ChatOptions, SamplingParams
 from rollout.rpc.convert import Messages
 from rollout.server.auth import Access
 from rollout.server.http.assistant import MessageReader, whole_message

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
-from rollout.grammar import GRAMMARS
+from rollout.generation.grammar import GRAMMARS
 from rollout.server.http.grammars import Grammar, of_response_format
 
 log = logging.getLogger(__name__)

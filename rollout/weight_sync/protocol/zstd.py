@@ -20,7 +20,7 @@ def compress(data: bytes | memoryview) -> bytes:
     """One frame that says how long ``data`` is."""
     library = _library()
     if library is None:
-        raise ConfigError("zstd is not installed here: pip install 'rollout[zstd]'")
+        raise ConfigError("zstd is not installed: add the extra (pip install -e '.[zstd]')")
     if hasattr(library, "ZstdCompressor") and hasattr(library, "get_frame_parameters"):
         return bytes(library.ZstdCompressor(level=LEVEL).compress(data))
     return bytes(library.compress(data, LEVEL))

@@ -1,4 +1,4 @@
-"""Nouns of generation that cross a process: what is asked for, and what comes back."""
+"""What is asked of a generation: sampling parameters, a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from rollout.errors import InvalidRequest
-from rollout.grammar import grammar
+from rollout.generation.grammar import grammar
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
@@ -19,7 +19,6 @@ MAX_STOP_CHARS = 4096
 MAX_TOKEN_RULES = 1 << 16  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
-NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 
 MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
 
@@ -182,7 +181,7 @@ class SamplingParams:
         None,
         grammar,
         "what the text has to be: one of json (a schema), regex, choice (texts), grammar (EBNF), "
-        "json_object (true), structural_tag; needs rollout[structured]",
+        "json_object (true), structural_tag; needs the extra structured",
     )
     include_stop_str_in_output: bool = _param(False, _flag, "keep the stop text in `text`")
     ignore_eos: bool = _param(False, _flag, "go on after the end-of-sequence token")
@@ -262,6 +261,9 @@ class SamplingParams:
 TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"] in _OF_TOKENS)
 
 
+PromptInput = str | Sequence[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt, tokenised, with how to continue it."""
@@ -270,78 +272,6 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prompt: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Positions ``start <= i < stop`` were computed by the weights of ``version``."""
-
-    version: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Per output token, float32 natural logarithms.
-
-    ``raw``: log-softmax of the model's logits. ``processed``: of the distribution that was sampled
-    (renormalised over the kept tokens). ``log_kept_mass``: log of the tempered probability mass
-    that the filters kept, so ``processed = log_softmax(logits / T) - log_kept_mass`` where no
-    penalty or bias applies. ``top``: for each position the ``logprobs`` most likely tokens by raw
-    logprob, and the sampled one; None when not asked for.
-    """
-
-    raw: list[float]
-    processed: list[float]
-    log_kept_mass: list[float]
-    top: list[dict[int, float]] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One sample. ``token_ids`` keep a stop token or string that ``text`` leaves out.
-
-    ``finish_reason``: None while running, "stop" (``stop_reason`` None for the end-of-sequence
-    token, an int for a stop id, a str for a stop string), "length", or one of two that leave the
-    sample cut short, so that whoever scores it must look: "abort" (``abort``, a pause with
-    mode="abort", or an update with in_flight="abort") and "error" with ``stop_reason``
-    "nan_logits" (the weights, or this request's settings, gave logits that are not numbers; the
-    tokens up to there are good).
-    ``weight_versions``: spans over output tokens, the weights whose forward gave the logits.
-    ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: Logprobs
-    cumulative_logprob: float
-    finish_reason: str | None
-    stop_reason: int | str | None
-    weight_versions: tuple[VersionSpan, ...]
-    kv_spans: tuple[VersionSpan, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """A prompt and all its samples so far; ``epoch`` says in which engine life versions count.
-
-    ``prompt_logprobs``: None, or one entry per prompt token: None for the first, then the raw
-    logprobs of that token and of the most likely ones.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, float] | None] | None
-    outputs: list[Completion]
-    finished: bool
-    num_cached_tokens: int
-    epoch: int = 0
-
-
-PromptInput = str | Sequence[int]
 
 
 def is_int(value: Any) -> bool:

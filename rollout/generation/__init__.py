@@ -1,0 +1,31 @@
+"""Nouns of generation that cross a process: what is asked for, and what comes back."""
+
+from rollout.generation.chat_options import ChatOptions
+from rollout.generation.outputs import (
+    NAN_LOGITS,
+    Completion,
+    Logprobs,
+    RequestOutput,
+    VersionSpan,
+)
+from rollout.generation.sampling_params import (
+    GREEDY_BELOW,
+    TOKEN_PARAMS,
+    PromptInput,
+    Request,
+    SamplingParams,
+)
+
+__all__ = [
+    "GREEDY_BELOW",
+    "NAN_LOGITS",
+    "TOKEN_PARAMS",
+    "ChatOptions",
+    "Completion",
+    "Logprobs",
+    "PromptInput",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "VersionSpan",
+]

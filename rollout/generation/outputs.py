@@ -1,0 +1,76 @@
+"""What comes back of a generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Positions ``start <= i < stop`` were computed by the weights of ``version``."""
+
+    version: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Per output token, float32 natural logarithms.
+
+    ``raw``: log-softmax of the model's logits. ``processed``: of the distribution that was sampled
+    (renormalised over the kept tokens). ``log_kept_mass``: log of the tempered probability mass
+    that the filters kept, so ``processed = log_softmax(logits / T) - log_kept_mass`` where no
+    penalty or bias applies. ``top``: for each position the ``logprobs`` most likely tokens by raw
+    logprob, and the sampled one; None when not asked for.
+    """
+
+    raw: list[float]
+    processed: list[float]
+    log_kept_mass: list[float]
+    top: list[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sample. ``token_ids`` keep a stop token or string that ``text`` leaves out.
+
+    ``finish_reason``: None while running, "stop" (``stop_reason`` None for the end-of-sequence
+    token, an int for a stop id, a str for a stop string), "length", or one of two that leave the
+    sample cut short, so that whoever scores it must look: "abort" (``abort``, a pause with
+    mode="abort", or an update with in_flight="abort") and "error" with ``stop_reason``
+    "nan_logits" (the weights, or this request's settings, gave logits that are not numbers; the
+    tokens up to there are good).
+    ``weight_versions``: spans over output tokens, the weights whose forward gave the logits.
+    ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: Logprobs
+    cumulative_logprob: float
+    finish_reason: str | None
+    stop_reason: int | str | None
+    weight_versions: tuple[VersionSpan, ...]
+    kv_spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt and all its samples so far; ``epoch`` says in which engine life versions count.
+
+    ``prompt_logprobs``: None, or one entry per prompt token: None for the first, then the raw
+    logprobs of that token and of the most likely ones.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, float] | None] | None
+    outputs: list[Completion]
+    finished: bool
+    num_cached_tokens: int
+    epoch: int = 0
