@@ -16,6 +16,7 @@ from safetensors.torch import load
 from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import DEFAULT_TIMEOUT
+from rollout.engine.control import WAKE_TAGS
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest, VersionConflict
 from rollout.server.verbs import Size, UpdateInfo
 from rollout.weight_sync.engine.vllm_session import TIMEOUT, VerbSession
@@ -231,22 +232,28 @@ class SglangVerbs:
         await self._rollout.resume_generation()
 
     async def release(self, body: MemoryBody) -> None:
-        """The weights lie in host memory until they are asked for again: nothing is lost."""
-        tags = set(body.tags or _TAGS)
-        await self._rollout.sleep(1)
-        if "weights" not in tags:
-            await self._rollout.wake_up(["weights"])
+        """The weights lie in host memory until they are asked for again: nothing is lost.
+
+        What was not asked for is there as before, so that a resume of the same tags serves again.
+        """
+        keep = set(WAKE_TAGS) - set(body.tags or _TAGS) - self._embedded().core.control.asleep
+        if keep != set(WAKE_TAGS):
+            await self._rollout.sleep(1)
+            await self._rollout.wake_up(sorted(keep))
 
     async def regain(self, body: MemoryBody) -> None:
         tags = None if body.tags is None else [tag for tag in body.tags if tag != "cuda_graph"]
         await self._rollout.wake_up(tags)
 
     async def _run(self, verb: Callable[[VerbSession], T]) -> T:
+        session = self._embedded().verbs
+        return await self._rollout.threads.run(lambda: verb(session))
+
+    def _embedded(self) -> EmbeddedBackend:
         backend = self._rollout.backend
         if not isinstance(backend, EmbeddedBackend):
-            raise ConfigError("the weight verbs are those of the engine's own server: ask it")
-        session = backend.verbs
-        return await self._rollout.threads.run(lambda: verb(session))
+            raise ConfigError("these verbs are those of the engine's own server: ask it")
+        return backend
 
 
 async def server_info(rollout: AsyncRollout) -> Document:

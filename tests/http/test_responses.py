@@ -77,6 +77,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools are functions"),
     ({"input": "a", "temprature": 1}, "did you mean 'temperature'"),
     ({"input": "a", "n": 2}, "n must be 1"),
+    ({"input": "a", "text": "x"}, "text must be an object"),
+    ({"input": "a", "text": {"format": "json"}}, "text.format must be an object"),
+    ({"input": "a", "reasoning": "low"}, "reasoning must be an object"),
+    ({"input": "a", "tools": 5}, "tools must be a list"),
+    (
+        {
+            "input": "a",
+            "tool_choice": "required",
+            "tools": [{"type": "function", "name": "f", "parameters": {"$defs": [1]}}],
+        },
+        "defs of its parameters must be an object",
+    ),
 ]
 
 

@@ -196,6 +196,18 @@ def test_memory_is_released_and_resumed_by_tags(http: httpx.Client) -> None:
     assert bad.json()["object"] == "error"
 
 
+def test_a_resume_of_what_was_released_serves_again(http: httpx.Client) -> None:
+    for steps in (["weights"], ["weights", "kv_cache"], ["cuda_graph"]):
+        for tag in steps:
+            reply = http.post("/release_memory_occupation", json={"tags": [tag]})
+            assert reply.status_code == 200, reply.text
+        for number, tag in enumerate(steps):
+            asleep = steps[number:] != ["cuda_graph"]
+            assert http.get("/is_sleeping").json() == {"is_sleeping": asleep}
+            http.post("/resume_memory_occupation", json={"tags": [tag]})
+        generate(http, input_ids=IDS, sampling_params={"max_new_tokens": 1})
+
+
 def test_clients_learn_what_they_ask_for(http: httpx.Client) -> None:
     for path in ("/get_server_info", "/server_info"):
         info = http.get(path).json()

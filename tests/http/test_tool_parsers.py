@@ -70,6 +70,9 @@ WRITTEN = [
     ),
     ("pythonic", "[get_weather(city='Rome', days=1)]", "", [ROME]),
     ("pythonic", "[1, 2] it is", "[1, 2] it is", []),
+    ("pythonic", "[f(a={1})]", "[f(a={1})]", []),
+    ("pythonic", "[f(a=b'x')]", "[f(a=b'x')]", []),
+    ("pythonic", "[f(a=1e999)]", "[f(a=1e999)]", []),
     (
         "qwen3_coder",
         "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"

@@ -87,6 +87,24 @@ def test_without_a_start_the_call_that_completes_the_model_commits(engine, sende
     assert sender.post("finish_weight_update").json()["version"] == before + 1  # says it again
 
 
+def test_aliases_that_come_after_the_commit_are_compared_with_it(engine, sender, weights) -> None:
+    """A tied head in a bucket of its own, behind the one that completes the model."""
+    sender.init()
+    before = engine.info()["version"]
+    head = [("lm_head.weight", weights[2]["model.embed_tokens.weight"])]
+    assert sender.update(weights[2].items()).status_code == 200
+    assert sender.update(head).status_code == 200
+    info = engine.info()
+    assert (info["version"], info["state"]) == (before + 1, "idle")
+    assert same(engine, weights[2])
+    assert sender.update(weights[1].items()).status_code == 200
+    status, kind, message = error_of(sender.update(head))
+    assert (status, kind) == (422, "WeightMismatch")
+    assert "lm_head.weight: differs from model.embed_tokens.weight" in message
+    assert engine.info()["version"] == before + 2
+    assert same(engine, weights[1])
+
+
 WRONG = {
     "a name": (lambda t: [("model.nonsense.weight", torch.ones(3))], "model.nonsense.weight"),
     "a shape": (lambda t: [("model.norm.weight", torch.ones(3))], "model.norm.weight has shape"),

@@ -39,7 +39,10 @@ def of_tools(schemas: Schemas, *, several: bool) -> Grammar:
     definitions: dict[str, Any] = {}
     for name, schema in schemas.items():
         own = dict(_object(schema))
-        for key, value in own.pop("$defs", {}).items():  # references count from the root
+        defined = own.pop("$defs", None) or {}
+        if not isinstance(defined, Mapping):
+            raise InvalidRequest(f"tool {name!r:.80}: $defs of its parameters must be an object")
+        for key, value in defined.items():  # references count from the root
             if definitions.setdefault(key, value) != value:
                 raise InvalidRequest(f"two tools define {key!r} in $defs, and differ: rename one")
         fields = {"name": {"const": name}, "parameters": own}

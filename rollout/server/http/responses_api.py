@@ -33,11 +33,13 @@ def chat_of(body: Mapping[str, Any]) -> ChatBody:
     made = {_RENAMED.get(k, k): v for k, v in given.items() if k not in _OWN}
     made["messages"] = _messages(given.get("instructions"), given.get("input"))
     if tools := given.get("tools"):
+        if not isinstance(tools, list):
+            raise InvalidRequest("tools must be a list of functions")
         made["tools"] = [_tool(tool) for tool in tools]
-    if form := (given.get("text") or {}).get("format"):
+    if form := _object("text.format", _object("text", given.get("text")).get("format")):
         named = form.get("type") == "json_schema"
         made["response_format"] = {"type": "json_schema", "json_schema": form} if named else form
-    if effort := (given.get("reasoning") or {}).get("effort"):
+    if effort := _object("reasoning", given.get("reasoning")).get("effort"):
         made["reasoning_effort"] = effort
     try:
         return ChatBody.model_validate(made)
@@ -123,6 +125,12 @@ class ResponseAnswer:
             "usage": None if output is None else _usage(output),
             "weight_versions": [] if output is None else _versions(output),
         }
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise InvalidRequest(f"{name} must be an object, got {value!r:.80}")
+    return value or {}
 
 
 def _messages(instructions: Any, given: Any) -> list[dict[str, Any]]:

@@ -97,8 +97,8 @@ def pythonic(text: str, final: bool, tools: Tools) -> Parsed:
     try:
         tree = ast.parse(text.strip(), mode="eval").body if final else None
         made = [_python_call(node) for node in getattr(tree, "elts", ())]
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        made = []
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        made = []  # also where a value is none of JSON's
     return (text, []) if final and not made else ("", made)
 
 
@@ -249,4 +249,4 @@ def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call by keywords")
     given = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-    return Call(ast.unparse(node.func), json.dumps(given, ensure_ascii=False))
+    return Call(ast.unparse(node.func), json.dumps(given, ensure_ascii=False, allow_nan=False))

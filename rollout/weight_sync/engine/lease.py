@@ -237,6 +237,10 @@ class Lease:
     def abort(self, reason: str) -> None:
         self._end(reason, failed=True)
 
+    def withdraw(self, reason: str) -> None:
+        """End a sealed update that has nothing to make live: neither a commit nor a failure."""
+        self._end(reason)
+
     def close(self) -> None:
         self._end(_CLOSED, failed=True)
 

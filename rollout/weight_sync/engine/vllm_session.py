@@ -36,6 +36,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports.vllm import VllmTransfer
 from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
 from rollout.weights import TensorMeta
+from rollout.weights.names import file_form
 
 ANYBODY = Caller()
 TIMEOUT = 60.0  # seconds of each wait, unless asked otherwise: a trainer may have to gather first
@@ -64,6 +65,7 @@ class VerbSession:
         self._open: VllmUpdate | None = None
         self._ended = "none was started"
         self._committed: UpdateReceipt | None = None  # until the next one begins
+        self._late: frozenset[str] = frozenset()  # aliases that its calls did not hold
         self._group: ForeignGroup | None = None
         self._group_id = ""
         self._packing = Packing()
@@ -132,8 +134,10 @@ class VerbSession:
         Names may be those of files or of transformers in memory. Unknown, misshapen or repeated
         ones are a ``WeightMismatch`` before anything is received. Without a start by this sender
         (vLLM before it had one, and SGLang) the call opens an update with ``in_flight``, and the
-        one that completes the model commits it. ``index``: which call of the update this is, from 0
-        on, if the sender counts. ``label``: as of ``finish``, which may come without.
+        one that completes the model commits it; aliases (a tied head) that come after it are
+        compared with what is live, and differing is a ``WeightMismatch``. ``index``: which call of
+        the update this is, from 0 on, if the sender counts. ``label``: as of ``finish``, which may
+        come without.
         """
 
         def act() -> int:
@@ -143,6 +147,8 @@ class VerbSession:
             self._in_group()
             try:
                 update = self._open
+                if update is None and self._come_late(tensors):
+                    return self._confirm(tensors, packing or self._packing)
                 if update is None:
                     if self._starts:
                         raise Conflict(f"start_weight_update first: {self._ended}")
@@ -155,6 +161,7 @@ class VerbSession:
                 raise
             if update.implicit and update.is_complete():
                 self._commit(update, None)
+                self._late = frozenset(self._of.aliases) - update.names()
             return received
 
         content = f"{index} {packing} {[(m.name, m.dtype, tuple(m.shape)) for m in tensors]}"
@@ -310,10 +317,29 @@ class VerbSession:
                 f"{self._open.deadline:g} s"
             )
 
+    def _come_late(self, tensors: Sequence[TensorMeta]) -> bool:
+        """Whether these are aliases that the last update committed without, and still is live."""
+        names = {file_form(meta.name) for meta in tensors}
+        last = self._committed
+        is_live = last is not None and last.version == self._of.engine.version
+        return is_live and not self._starts and bool(names) and names <= self._late
+
+    def _confirm(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
+        """Receive late aliases, which must equal what is live; returns their bytes."""
+        receipt, late = self._committed, self._late
+        update = self._begin("", TIMEOUT, DEADLINE, "keep", implicit=True, partial=True)
+        received = update.receive(tensors, packing)
+        update.confirm()
+        with self._lock:
+            self._open, self._committed = None, receipt
+            self._late = late - update.names()
+        return received
+
     def _begin(
-        self, update_id: str, timeout: float, deadline: float, in_flight: str, *, implicit: bool
-    ) -> VllmUpdate:
-        self._committed = None
+        self, update_id: str, timeout: float, deadline: float, in_flight: str, *, implicit: bool,
+        partial: bool = False,
+    ) -> VllmUpdate:  # fmt: skip
+        self._committed, self._late = None, frozenset()
         lease = Lease(self._of, (VllmTransfer.name,))
         begun = lease.begin(
             UpdateRequest(
@@ -322,6 +348,7 @@ class VerbSession:
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 in_flight=in_flight,
                 timeout=timeout,
+                partial=partial,
             )
         )
         self._open = VllmUpdate(self._of, lease, begun, timeout, deadline, implicit)

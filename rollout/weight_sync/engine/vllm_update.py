@@ -82,16 +82,27 @@ class VllmUpdate:
         """What the tensors sent so far lack, a line each."""
         return differences(self._sent, self._of.metadata, self._of.aliases)
 
+    def names(self) -> frozenset[str]:
+        """What was sent so far, in file form."""
+        return frozenset(meta.name for meta in self._sent)
+
+    def confirm(self) -> None:
+        """End it without a commit, once the ranks have found its aliases equal to what is live."""
+        self.lease.seal_unattested(self._seal(), None)
+        self.lease.withdraw("its aliases equal what is live")
+
     def commit(self, label: str | None) -> UpdateReceipt:
-        seal = Seal(
+        self.lease.seal_unattested(self._seal(), label)
+        return self.lease.commit()
+
+    def _seal(self) -> Seal:
+        return Seal(
             num_buckets=self._num_buckets,
             digests={},
             transfer_seconds=time.monotonic() - self.began,
             wire_bytes=self._nbytes,
             details=DETAILS,
         )
-        self.lease.seal_unattested(seal, label)
-        return self.lease.commit()
 
     def _wait(self, index: int) -> None:
         self.lease.wait(index, self._timeout + GRACE)
