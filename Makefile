@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick more clients soak lint types unit install clean
+.PHONY: demo test quick more clients browser soak lint types unit install clean
 
 demo: $(STAMP)
 	$(BIN)/python trainer_examples/grpo_fsdp2.py
@@ -38,6 +38,11 @@ more: $(STAMP)
 # One that cannot be installed is named, and its tests in `make more` are skipped.
 clients: $(STAMP)
 	$(BIN)/python tests/clients/install.py
+
+# Debian's Chromium, in which `make more` looks at the server's page; needs root.
+browser:
+	command -v chromium >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 # What runs for its length. SEED=n for another course.
 soak: $(STAMP)

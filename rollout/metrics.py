@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,7 +54,8 @@ class EngineStats:
     ``nan_logits_total``: samples that ended because their logits were NaN. ``nonfinite_tensors``:
     of the live weights, as a cold start found them; 0 where nothing looked. ``following`` is the
     directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
-    once a version has become live since.
+    once a version has become live since. ``weight_update_errors``: "UPDATE_ID: REASON" of the last
+    updates that failed, 8 at most, oldest first.
     """
 
     state: str
@@ -82,6 +84,7 @@ class EngineStats:
     following: str = ""
     follow_error: str = ""
     follow_failures_total: int = 0
+    weight_update_errors: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -102,6 +105,7 @@ class EngineCounters:
     following: str = ""
     follow_error: str = ""
     follow_failures: int = 0
+    update_errors: deque[str] = field(default_factory=lambda: deque(maxlen=8))
     last_stall: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)

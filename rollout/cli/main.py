@@ -1,4 +1,4 @@
-"""The command line: ``rollout serve | generate | bench | plan | check | info``.
+"""The command line: ``rollout serve | generate | bench | plan | check | info | top``.
 
 A mistake of the user is one line on stderr, ``rollout: <Error>: <what and what to do>``, and exit
 status 2; nothing is left running.
@@ -34,6 +34,7 @@ from rollout.cli.logs import LEVELS, configure_logging
 from rollout.cli.plan import add_plan
 from rollout.cli.serve import add_serve
 from rollout.cli.tables import print_table
+from rollout.cli.top import add_top
 from rollout.errors import ConfigError, RolloutError
 from rollout.wire.codec import to_plain
 
@@ -51,6 +52,7 @@ HELP = {  # of each command: what it takes, and an example
     ),
     "check": ("MODEL | --against DIR HOST:PORT", "--against runs/step-7 127.0.0.1:50051"),
     "info": ("HOST:PORT", "127.0.0.1:50051"),
+    "top": ("HOST:PORT", "127.0.0.1:50051"),
     "bench": ("MODEL", "runs/model --sequences 32 --prompt-tokens 128 --new-tokens 128"),
     "plan": (
         "--model MODEL --trainer KIND:N --rollout tp:NxE",
@@ -102,6 +104,7 @@ def make_parser() -> Parser:
     _add_generate(commands)
     _add_check(commands)
     _add_info(commands)
+    add_top(commands, _add_command)
     add_bench(commands, _add_command)
     add_plan(commands, _add_command)
     return parser

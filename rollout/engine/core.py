@@ -247,6 +247,7 @@ class EngineCore:
             following=count.following,
             follow_error=count.follow_error,
             follow_failures_total=count.follow_failures,
+            weight_update_errors=tuple(count.update_errors),
         )
 
     # ---- what an update uses ----
@@ -310,14 +311,15 @@ class EngineCore:
         """Count an update that is refused for NaN or infinity."""
         self.counters.updates_nonfinite += 1
 
-    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
-        """Count an update; ``stall`` is the committed one's, in seconds."""
-        if failed:
-            self.counters.updates_failed += 1
-        else:
-            self.counters.updates += 1
-            self.counters.last_stall = stall
-            self.counters.nonfinite_tensors = 0
+    def record_update(self, stall: float) -> None:
+        """Count a committed update that stalled generation for ``stall`` seconds."""
+        self.counters.updates += 1
+        self.counters.last_stall = stall
+        self.counters.nonfinite_tensors = 0
+
+    def record_failed_update(self, update_id: str, reason: str) -> None:
+        self.counters.updates_failed += 1
+        self.counters.update_errors.append(f"{update_id}: {reason[:1000]}")
 
     # ---- helpers ----
 

@@ -155,6 +155,7 @@ def stats_from_json(data: bytes) -> EngineStats:
             if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
                 bounds, counts = tuple(value["bounds"]), tuple(value["counts"])
                 values[name] = HistogramSnapshot(bounds, counts, value["total"])
+        values["weight_update_errors"] = tuple(values.get("weight_update_errors", ()))
         return EngineStats(**values)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise TransferFailed(f"these are no figures of an engine: {error}") from error

@@ -55,7 +55,7 @@ def access_of(method: str, path: str) -> Access:
     """What a call asks of its caller: the control token where there is no such path, and where the
     path has no such method as much as its others do.
     """
-    path = path.rstrip("/")  # the router sends it on there
+    path = path.rstrip("/") or "/"  # the router sends it on there
     found = ROUTES.get((method, path))
     if found is None:
         found = max((v for (_, p), v in ROUTES.items() if p == path), default=Access.CONTROL)

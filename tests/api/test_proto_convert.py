@@ -144,6 +144,6 @@ def test_figures_of_an_engine_survive():
         requests_finished={"stop": 1, "length": 2}, nan_logits_total=12, epoch=7, seed=11,
         weight_version=8,
         weight_updates_total=9, weight_updates_failed_total=10, last_stall_seconds=0.25,
-        time_to_first_token=histogram, inter_token=histogram,
+        time_to_first_token=histogram, inter_token=histogram, weight_update_errors=("u: why",),
     )  # fmt: skip
     assert stats_from_json(stats_to_json(stats)) == stats

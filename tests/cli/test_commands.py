@@ -203,6 +203,19 @@ def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare,
         _, out, _ = run("info", served.grpc)
         assert f"v1 digest {sent[0].digest:016x} " in out
         assert f"v2 'back' digest {sent[1].digest:016x} " in out
+        with Rollout.connect(served.grpc) as engine:
+            engine.update_weights(bare, label="\x1b[2J[red]end")
+        status, out, _ = run("top", served.grpc, "--once", "--interval", 0.05)
+        assert status == 0
+        v3, v2, v1 = (line for line in out.splitlines() if re.match(r"v\d ", line))
+        assert "\N{REPLACEMENT CHARACTER}[2J[red]end" in v3  # a label moves no cursor
+        assert "\x1b" not in out
+        for line, receipt in ((v1, sent[0]), (v2, sent[1])):
+            assert line.endswith(f"{receipt.digest:016x}")
+            assert "█" in line
+        status, _, error = run("top", served.grpc, "--interval", 0)
+        assert status == 2
+        assert "--interval must lie between" in error
 
 
 def test_a_service_goes_with_its_parent_even_while_it_loads(bare: Path) -> None:

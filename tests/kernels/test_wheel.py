@@ -48,6 +48,7 @@ def test_a_wheel_of_the_source_archive_runs_its_kernels_without_a_compiler(
     assert built <= {name for name, *_ in LEVELS}
     assert "avx2" in built
     assert {"rollout/py.typed", "rollout/kernels/native/attention.c"} <= set(names)
+    assert "rollout/server/http/dashboard.html" in names
 
     there = tmp_path / "there"
     _run(*pip, "install", *options, "--target", str(there), str(wheel))

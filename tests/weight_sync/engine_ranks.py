@@ -200,8 +200,11 @@ class Engine:
 
     def record_nonfinite(self) -> None: ...
 
-    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
-        self.ended.append(failed)
+    def record_update(self, stall: float) -> None:
+        self.ended.append(False)
+
+    def record_failed_update(self, update_id: str, reason: str) -> None:
+        self.ended.append(True)
 
     def live(self) -> list[dict[str, Tensor]]:
         return [rank.live() for rank in self.ranks]

@@ -19,7 +19,7 @@ from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
-from rollout.server.http import adapters, control, sessions, sglang, tinker, vllm
+from rollout.server.http import adapters, control, dashboard, sessions, sglang, tinker, vllm
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -59,6 +59,7 @@ DIALECTS = (
     Dialect(name="adapters", routes=adapters.routes),
     Dialect(name="sglang", routes=sglang.routes, error=sglang.sglang_error),
     Dialect(name="tinker", routes=tinker.routes, error=tinker.tinker_error),
+    Dialect(name="dashboard", routes=dashboard.routes),
 )
 
 

@@ -60,8 +60,12 @@ class EngineControl(Protocol):
         """Refuse generation until called with None."""
         ...
 
-    def record_update(self, *, failed: bool, stall: float = 0.0) -> None:
-        """Count an update that ended; ``stall`` in seconds."""
+    def record_update(self, stall: float) -> None:
+        """Count an update that was committed; ``stall`` in seconds."""
+        ...
+
+    def record_failed_update(self, update_id: str, reason: str) -> None:
+        """Count an update that had begun and was not committed."""
         ...
 
     def record_nonfinite(self) -> None:

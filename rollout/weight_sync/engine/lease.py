@@ -359,7 +359,7 @@ class Lease:
         broken = None
         if request is not None:
             if failed:
-                of.engine.record_update(failed=True)
+                of.engine.record_failed_update(request.update_id, reason)
                 self._tell_ranks(request)
                 if request.staging == "none" and self._touched:
                     broken = self._restore(request, reason)
