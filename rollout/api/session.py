@@ -26,12 +26,16 @@ OneParams = SamplingParams | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn's beginning: what ``rewind`` goes back to. ``ended``: by a token it sampled."""
+    """A turn's beginning: what ``rewind`` goes back to. ``ended``: by a token it sampled.
+
+    ``finish_reason``: of its sample.
+    """
 
     messages: int
     tokens: int
     ended: bool
     templated: bool
+    finish_reason: str
 
 
 class AsyncSession:
@@ -134,7 +138,8 @@ class AsyncSession:
 
     def trajectory(self) -> Trajectory:
         """The whole conversation as tensors, copied."""
-        return self._tokens.trajectory(self._prompt, self._epoch)
+        reasons = tuple(turn.finish_reason for turn in self._turns)
+        return self._tokens.trajectory(self._prompt, self._epoch, reasons)
 
     def fork(self) -> AsyncSession:
         """Another session that goes on from here: a group of samples of one turn, a branch."""
@@ -246,7 +251,8 @@ class AsyncSession:
             )
         [completion] = output.outputs
         ended = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-        turn = _Turn(len(self._messages), len(self._tokens.ids), ended, self._templated)
+        reason = completion.finish_reason or ""
+        turn = _Turn(len(self._messages), len(self._tokens.ids), ended, self._templated, reason)
         if self._turns:
             self._tokens.append(added)
         else:

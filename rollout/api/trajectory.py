@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.generation import Completion
+from rollout.generation import CUT_SHORT, Completion
 
 NOT_SAMPLED = -1  # in the place of a version
 
@@ -23,7 +23,8 @@ class Trajectory:
     with the later messages among the answers; ``mask`` bool, True where a token was sampled (the
     loss mask); ``raw_logprobs``, ``processed_logprobs`` and ``log_kept_mass`` float32, 0 where
     nothing was sampled; ``weight_versions`` int64, -1 there. ``epoch``: in which engine life the
-    versions count, None before the first turn.
+    versions count, None before the first turn. ``finish_reasons``: of each turn's sample, as in
+    ``Completion``.
     """
 
     prompt_token_ids: Tensor
@@ -34,6 +35,12 @@ class Trajectory:
     log_kept_mass: Tensor
     weight_versions: Tensor
     epoch: int | None
+    finish_reasons: tuple[str, ...] = ()
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a turn of it ended by an abort or an error: no whole sample to train on."""
+        return any(reason in CUT_SHORT for reason in self.finish_reasons)
 
 
 @dataclass(slots=True)
@@ -78,7 +85,9 @@ class SessionTokens:
             self.versions[:],
         )
 
-    def trajectory(self, prompt: Sequence[int], epoch: int | None) -> Trajectory:
+    def trajectory(
+        self, prompt: Sequence[int], epoch: int | None, finish_reasons: tuple[str, ...]
+    ) -> Trajectory:
         """All of it as tensors, copied."""
 
         def tensor(values: Any, dtype: torch.dtype) -> Tensor:
@@ -93,4 +102,5 @@ class SessionTokens:
             log_kept_mass=tensor(self.kept, torch.float32),
             weight_versions=tensor(self.versions, torch.int64),
             epoch=epoch,
+            finish_reasons=finish_reasons,
         )

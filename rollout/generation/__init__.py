@@ -2,6 +2,7 @@
 
 from rollout.generation.chat_options import ChatOptions
 from rollout.generation.outputs import (
+    CUT_SHORT,
     NAN_LOGITS,
     Completion,
     Logprobs,
@@ -17,6 +18,7 @@ from rollout.generation.sampling_params import (
 )
 
 __all__ = [
+    "CUT_SHORT",
     "GREEDY_BELOW",
     "NAN_LOGITS",
     "TOKEN_PARAMS",

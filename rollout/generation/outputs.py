@@ -33,6 +33,9 @@ class Logprobs:
     top: list[dict[int, float]] | None = None
 
 
+CUT_SHORT = ("abort", "error")  # reasons to finish that neither the model nor a limit gave
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sample. ``token_ids`` keep a stop token or string that ``text`` leaves out.
@@ -56,6 +59,11 @@ class Completion:
     stop_reason: int | str | None
     weight_versions: tuple[VersionSpan, ...]
     kv_spans: tuple[VersionSpan, ...]
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it ended by an abort or an error: no whole sample of the model."""
+        return self.finish_reason in CUT_SHORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,9 @@ class RolloutWorker:
     ``max_inflight``: conversations that run at the same time; ``queue_size``: samples that may wait
     for the trainer.
 
-    A sample's ``model_version`` is that of the oldest weights that any of its tokens came from.
+    A conversation that has a turn cut short, by an abort or an error, is neither scored nor queued,
+    and counts in ``dropped``. A sample's ``model_version`` is that of the oldest weights that any
+    of its tokens came from.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class RolloutWorker:
         self._rows: Iterator[tuple[int, Row]] = iter(())
         self._rows_lock = threading.Lock()
         self.failure: BaseException | None = None  # what ended it
+        self.dropped = 0  # conversations that were cut short
         self._beat = time.monotonic()
         self._offset = 0  # the engine's version less the trainer's
 
@@ -202,6 +205,11 @@ class RolloutWorker:
         return self._scored(number, row, sessions)
 
     def _scored(self, number: int, row: Row, sessions: Sequence[Session]) -> list[Any]:
+        sessions = [session for session in sessions if not session.trajectory().is_cut_short]
+        with self._rows_lock:
+            self.dropped += self._generations - len(sessions)
+        if not sessions:
+            return []
         played = [session.trajectory() for session in sessions]
         completions = [_completion(session, row) for session in sessions]
         rewards = self._rewarded(row, completions, played)

@@ -52,7 +52,8 @@ class Server:
         priority: int = 0,
         **_: Any,
     ) -> TokenOutput:
-        """What was sampled; "aborted" with the tokens so far after ``abort_all_requests``.
+        """What was sampled; "aborted" with the tokens so far after ``abort_all_requests``, and
+        where logits were not numbers.
 
         ``extra_fields``: ``min_global_steps`` and ``max_global_steps`` are those of the weights
         that made the tokens, ``global_steps`` the last token's.
@@ -134,7 +135,7 @@ class Server:
         return TokenOutput(
             token_ids=sample.token_ids,
             log_probs=sample.logprobs.processed,
-            stop_reason="aborted" if sample.finish_reason == "abort" else "completed",
+            stop_reason="aborted" if sample.is_cut_short else "completed",
             num_preempted=0,
             extra_fields=fields,
         )

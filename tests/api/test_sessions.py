@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import tempfile
+import threading
 from pathlib import Path
 
 import httpx
@@ -125,6 +126,7 @@ def test_sixteen_tool_turns_continue_the_ids_that_the_engine_saw(face, engine, s
     assert set(told) == {told[0], told[0] + 1}
     assert set(got.weight_versions[~mask].tolist()) == {-1}
     assert got.epoch == outputs[0].epoch
+    assert got.finish_reasons == tuple(s.finish_reason for s in samples)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     assert any(isinstance(s.stop_reason, str) for s in samples)
 
@@ -176,6 +178,23 @@ def test_raw_tokens_are_appended_as_they_are(face):
     ]  # fmt: skip
     with pytest.raises(InvalidRequest, match="go on with generate"):
         session.chat([USER])
+
+
+def test_a_turn_that_was_cut_short_says_so_in_the_trajectory(engine):
+    session = engine.session()
+    long = {"max_tokens": 2000, "ignore_eos": True}
+    turn = threading.Thread(target=session.generate, args=([5, 6, 7], long))
+    turn.start()
+    while turn.is_alive():
+        engine.abort()
+        turn.join(0.01)
+    assert session.trajectory().finish_reasons == ("abort",)
+    session.generate((), params(1, ignore_eos=True))
+    assert session.trajectory().finish_reasons == ("abort", "length")
+    assert session.fork().trajectory().is_cut_short
+    session.rewind(2)
+    session.generate([5], params(1))
+    assert not session.trajectory().is_cut_short
 
 
 def test_a_fork_and_a_rewound_turn_leave_the_ids_before_them(engine):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,44 @@ def test_a_worker_scores_groups_and_says_what_has_failed(
         with pytest.raises(RuntimeError, match="no reward today"):
             broken.check_health(60)
         broken.stop()
+
+
+def test_what_was_cut_short_is_neither_scored_nor_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    write_tiny(tmp_path, "qwen3", tokenizer=True)
+    whole = threading.Semaphore(0)
+
+    def play(session, row, params):
+        if params.seed % 3:
+            session.generate(row["prompt"], params)
+            whole.release()
+            return
+        assert all(whole.acquire(timeout=60) for _ in range(2))  # the others are not to be aborted
+        long = {"max_tokens": 480, "ignore_eos": True}
+        cut = threading.Thread(target=session.generate, args=(row["prompt"], long))
+        cut.start()
+        while cut.is_alive():
+            rollout.abort()
+            cut.join(0.01)
+
+    def lengths(prompts, completions, completion_ids):
+        assert len(prompts) == 2
+        return [0.0, 1.0]
+
+    with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+        worker = RolloutWorker(
+            rollout, [{"prompt": "Hello"}], lengths, params={"max_tokens": 4}, play=play,
+            num_generations=3, max_inflight=3, queue_size=2,
+        )  # fmt: skip
+        worker.start()
+        samples = [worker.rollout_buffer.get(timeout=60) for _ in range(2)]
+        worker.stop()
+        worker.check_health(60)
+    assert worker.dropped >= 1
+    assert [sample.completion_mask.sum() for sample in samples] == [4, 4]
+    assert [sample.advantage for sample in samples] == pytest.approx([-1, 1], abs=1e-5)
 
 
 @pytest.mark.more

@@ -107,4 +107,5 @@ def _plain(trajectory: Trajectory) -> dict[str, Any]:
         "log_kept_mass": [finite(p) for p in trajectory.log_kept_mass.tolist()],
         "weight_versions": trajectory.weight_versions.tolist(),
         "epoch": trajectory.epoch,
+        "finish_reasons": trajectory.finish_reasons,
     }
