@@ -258,10 +258,11 @@ def _refuse_unsupported(read: Reader) -> None:
     if values.get("clip_qkv") is not None:
         raise ConfigError(f"{read.file}: clip_qkv is not supported; use a checkpoint without it")
     packed = values.get("quantization_config")
-    if packed and not (isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"):
+    method = packed.get("quant_method") if isinstance(packed, Mapping) else None
+    if packed and method not in ("mxfp4", "fp8"):
         raise ConfigError(
-            f"{read.file}: quantization_config is not supported, but for mxfp4 experts; use an "
-            "unquantised checkpoint"
+            f"{read.file}: quantization_config is not supported, but for fp8 weights and mxfp4 "
+            "experts; use an unquantised checkpoint"
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta
+from rollout.weights.files.fp8 import Fp8Files, has_fp8
 from rollout.weights.files.mxfp4 import Mxfp4Files, is_packed
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 from rollout.weights.files.shards import (
@@ -59,12 +60,19 @@ def open_weights(
 ) -> tuple[FileKind, Files]:
     """The weights of a directory, opened; every header is checked. Raises ``ConfigError``.
 
-    Experts in mxfp4 are read as bfloat16. ``mapped`` is for files that nobody writes meanwhile.
+    Experts in mxfp4 are read as bfloat16, linears in fp8 as float32, times their scales. ``mapped``
+    is for files that nobody writes meanwhile.
     """
     kind, shards = weight_shards(directory, load_format)
     form = SafetensorsFiles if kind is SAFETENSORS else TorchFiles
-    files = form(shards, mapped=mapped)
-    return kind, Mxfp4Files(files) if is_packed(files.metadata()) else files
+    files: Files = form(shards, mapped=mapped)
+    try:
+        if has_fp8(files.metadata()):
+            files = Fp8Files(files, directory)
+        return kind, Mxfp4Files(files) if is_packed(files.metadata()) else files
+    except ConfigError:
+        files.close()
+        raise
 
 
 __all__ = [
