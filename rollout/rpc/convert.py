@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from rollout.errors import InvalidRequest, TransferFailed
@@ -144,13 +144,19 @@ def info_from_proto(message: Any) -> ServerInfo:
 
 
 def stats_to_json(stats: EngineStats) -> bytes:
-    return json.dumps(asdict(stats)).encode()
+    """Figures that were added later do not travel at their defaults: older peers know none."""
+    added = {f.name: f.default for f in fields(EngineStats) if f.default is not MISSING}
+    values = asdict(stats)
+    return json.dumps({k: v for k, v in values.items() if k not in added or v != added[k]}).encode()
 
 
 def stats_from_json(data: bytes) -> EngineStats:
-    """Raises ``TransferFailed`` for what ``stats_to_json`` has not written."""
+    """Raises ``TransferFailed`` for what ``stats_to_json`` has not written; a newer peer's other
+    figures are left out.
+    """
     try:
-        values = json.loads(data)
+        known = {f.name for f in fields(EngineStats)}
+        values = {name: value for name, value in json.loads(data).items() if name in known}
         for name, value in values.items():
             if isinstance(value, dict) and value.keys() == {"bounds", "counts", "total"}:
                 bounds, counts = tuple(value["bounds"]), tuple(value["counts"])

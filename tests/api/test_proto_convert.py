@@ -1,6 +1,8 @@
 """Nouns of generation survive their protobuf forms."""
 
+import json
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -147,3 +149,7 @@ def test_figures_of_an_engine_survive():
         time_to_first_token=histogram, inter_token=histogram, weight_update_errors=("u: why",),
     )  # fmt: skip
     assert stats_from_json(stats_to_json(stats)) == stats
+    told = json.loads(stats_to_json(replace(stats, weight_update_errors=())))
+    assert "weight_update_errors" not in told  # older peers know none
+    newer = json.dumps({**told, "figure_of_tomorrow": 1}).encode()
+    assert stats_from_json(newer) == replace(stats, weight_update_errors=())

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +70,35 @@ def test_figures_receipts_and_errors_reach_the_page_and_the_terminal(
 
 
 @pytest.mark.more
+def test_the_terminal_is_drawn_anew_until_ctrl_c_and_left_as_it_was(served: Served) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "rollout", "top", served.grpc, "--interval", "0.1"]
+    env = {**os.environ, "ROLLOUT_TOKEN": TOKEN, "TERM": "xterm", "COLUMNS": "140"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        deadline = time.monotonic() + 120
+        while shown.count(b"tokens/s") < 4:
+            assert select.select([ours], [], [], deadline - time.monotonic())[0], shown
+            shown += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # which is how a terminal without a writer reads
+            while more := os.read(ours, 1 << 16):
+                shown += more
+        assert process.wait(30) == 0, shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"\x1b[?1049h" in shown  # a screen of its own
+    assert shown.rstrip().endswith(b"\x1b[?1049l")
+    assert b"Traceback" not in shown
+
+
+@pytest.mark.more
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: `make browser` installs it")
 def test_a_browser_asks_for_the_token_shows_all_and_runs_nothing_of_a_name(tmp_path: Path) -> None:
     model, other = tmp_path / "tiny", tmp_path / "other"
@@ -103,6 +139,9 @@ def test_a_browser_asks_for_the_token_shows_all_and_runs_nothing_of_a_name(tmp_p
         page.send("Page.reload")  # the token is of this tab, not of the address
         page.wait_for("!window.before && !document.getElementById('shown').hidden")
         _check_requests(page.events, f"http://{served.http}/")
+        served.process.terminate()
+        page.wait_for("document.getElementById('trouble').innerText.includes('does not answer')")
+        assert not page.run("document.getElementById('shown').hidden")  # what was last known
 
 
 def _enter(page: Any, token: str) -> None:
