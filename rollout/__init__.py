@@ -20,6 +20,7 @@ _HOME = {
     "Completion": "generation",
     "ConfigError": "errors",
     "DeadlineExceeded": "errors",
+    "EmbeddingOutput": "generation",
     "EngineBroken": "errors",
     "EngineClosed": "errors",
     "EngineConfig": "config",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from rollout.errors import WorkerDied as WorkerDied
     from rollout.generation import ChatOptions as ChatOptions
     from rollout.generation import Completion as Completion
+    from rollout.generation import EmbeddingOutput as EmbeddingOutput
     from rollout.generation import Logprobs as Logprobs
     from rollout.generation import RequestOutput as RequestOutput
     from rollout.generation import SamplingParams as SamplingParams

@@ -17,7 +17,14 @@ from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
-from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
+from rollout.generation import (
+    EMBED,
+    ChatOptions,
+    EmbeddingOutput,
+    PromptInput,
+    RequestOutput,
+    SamplingParams,
+)
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
@@ -150,6 +157,22 @@ class AsyncRollout:
             messages, params, request_ids=request_ids, stream=False, **options
         )
         return await in_order(outputs)
+
+    async def embed(
+        self,
+        prompts: Prompts,
+        *,
+        normalize: bool = True,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[EmbeddingOutput]:
+        """One vector for each prompt: the last hidden state, after the model's last norm, of its
+        last token; of length 1 unless ``normalize`` is False.
+
+        Prompts as for ``generate``, beside which they run, in the same steps. ``RequestAborted``
+        where one was aborted, ``EngineError`` where the weights give NaN.
+        """
+        outputs = await self.generate(prompts, EMBED, request_ids=request_ids)
+        return [EmbeddingOutput.of(output, normalize=normalize) for output in outputs]
 
     async def stream(
         self, prompt: PromptInput, params: OneParams | None = None

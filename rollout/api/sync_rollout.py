@@ -116,6 +116,7 @@ class Rollout:
 
     generate = _blocking(AsyncRollout.generate)
     chat = _blocking(AsyncRollout.chat)
+    embed = _blocking(AsyncRollout.embed)
     tokenize = _blocking(AsyncRollout.tokenize)
     render = _blocking(AsyncRollout.render)
     abort = _blocking(AsyncRollout.abort)

@@ -28,6 +28,7 @@ def encode_batch(
     A batch with ``previous_rows`` is encoded while the step before it runs, by what its sequences
     will be when that step is booked; the ranks put the tokens in. Rows of logits: first one per
     entry that samples, then the prompt positions that are scored, both in the order of the entries.
+    ``hidden_rows``, where there are any: which of those that sample bring their hidden states.
     """
     entries = batch.entries
     count = len(entries)
@@ -58,6 +59,8 @@ def encode_batch(
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
     drawing = [sequences[i] for i in np.flatnonzero(samples)]
+    if hidden := [row for row, s in enumerate(drawing) if s.needs_hidden_state]:
+        tensors["hidden_rows"] = torch.tensor(hidden)
     tensors |= SamplingMetadata.of(drawing, coming, targets, scored_top).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
 

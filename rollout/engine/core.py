@@ -121,6 +121,7 @@ class EngineCore:
             eos_ids=self.eos_ids, tokenizer=self.tokenizer, seed=self.seed,
             max_queued=config.max_queued_requests,
             num_waiting=lambda: self.scheduler.num_waiting,
+            hidden_states=all(reply["hidden_states"] for reply in self.rank_info),
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size

@@ -22,6 +22,7 @@ class InputProcessor:
 
     ``live_ids`` are the request ids between the two and until the last output. ``num_waiting()``
     counts the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be.
+    ``hidden_states``: whether the model gives them.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class InputProcessor:
         seed: int,
         max_queued: int,
         num_waiting: Callable[[], int],
+        hidden_states: bool,
     ) -> None:
         self.live_ids: set[str] = set()
         self._max_queued, self._num_waiting = max_queued, num_waiting
+        self._hidden_states = hidden_states
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -172,6 +175,11 @@ class InputProcessor:
                     )
 
     def _check_alternatives(self, request: Request) -> None:
+        if request.params.hidden_state and not self._hidden_states:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: this model gives no hidden states: it has a "
+                "forward pass of its own"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.params, name)
             if count is not None and count > self._vocab_size:

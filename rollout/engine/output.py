@@ -70,10 +70,11 @@ class Snapshot:
     finished: bool
     num_cached_tokens: int
     epoch: int
+    hidden_state: list[float] | None
 
     def output(self) -> RequestOutput:
         """Everything up to then, cumulative; its lists belong to the caller."""
-        scored = self.prompt_logprobs
+        scored, hidden = self.prompt_logprobs, self.hidden_state
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -83,6 +84,7 @@ class Snapshot:
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             epoch=self.epoch,
+            hidden_state=None if hidden is None else list(hidden),
         )
 
 
@@ -206,6 +208,7 @@ class RequestState:
             finished=self.num_open == 0,
             num_cached_tokens=max(first.num_cached_tokens, 0),
             epoch=epoch,
+            hidden_state=first.hidden_state,
         )
 
 
@@ -253,6 +256,10 @@ class OutputProcessor:
             batch, output = _of_the_running(batch, output)
         drawing = [entry.sequence for entry in batch.entries if entry.samples]
         self._book_prompt_logprobs(batch, output)
+        if output.hidden is not None:
+            wanting = [seq for seq in drawing if seq.needs_hidden_state]
+            for seq, hidden in zip(wanting, output.hidden.tolist(), strict=True):
+                seq.hidden_state = hidden
         self._scheduler.advance(batch)
         now, no_tokens = time.monotonic(), self._counters.nan_logits
         columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)

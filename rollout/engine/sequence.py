@@ -30,7 +30,7 @@ class Sequence:
     sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
-    plus the leading None.
+    plus the leading None. ``hidden_state``: of the prompt's last token, once it is computed.
     """
 
     seq_id: int
@@ -59,6 +59,7 @@ class Sequence:
     log_kept_mass: list[float] = field(default_factory=list)
     top: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    hidden_state: list[float] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -95,6 +96,11 @@ class Sequence:
         """Whether logits of prompt positions are still wanted; then none may come from a cache."""
         got = self.prompt_logprobs
         return got is not None and len(got) < self.prompt_len
+
+    @property
+    def needs_hidden_state(self) -> bool:
+        """Whether the next row that draws has to bring its hidden state, too."""
+        return self.params.hidden_state and self.index == 0 and self.hidden_state is None
 
     def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
         """Add one sampled token, whose logits the weights of ``version`` gave."""
@@ -150,8 +156,9 @@ class ScheduledEntry:
 
     @property
     def draws_alone(self) -> bool:
-        """Whether the step draws a token of this sequence and scores none."""
-        return self.samples and not self.sequence.needs_prompt_logprobs
+        """Whether the step draws a token of this sequence, and brings nothing else."""
+        seq = self.sequence
+        return self.samples and not (seq.needs_prompt_logprobs or seq.needs_hidden_state)
 
     @property
     def prompt_rows(self) -> range:

@@ -1,6 +1,7 @@
 """Nouns of generation that cross a process: what is asked for, and what comes back."""
 
 from rollout.generation.chat_options import ChatOptions
+from rollout.generation.embedding import EMBED, EmbeddingOutput
 from rollout.generation.outputs import (
     CUT_SHORT,
     NAN_LOGITS,
@@ -19,11 +20,13 @@ from rollout.generation.sampling_params import (
 
 __all__ = [
     "CUT_SHORT",
+    "EMBED",
     "GREEDY_BELOW",
     "NAN_LOGITS",
     "TOKEN_PARAMS",
     "ChatOptions",
     "Completion",
+    "EmbeddingOutput",
     "Logprobs",
     "PromptInput",
     "Request",

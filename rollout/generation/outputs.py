@@ -71,7 +71,9 @@ class RequestOutput:
     """A prompt and all its samples so far; ``epoch`` says in which engine life versions count.
 
     ``prompt_logprobs``: None, or one entry per prompt token: None for the first, then the raw
-    logprobs of that token and of the most likely ones.
+    logprobs of that token and of the most likely ones. ``hidden_state``: None, or what the model's
+    last norm gave for the prompt's last token, [hidden size] float32, by the weights of the first
+    output token.
     """
 
     request_id: str
@@ -82,3 +84,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     epoch: int = 0
+    hidden_state: list[float] | None = None

@@ -203,6 +203,9 @@ class SamplingParams:
     prompt_logprobs: int | None = _param(
         None, _count, "the same for the prompt's tokens", served=False
     )
+    hidden_state: bool = _param(
+        False, _flag, "bring the last hidden state of the prompt's last token", served=False
+    )
     detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", served=False)
     skip_special_tokens: bool = _param(True, _flag, "leave them out of `text`")
 

@@ -29,6 +29,8 @@ class CausalLM(Model):
     A live model and its shadow share the rope tables.
     """
 
+    gives_hidden_states = True
+
     def __init__(
         self, build: Build, max_len: int, rotaries: Sequence[Rotary] | None = None
     ) -> None:
@@ -86,6 +88,12 @@ class CausalLM(Model):
         call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces (3 x where q and
         k are normalised over the heads of all ranks), and one all-gather of the logits.
         """
+        return self.with_hidden_states(batch, kv)[0]
+
+    @torch.no_grad()
+    def with_hidden_states(
+        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+    ) -> tuple[Tensor, Tensor]:
         turns = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
@@ -99,7 +107,7 @@ class CausalLM(Model):
             x, residual = self.model(x, [turns[i] for i in self.rotary_of], batches, kv)
         rows = batch.logit_rows
         x, _ = self.model.norm.add(x[rows], residual[rows])
-        return self._finish(self.head.logits(x))
+        return self._finish(self.head.logits(x)), x
 
     def _finish(self, logits: Tensor) -> Tensor:
         """Logits times their factor, under their cap."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from torch import Tensor, nn
 
+from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_load import LoadReport, WeightLoad
@@ -27,6 +28,7 @@ class Model(nn.Module):
     """
 
     table: WeightTable
+    gives_hidden_states = False
 
     def __init__(self, build: Build, max_len: int) -> None:
         super().__init__()
@@ -40,6 +42,14 @@ class Model(nn.Module):
 
     def empty_like(self) -> Self:
         """Another instance with its own uninitialised parameters."""
+        raise NotImplementedError
+
+    def with_hidden_states(
+        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of ``forward``, and [rows, hidden size] what they are made of, after the last
+        norm, whole on every rank. Where ``gives_hidden_states``; in lockstep, as ``forward``.
+        """
         raise NotImplementedError
 
     def after_load(self) -> None:

@@ -52,6 +52,8 @@ class TransformersCausalLM(Model):
         bind(inner, self._step)
         self.table = _table(inner)
         check_table(self.table)
+        body: Any = inner
+        self.gives_hidden_states = body.base_model is not inner
         self.eval()
 
     @property
@@ -62,6 +64,20 @@ class TransformersCausalLM(Model):
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         self._step.begin(batch, kv)
         return self._logits(batch.input_ids, batch.positions, batch.logit_rows)
+
+    def with_hidden_states(
+        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+    ) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+        body: Any = self.inner
+        hook = body.base_model.register_forward_hook(
+            lambda module, args, out: seen.append(out.last_hidden_state[0])
+        )
+        try:
+            logits = self(batch, kv)
+        finally:
+            hook.remove()
+        return logits, seen[0][batch.logit_rows]
 
     def after_load(self) -> None:
         if not self._checked and self.build.device.type != "meta":

@@ -114,6 +114,7 @@ def output_to_proto(output: RequestOutput) -> Any:
         finished=output.finished,
         num_cached_tokens=output.num_cached_tokens,
         epoch=output.epoch,
+        hidden_state=output.hidden_state or (),
     )
 
 
@@ -131,6 +132,7 @@ def output_from_proto(message: Any) -> RequestOutput:
         finished=message.finished,
         num_cached_tokens=message.num_cached_tokens,
         epoch=message.epoch,
+        hidden_state=list(message.hidden_state) or None,
     )
 
 

@@ -34,7 +34,7 @@ PARAMS = [
         stop=("a", "é"), stop_token_ids=(1, 2), include_stop_str_in_output=True, ignore_eos=True,
         min_tokens=4, max_tokens=2**40, logprobs=20, skip_special_tokens=False,
     ),
-    SamplingParams(detokenize=False),
+    SamplingParams(detokenize=False, hidden_state=True),
 ]  # fmt: skip
 
 
@@ -113,6 +113,7 @@ outputs = st.builds(
     finished=st.booleans(),
     num_cached_tokens=st.integers(0, 1 << 40),
     epoch=st.integers(0, (1 << 64) - 1),
+    hidden_state=st.none() | st.lists(floats, min_size=1, max_size=4),
 )
 
 

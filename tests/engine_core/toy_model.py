@@ -164,7 +164,8 @@ class ToyExecutor:
 
     def _info(self, args: Any, tensors: Any) -> Reply:
         sizes = {"free_bytes": self.free_bytes, "weight_bytes": 1000, "kv_block_bytes": 100}
-        return {"device": "cpu", "version": self.version, **sizes}, {}
+        facts = {"device": "cpu", "version": self.version, "hidden_states": False}
+        return {**facts, **sizes}, {}
 
     def _init_kv(self, args: Any, tensors: Any) -> Reply:
         self.pages = [_GARBAGE] * (args["num_blocks"] * self.block_size)

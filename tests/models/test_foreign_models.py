@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.distributed import TensorParallel
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, InvalidRequest, WeightMismatch
 from rollout.kernels import digest
 from rollout.models.build import build_model, build_tables
 from rollout.models.config import ModelConfig
@@ -201,6 +201,8 @@ def test_an_engine_serves_and_updates_an_installed_one(tmp_path, monkeypatch):
     assert facts.num_tensors == len(weights_of())
     with Rollout(str(tmp_path / "0"), **settings) as live:
         before = sample(live)
+        with pytest.raises(InvalidRequest, match="no hidden states"):
+            live.embed([1, 2, 3])
         receipt = live.update_weights(weights_of(1), bucket_bytes=4096, timeout=10)
         assert receipt.num_tensors == len(weights_of())
         assert live.check_weights(weights_of(1)).equal

@@ -60,6 +60,10 @@ def test_an_engine_of_transformers_modules_generates_as_transformers_does_and_is
                 assert tokens == logits.argmax(-1).tolist()
                 theirs = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
                 assert torch.allclose(torch.tensor(logprobs), theirs, atol=1e-4)
+                with torch.no_grad():
+                    state = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+                [found] = engine.embed(prompt, normalize=False)
+                assert torch.allclose(torch.tensor(found.embedding), state, atol=1e-4)
         assert outcome(engine) == wanted
         assert engine.check_weights(second).equal
         state = second.state_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class ModelRunner:
         live = self._build(self.device)
         self._load(live, directory)
         self.table, self.metadata = live.table, live.weight_metadata()
+        self.gives_hidden_states = live.gives_hidden_states
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
         own = isinstance(live, CausalLM)
@@ -90,12 +91,20 @@ class ModelRunner:
         with torch.inference_mode():
             if "previous_rows" in tensors:
                 batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
-            logits = self.forward(batch)
+            hidden: Tensor | None = None
+            if "hidden_rows" in tensors:
+                live = self.instances.live
+                logits, states = live.with_hidden_states(self._to_device(batch), self.kv.layers)
+                hidden = states[to_device(tensors["hidden_rows"], self.device)].float()
+            else:
+                logits = self.forward(batch)
             if self.tp.rank:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
                 return lambda: ({"version": version}, {})
             output = self.sampler.sample(logits, sampling)
             self._drawn[number] = output.tokens[: sampling.num_sampled]
+            if hidden is not None:
+                output = replace(output, hidden=hidden)
             on_host = output.to_host()
             return lambda: ({"version": version}, on_host().tensors())
 

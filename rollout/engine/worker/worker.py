@@ -218,6 +218,7 @@ class Worker:
             "has_shadow": self.runner.instances.has_shadow,
             "nonfinite": list(self._nonfinite),
             "kept_bytes": self.runner.instances.kept_bytes,
+            "hidden_states": self.runner.gives_hidden_states,
             "all_reduces": self.tp.all_reduces,
             "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),
             **self.runner.sizes(),

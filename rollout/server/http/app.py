@@ -19,7 +19,16 @@ from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
-from rollout.server.http import adapters, control, dashboard, sessions, sglang, tinker, vllm
+from rollout.server.http import (
+    adapters,
+    control,
+    dashboard,
+    embeddings,
+    sessions,
+    sglang,
+    tinker,
+    vllm,
+)
 from rollout.server.http.answers import (
     AnswerDefaults,
     AnswerStyle,
@@ -53,6 +62,7 @@ from rollout.server.metrics import render
 routes = Routes()
 DIALECTS = (
     Dialect(name="openai", routes=routes),
+    Dialect(name="embeddings", routes=embeddings.routes),
     Dialect(name="sessions", routes=sessions.routes),
     Dialect(name="vllm", routes=control.routes),
     Dialect(name="vllm-frameworks", routes=vllm.routes),

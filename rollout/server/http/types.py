@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[TokenId]
+Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -93,26 +94,14 @@ _SHARED: Mapping[str, Any] = {
 }
 
 
-class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
-    """What completions and chat completions share: the fields of ``SamplingParams``, and these.
-
-    ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own or
-    those of the distribution that was sampled (None: the server's choice, raw as in vLLM if it
-    was told none); both always come as ``raw_logprobs`` and ``processed_logprobs`` beside it.
-    """
+class OpenAIBody(BaseModel):
+    """What every body shares: a model, what is accepted and not used, and the rule for fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    logprobs_mode: LogprobsMode | None = None
     request_id: str | None = None
-    response_format: dict[str, Any] | None = None
-    user: str | None = None  # accepted and not used, as is the next
-    metadata: dict[str, str] | None = None
+    user: str | None = None  # accepted and not used
     priority: Literal[0] = 0  # first come first served: no other is honoured
 
     @model_validator(mode="before")
@@ -126,6 +115,23 @@ class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
         for key in [key for key in given if key not in known]:
             _check_unknown(str(key), given.pop(key), known)
         return given
+
+
+class SamplingBody(create_model("_Shared", __base__=OpenAIBody, **_SHARED)):  # type: ignore[misc]
+    """What completions and chat completions share: the fields of ``SamplingParams``, and these.
+
+    ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own or
+    those of the distribution that was sampled (None: the server's choice, raw as in vLLM if it
+    was told none); both always come as ``raw_logprobs`` and ``processed_logprobs`` beside it.
+    """
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    logprobs_mode: LogprobsMode | None = None
+    response_format: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None  # accepted and not used
 
     def grammar(self) -> Grammar | None:
         """The one that this body asks for, by whatever name."""
@@ -145,10 +151,21 @@ class SamplingBody(create_model("_Shared", **_SHARED)):  # type: ignore[misc]
         return SamplingParams(**{**given, **own})
 
 
+def prompts_of(given: Prompts, field: str) -> list[Prompt]:
+    """Every prompt of a call's ``field``; raises ``InvalidRequest`` when there is none."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequest(f"{field} must not be empty")
+    if isinstance(given[0], int):
+        return [[t for t in given if isinstance(t, int)]]
+    return [p for p in given if not isinstance(p, int)]
+
+
 class CompletionBody(SamplingBody):
     """``/v1/completions``. ``suffix`` is refused."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: int = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -158,13 +175,7 @@ class CompletionBody(SamplingBody):
 
     def prompts(self) -> list[Prompt]:
         """Every prompt of the call; raises ``InvalidRequest`` when there is none."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise InvalidRequest("prompt must not be empty")
-        if isinstance(self.prompt[0], int):
-            return [[t for t in self.prompt if isinstance(t, int)]]
-        return [p for p in self.prompt if not isinstance(p, int)]
+        return prompts_of(self.prompt, "prompt")
 
     @property
     def answerless(self) -> bool:

@@ -1,0 +1,74 @@
+"""OpenAI's ``/v1/embeddings``: the last hidden state of each input's last token."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from rollout.errors import InvalidRequest
+from rollout.generation import EmbeddingOutput
+from rollout.server.auth import Access
+from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.responses import served_model, unless_disconnected
+from rollout.server.http.types import OpenAIBody, Prompts, prompts_of
+
+MAX_INPUTS = 2048  # of one call, as OpenAI has it
+
+routes = Routes()
+
+
+class EmbeddingBody(OpenAIBody):
+    """``normalize`` False (vLLM's field): as the model has it, not of length 1.
+
+    ``dimensions`` may only be the model's own number: a part of a hidden state is no embedding.
+    """
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    normalize: bool = True
+
+
+@routes.on("POST", "/v1/embeddings", Access.GENERATION)
+async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> Response:
+    prompts = prompts_of(body.input, "input")
+    if len(prompts) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(prompts)} entries; at most {MAX_INPUTS} in one call")
+    model = await served_model(rollout, body.model)
+    name = body.request_id or f"embd-{uuid.uuid4().hex}"
+    ids = [name if len(prompts) == 1 else f"{name}-{index}" for index in range(len(prompts))]
+    work = rollout.embed(prompts, normalize=body.normalize, request_ids=ids)
+    done = await unless_disconnected(request, work)
+    if done is None:
+        return Response(status_code=499)  # nobody reads it: the client has gone
+    size = len(done[0].embedding)
+    if body.dimensions not in (None, size):
+        raise InvalidRequest(
+            f"dimensions {body.dimensions} is not supported: this model has {size}; leave it out"
+        )
+    tokens = sum(len(output.prompt_token_ids) for output in done)
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [_row(*each, body.encoding_format) for each in enumerate(done)],
+            "model": model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )
+
+
+def _row(index: int, output: EmbeddingOutput, encoding: str) -> dict[str, Any]:
+    embedding: Any = output.embedding
+    if encoding == "base64":  # of little-endian float32
+        embedding = base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode()
+    return {
+        "object": "embedding",
+        "index": index,
+        "embedding": embedding,
+        "weight_version": output.weight_version,
+    }
