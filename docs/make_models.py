@@ -45,6 +45,7 @@ goes through transformers' attention interface: it gets our pages, batches, pref
 and updates, on one rank, without native blocks, captured graphs or `deterministic=True`. No code
 of a checkpoint is run. After the first load its logprobs over pages are compared with those of the
 same modules under transformers' own attention; a model for which they differ is refused.
+So is rope that depends on a sequence's length (`dynamic`, `longrope`).
 
 """
 

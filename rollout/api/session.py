@@ -8,6 +8,7 @@ yet. It is tokenised by itself and appended, less an end token that was already 
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -135,6 +136,12 @@ class AsyncSession:
     @property
     def num_tokens(self) -> int:
         return len(self._prompt) + len(self._tokens.ids)
+
+    @property
+    def held_bytes(self) -> int:
+        """About what its messages, answers and options take, beside its tokens."""
+        options = (self.options.tools, self.options.chat_template_kwargs)
+        return size_in_memory((self._messages, self._texts, *options))
 
     def trajectory(self) -> Trajectory:
         """The whole conversation as tensors, copied."""
@@ -350,6 +357,19 @@ def _as_messages(messages: Any, *, first: bool) -> list[Mapping[str, Any]]:
             '"assistant"; text of your own in its place is appended by generate'
         )
     return list(messages)
+
+
+def size_in_memory(value: Any) -> int:
+    """Bytes of ``value``, of JSON's types, with all that lies in it."""
+    total, left = 0, [value]
+    while left:
+        each = left.pop()
+        total += sys.getsizeof(each)
+        if isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            left += each
+    return total
 
 
 def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

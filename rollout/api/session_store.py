@@ -15,12 +15,13 @@ from rollout.rpc.convert import Messages
 
 MAX_SESSIONS = 4096
 MAX_TOKENS = 8 << 20  # of all sessions; some 40 bytes each
+MAX_BYTES = 256 << 20  # of all sessions' messages and tools, as they lie in memory
 IDLE_SECONDS = 3600.0
 _LONGEST_ID = 256
 
 
 class Sessions:
-    """Sessions of a server by the names that clients gave them, bounded in number and tokens.
+    """Sessions of a server by the names that clients gave them: so many, so many tokens and bytes.
 
     The one that was used longest ago makes room; after ``idle`` seconds one is forgotten. A name
     is its owner's secret: who knows it reads and continues the session. For one event loop.
@@ -32,9 +33,12 @@ class Sessions:
         *,
         limit: int = MAX_SESSIONS,
         max_tokens: int = MAX_TOKENS,
+        max_bytes: int = MAX_BYTES,
         idle: float = IDLE_SECONDS,
     ) -> None:
-        self._make, self._limit, self._max_tokens, self._idle = make, limit, max_tokens, idle
+        self._make, self._limit, self._idle = make, limit, idle
+        self._max_tokens, self._max_bytes = max_tokens, max_bytes
+        self._bytes: dict[str, int] = {}  # of each that is held, as its last turn left it
         self._held: OrderedDict[str, tuple[AsyncSession, float]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -56,6 +60,7 @@ class Sessions:
 
     def end(self, name: str) -> bool:
         """Forget it; whether it was there."""
+        self._bytes.pop(name, None)
         return self._held.pop(name, None) is not None
 
     async def stream_chat(
@@ -101,11 +106,11 @@ class Sessions:
                 "send X-Session-Restart: true to tokenise their text"
             )
         session = self._make()
-        self._held.pop(name, None)
+        self.end(name)
         self._held[name] = (session, time.monotonic())
         self._make_room(name)
         if len(self._held) > self._limit:
-            del self._held[name]
+            self.end(name)
             raise EngineOverloaded(f"{self._limit} sessions have a turn under way; retry later")
         return session
 
@@ -114,7 +119,9 @@ class Sessions:
         held = self._held.get(name)
         if held is not None and held[0] is session:
             if session.num_tokens == 0 and not session.running:
-                del self._held[name]
+                self.end(name)
+            else:
+                self._bytes[name] = session.held_bytes
             self._make_room(name)
 
     def _touch(self, name: str) -> AsyncSession:
@@ -128,14 +135,17 @@ class Sessions:
             if used > oldest:
                 return
             if not session.running:
-                del self._held[name]
+                self.end(name)
 
     def _make_room(self, name: str) -> None:
         """Forget what was used longest ago and has no turn under way; never ``name``."""
         tokens = sum(session.num_tokens for session, _ in self._held.values())
+        nbytes = sum(self._bytes.values())
         for other, (session, _) in list(self._held.items()):
-            if tokens <= self._max_tokens and len(self._held) <= self._limit:
+            fit = tokens <= self._max_tokens and nbytes <= self._max_bytes
+            if fit and len(self._held) <= self._limit:
                 return
             if other != name and not session.running:
                 tokens -= session.num_tokens
-                del self._held[other]
+                nbytes -= self._bytes.get(other, 0)
+                self.end(other)

@@ -19,6 +19,7 @@ from rollout.weights.names import weight_dtype
 
 NAME = "rollout"
 KINDS = ("full_attention", "sliding_attention")
+_BY_LENGTH = frozenset(("dynamic", "longrope"))  # ropes that are chosen anew in each pass
 TOKENS = 5  # of the pass without memory that shows the shapes
 
 
@@ -211,9 +212,21 @@ def refuse(kind: type[Any], config: Any, architecture: str) -> None:
         raise ConfigError(f"{architecture}: quantization_config is not supported")
     if getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"{architecture}: an encoder has no place here")
+    if lengthy := sorted(_BY_LENGTH & _rope_types(text)):
+        raise ConfigError(
+            f"{architecture}: rope of type {lengthy[0]!r} depends on a sequence's length, and its "
+            "modules see all sequences of a step as one"
+        )
     for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
         if not isinstance(getattr(text, name, None), int):
             raise ConfigError(f"{architecture}: its config has no {name}")
+
+
+def _rope_types(text: Any) -> set[str]:
+    """Of all layers: one for the model, or one for each kind of layer."""
+    given = getattr(text, "rope_parameters", None) or {}
+    rows = (row for row in (given, *given.values()) if isinstance(row, Mapping))
+    return {str(row.get("rope_type", "default")) for row in rows}
 
 
 class _Shapes:

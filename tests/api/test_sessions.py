@@ -334,13 +334,13 @@ def test_an_edited_history_is_refused_unless_it_is_asked_for(engine):
     http_course(engine, course)
 
 
-def test_sessions_of_a_server_are_bounded_in_number_tokens_and_idle_time(engine):
+def test_sessions_of_a_server_are_bounded_in_number_tokens_bytes_and_idle_time(engine):
     async def course():
         async with AsyncRollout.connect(engine.address, timeout=20) as rollout:
 
-            async def turn(sessions, name):
+            async def turn(sessions, name, message=USER):
                 outputs = sessions.stream_chat(
-                    name, [USER], params(1), request_id=f"{name}-turn", stream=False
+                    name, [message], params(1), request_id=f"{name}-turn", stream=False
                 )
                 async for _ in outputs:
                     pass
@@ -355,6 +355,14 @@ def test_sessions_of_a_server_are_bounded_in_number_tokens_and_idle_time(engine)
             for name in "ab":
                 await turn(small, name)
             assert len(small) == 1
+            big = {"role": "user", "content": "Hi", "more": [{"x": "y" * 20_000}] * 2}
+            tight = Sessions(rollout.session, max_bytes=50_000)
+            for name, message in (("a", USER), ("b", USER), ("c", big)):
+                await turn(tight, name, message)
+            assert len(tight) == 3
+            await turn(tight, "d", big)
+            assert tight.get("d").held_bytes > 40_000
+            assert len(tight) == 1
             short = Sessions(rollout.session, idle=0.05)
             await turn(short, "a")
             await asyncio.sleep(0.1)

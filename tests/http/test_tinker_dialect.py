@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout.server.http.tinker_futures import KeptResults
+
 SAMPLING = {"max_tokens": 3, "temperature": 0.0, "stop": []}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
@@ -34,6 +36,20 @@ def test_a_sample_that_is_sent_again_is_the_same_one(http: httpx.Client) -> None
     query = {"sequence_id": first["sample_sequence_ids"][0]}
     told = http.get("/api/v1/weight_versions", params=query).json()
     assert told["versions"] == [0, 0, 0]
+
+
+def test_results_are_kept_within_bytes_and_for_a_while_after_they_were_told() -> None:
+    held = KeptResults(most_bytes=100, asked_seconds=0.0)
+    for number in range(4):
+        held.keep(str(number), bytes(40))
+    assert [str(number) in held for number in range(4)] == [False, False, True, True]
+    held.keep("large", bytes(1000))  # which stays alone
+    assert ["3" in held, "large" in held] == [False, True]
+    assert held.ask("large") == bytes(1000)
+    assert "large" not in held
+    held.keep("next", bytes(60))
+    held.keep("last", bytes(40))
+    assert "next" in held
 
 
 def test_a_sample_that_is_refused_fails_as_its_users_doing(http: httpx.Client) -> None:

@@ -81,6 +81,10 @@ def test_the_check_before_a_start_says_by_whom_a_model_is_served_or_why_not(tmp_
     with pytest.raises(ConfigError, match="without deterministic"):
         check(EngineConfig(model=str(tmp_path), **ENGINE, deterministic=True))
     values = json.loads((tmp_path / "config.json").read_text())
+    rope = {
+        "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    }  # fmt: skip
     for change, why in (
         (
             {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
@@ -88,6 +92,8 @@ def test_the_check_before_a_start_says_by_whom_a_model_is_served_or_why_not(tmp_
         ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "more than a KV cache"),
         ({"architectures": ["NobodysForCausalLM"]}, "has no such model"),
+        ({"rope_parameters": {**rope, "rope_type": "dynamic"}}, "'dynamic' depends on"),
+        ({"rope_parameters": {**rope, "rope_type": "longrope"}}, "'longrope' depends on"),
     ):
         with pytest.raises(ConfigError, match=f"Nor by transformers.*{why}"):
             ModelConfig.from_hf(values | change)

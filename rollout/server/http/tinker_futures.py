@@ -7,6 +7,7 @@ weights made its tokens. Used in one event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from rollout.errors import EngineOverloaded, RequestError, RolloutError
 from rollout.generation import Completion, RequestOutput, SamplingParams, VersionSpan
 
 KEPT_RESULTS = 4096  # samples that have ended; the oldest go first
+KEPT_BYTES = 256 << 20  # of them all
+KEPT_SECONDS = 3600.0  # of one that nobody has asked for
+ASKED_SECONDS = 120.0  # of one that was told: its reply may be lost
 KEPT_VERSIONS = 1 << 16  # sequences whose spans are known
 MOST = 16384  # samples under way
 EMPTY = -99999.0  # the logprob of a cell of a top-k matrix that holds nothing
@@ -46,7 +50,7 @@ class Failed:
 class SampleFutures:
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[bytes | Failed]] = {}
-        self._done: OrderedDict[str, bytes | Failed] = OrderedDict()
+        self._done = KeptResults()
         self._versions: OrderedDict[str, tuple[int, tuple[VersionSpan, ...]]] = OrderedDict()
 
     def __contains__(self, request_id: str) -> bool:
@@ -71,7 +75,7 @@ class SampleFutures:
         if task is not None:
             await asyncio.wait((task,), timeout=timeout)
             await asyncio.sleep(0)  # its callback runs
-        return self._done.get(request_id)
+        return self._done.ask(request_id)
 
     def cancel(self, request_id: str) -> bool:
         task = self._running.get(request_id)
@@ -100,12 +104,54 @@ class SampleFutures:
     def _ended(self, request_id: str, task: asyncio.Task[bytes | Failed]) -> None:
         self._running.pop(request_id, None)
         if task.cancelled():
-            self._done[request_id] = Failed("it was cancelled", "user")
+            self._done.keep(request_id, Failed("it was cancelled", "user"))
         elif (error := task.exception()) is not None:
-            self._done[request_id] = Failed(f"{type(error).__name__}: {error}", "server")
+            self._done.keep(request_id, Failed(f"{type(error).__name__}: {error}", "server"))
         else:
-            self._done[request_id] = task.result()
-        _trim(self._done, KEPT_RESULTS)
+            self._done.keep(request_id, task.result())
+
+
+class KeptResults:
+    """What samples came to, bounded in number, bytes and seconds; the oldest make room."""
+
+    def __init__(
+        self, *, most_bytes: int = KEPT_BYTES, asked_seconds: float = ASKED_SECONDS
+    ) -> None:
+        self._most_bytes, self._asked_seconds = most_bytes, asked_seconds
+        self._held: OrderedDict[str, tuple[bytes | Failed, float]] = OrderedDict()  # and its end
+        self._nbytes = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        self._forget_old()
+        return request_id in self._held
+
+    def keep(self, request_id: str, result: bytes | Failed) -> None:
+        self._forget_old()
+        self._held[request_id] = result, time.monotonic() + KEPT_SECONDS
+        self._nbytes += _size(result)
+        while len(self._held) > 1 and (
+            self._nbytes > self._most_bytes or len(self._held) > KEPT_RESULTS
+        ):
+            self._forget(next(iter(self._held)))
+
+    def ask(self, request_id: str) -> bytes | Failed | None:
+        """It, if it is here; from now on it stays for a shorter time."""
+        result, end = self._held.get(request_id, (None, 0.0))
+        if result is not None:
+            self._held[request_id] = result, min(end, time.monotonic() + self._asked_seconds)
+        return result
+
+    def _forget_old(self) -> None:
+        now = time.monotonic()
+        for request_id in [name for name, (_, end) in self._held.items() if end <= now]:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._nbytes -= _size(self._held.pop(request_id)[0])
+
+
+def _size(result: bytes | Failed) -> int:
+    return len(result) if isinstance(result, bytes) else len(result.message)
 
 
 def _trim(held: OrderedDict[str, Any], most: int) -> None:
