@@ -1,0 +1,132 @@
+"""Real Megatron-Core models over four ranks: TP 2, PP 2, EP 2 (experts' tensor parallelism 1).
+
+    megatron_job.py RANK WORLD PORT CLIENT
+
+Each JSON line of stdin is a command, answered by one line: what the update said, or its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+sys.path.insert(0, sys.argv[4])
+
+from frameworks.megatron_layouts import shard
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rollout import Rollout
+from rollout.errors import RolloutError
+from rollout.integrations.megatron import MegatronSource
+
+PADDED = 336
+torch.Tensor.cuda = lambda self, *_, **__: self  # Megatron moves tied embeddings to add them up
+
+
+def build(hf: dict[str, Any]) -> GPTModel:
+    """The model of this rank, in Megatron's own layer specification."""
+    experts = hf.get("num_experts") or hf.get("num_local_experts")
+    mixture = {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size"),
+        "moe_router_topk": hf.get("num_experts_per_tok"),
+        "expert_model_parallel_size": 2,
+    }
+    config = TransformerConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=hf["head_dim"],
+        ffn_hidden_size=hf["intermediate_size"],
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        pipeline_dtype=torch.float32,
+        **(mixture if experts else {}),
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=PADDED,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        pre_process=stage == 0,
+        post_process=stage == 1,
+    )
+
+
+def become(path: Path) -> tuple[GPTModel, dict[str, Any]]:
+    """A model that holds the checkpoint's weights, each parameter filled by its name."""
+    hf = json.loads((path / "config.json").read_text())
+    model = build(hf)
+    place = parallel_state
+    tp = (place.get_tensor_model_parallel_rank(), 2)
+    pp = (place.get_pipeline_model_parallel_rank(), 2)
+    ep = (place.get_expert_model_parallel_rank(), 2)
+    weights = load_file(path / "model.safetensors")
+    mine = shard(
+        weights, hf, tp=tp, pp=pp, ep=ep, etp=(0, 1), fused=False, vocabulary=PADDED
+    )  # fmt: skip
+    held = dict(model.named_parameters())
+    assert held.keys() == mine.keys(), held.keys() ^ mine.keys()
+    with torch.no_grad():
+        for name, parameter in held.items():
+            assert parameter.shape == mine[name].shape, (name, parameter.shape)
+            parameter.copy_(mine[name])
+    return model, hf
+
+
+def answer(ask: dict[str, Any]) -> dict[str, Any]:
+    model, config = become(Path(ask["path"]))
+    if dist.get_rank() == ask.get("odd_rank"):
+        model.decoder.layers[0].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))
+    try:
+        source = MegatronSource([model], config=config)
+        most = max(sum(b.numel for b in boxes) for _, boxes in source.local_boxes())
+        with Rollout.connect(ask["address"]) as rollout:
+            receipt = rollout.update_weights(source, transport=ask["transport"], bucket_bytes=65536)
+    except RolloutError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"version": receipt.version, "digests": receipt.details["digests"], "most": most}
+
+
+def main() -> None:
+    rank, world, port = map(int, sys.argv[1:4])
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print must not mix with the answers
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(
+        2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    print(json.dumps({"ready": rank}), file=answers, flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if ask["op"] == "end":
+            break
+        print(json.dumps(answer(ask)), file=answers, flush=True)
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,111 @@
+"""A checkpoint's tensors as the ranks of Megatron-Core hold them, by its own naming rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Place = tuple[int, int]
+Weights = dict[str, Tensor]
+
+
+def shard(
+    weights: Weights, config: dict[str, Any], *, tp: Place, pp: Place, ep: Place, etp: Place,
+    fused: bool, vocabulary: int,
+) -> Weights:  # fmt: skip
+    """What one rank holds. ``fused``: Transformer Engine's names; ``vocabulary``: padded rows."""
+    count = config["num_hidden_layers"] // pp[1]
+    found: Weights = {}
+    for local in range(count):
+        layer = f"model.layers.{pp[0] * count + local}."
+        inner = {n.removeprefix(layer): t for n, t in weights.items() if n.startswith(layer)}
+        for name, tensor in _layer(inner, config, tp, ep, etp, fused):
+            found[f"decoder.layers.{local}.{name}"] = tensor
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights.get("lm_head.weight", embedding)
+    if pp[0] == 0:
+        found["embedding.word_embeddings.weight"] = _part(_padded(embedding, vocabulary), 0, tp)
+    if pp[0] == pp[1] - 1:
+        found["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
+        if "lm_head.weight" in weights or pp[1] > 1:  # else the embedding itself is used
+            found["output_layer.weight"] = _part(_padded(head, vocabulary), 0, tp)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def tree(named: Weights) -> nn.Module:
+    """Modules in which these are the parameters of these names."""
+    root, below = nn.Module(), dict[str, Weights]()
+    for name, tensor in named.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(first, {})[rest] = tensor
+        else:
+            root.register_parameter(name, nn.Parameter(tensor))
+    children = {name: tree(inner) for name, inner in below.items()}
+    if children and all(name.isdigit() for name in children):
+        return nn.ModuleList(children[str(i)] for i in range(len(children)))
+    for name, child in children.items():
+        root.add_module(name, child)
+    return root
+
+
+def _layer(
+    inner: Weights, config: dict[str, Any], tp: Place, ep: Place, etp: Place, fused: bool
+) -> Iterator[tuple[str, Tensor]]:
+    groups = config["num_key_value_heads"]
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in inner:
+            yield f"self_attention.linear_qkv.{kind}", _part(_qkv(inner, kind, groups), 0, tp)
+    yield "self_attention.linear_proj.weight", _part(inner["self_attn.o_proj.weight"], 1, tp)
+    for one in "qk":
+        if f"self_attn.{one}_norm.weight" in inner:
+            yield f"self_attention.{one}_layernorm.weight", inner[f"self_attn.{one}_norm.weight"]
+    before = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    yield before, inner["input_layernorm.weight"]
+    experts = [name for name in inner if ".gate.weight" in name]
+    after = "mlp.linear_fc1.layer_norm_weight" if fused and not experts else None
+    yield after or "pre_mlp_layernorm.weight", inner["post_attention_layernorm.weight"]
+    if not experts:
+        linears = [inner[f"mlp.{linear}_proj.weight"] for linear in ("gate", "up", "down")]
+        for which, tensor in _mlp(*linears, tp):
+            yield f"mlp.linear_fc{which}.weight", tensor
+        return
+    yield "mlp.router.weight", inner[experts[0]]
+    module = experts[0].removesuffix("gate.weight") + "experts"
+    spelled = (
+        ("w1", "w3", "w2") if "w1" in str(list(inner)) else ("gate_proj", "up_proj", "down_proj")
+    )
+    total = config.get("num_experts") or config["num_local_experts"]
+    each = total // ep[1]
+    for local in range(each):
+        own = f"{module}.{ep[0] * each + local}"
+        for which, tensor in _mlp(*(inner[f"{own}.{linear}.weight"] for linear in spelled), etp):
+            if fused:
+                yield f"mlp.experts.linear_fc{which}.weight{local}", tensor
+            else:
+                yield f"mlp.experts.local_experts.{local}.linear_fc{which}.weight", tensor
+
+
+def _qkv(inner: Weights, kind: str, groups: int) -> Tensor:
+    """Group by group: the group's queries, its key, its value."""
+    parts = []
+    for group in range(groups):
+        for one in "qkv":
+            parts.append(inner[f"self_attn.{one}_proj.{kind}"].chunk(groups)[group])
+    return torch.cat(parts)
+
+
+def _mlp(gate: Tensor, up: Tensor, down: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
+    yield "1", torch.cat([_part(gate, 0, place), _part(up, 0, place)])
+    yield "2", _part(down, 1, place)
+
+
+def _part(tensor: Tensor, axis: int, place: Place) -> Tensor:
+    return tensor.chunk(place[1], axis)[place[0]]
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    return torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])

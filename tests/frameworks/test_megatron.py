@@ -1,0 +1,144 @@
+"""Megatron-Core as a source: its layouts as boxes of the checkpoint, and its real models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clients.install import folder
+from frameworks.megatron_layouts import shard, tree
+from safetensors.torch import load_file
+from tiny_models import write_tiny
+from trainer_processes import Job
+
+from rollout import ConfigError, Rollout, WeightMismatch
+from rollout.integrations.megatron import MegatronLayout, MegatronSource
+
+CLIENT = folder("megatron")
+ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 128}
+ALONE = {"tp": (0, 1), "pp": (0, 1), "ep": (0, 1)}
+# (model, its own settings, tensor parallelism, of experts)
+MODELS = (
+    ("llama", {}, 2, 2),
+    ("qwen2", {"tied": True}, 2, 2),
+    ("qwen3", {}, 4, 4),  # two ranks for each query group
+    ("qwen3_moe", {}, 2, 1),
+    ("mixtral", {}, 2, 2),
+)
+
+
+def checkpoint(path: Path, arch: str, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    write_tiny(path, arch, **settings)
+    return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["local", "transformer_engine"])
+@pytest.mark.parametrize(("arch", "settings", "tp", "etp"), MODELS)
+def test_the_boxes_of_all_ranks_are_the_checkpoint(
+    tmp_path: Path, arch: str, settings: dict[str, Any], tp: int, etp: int, fused: bool
+) -> None:
+    config, weights = checkpoint(tmp_path, arch, **settings)
+    filled = {name: torch.zeros_like(t) for name, t in weights.items()}
+    times = {name: torch.zeros(t.shape, dtype=torch.int) for name, t in weights.items()}
+    seen = set()
+    for t, p, e, x in product(range(tp), range(2), range(2), range(etp)):
+        places = {"tp": (t, tp), "pp": (p, 2), "ep": (e, 2), "etp": (x, etp)}
+        held = shard(weights, config, **places, fused=fused, vocabulary=336)
+        for part in MegatronLayout.of(config, places, alone=False).parts([tree(held)]):
+            assert part.shape == weights[part.name].shape
+            assert part.values.shape == part.box.shape
+            filled[part.name][part.box.slices] = part.values
+            if (part.name, part.box) not in seen:
+                times[part.name][part.box.slices] += 1
+            seen.add((part.name, part.box))
+    for name, tensor in weights.items():
+        assert torch.equal(filled[name], tensor), name
+        assert (times[name] == 1).all(), name
+
+
+def test_virtual_chunks_take_turns(tmp_path: Path) -> None:
+    config, weights = checkpoint(tmp_path, "llama", num_layers=4)
+    for rank in range(2):
+        chunks = [
+            tree(shard(weights, config, tp=(0, 1), pp=(2 * turn + rank, 4), ep=(0, 1), etp=(0, 1),
+                       fused=True, vocabulary=320))
+            for turn in range(2)
+        ]  # fmt: skip
+        parts = MegatronLayout.of(config, {**ALONE, "pp": (rank, 2)}, alone=True).parts(chunks)
+        assert all(torch.equal(part.values, weights[part.name][part.box.slices]) for part in parts)
+
+
+def test_what_cannot_be_sent_is_refused_by_name(tmp_path: Path) -> None:
+    config, weights = checkpoint(tmp_path, "qwen3")
+    whole = shard(
+        weights, config, **ALONE, etp=(0, 1), fused=True, vocabulary=336
+    )  # fmt: skip
+    source = MegatronSource(tree(whole), config=config)
+    assert {name: tuple(t.shape) for name, t in source} == {
+        name: tuple(t.shape) for name, t in weights.items()
+    }
+    odd = {**whole, "decoder.layers.1.mlp.extra": torch.ones(2), "mtp.weight": torch.ones(2)}
+    with pytest.raises(WeightMismatch, match=r"what .*mtp\.weight.* of the Megatron") as refused:
+        MegatronSource(tree(odd), config=config)
+    assert set(refused.value.problems) == {"decoder.layers.1.mlp.extra", "mtp.weight"}
+    with pytest.raises(WeightMismatch, match="linear_qkv of model"):
+        MegatronSource(tree(whole), config=config, tp=(0, 2))
+    with pytest.raises(WeightMismatch, match=r"model\.layers\.0.*tp, pp, ep and etp"):
+        MegatronSource(tree(shard(
+            weights, config, **{**ALONE, "tp": (1, 2)}, etp=(1, 2), fused=True, vocabulary=336
+        )), config=config, tp=(1, 2))  # fmt: skip
+    with pytest.raises(ConfigError, match="gpt2"):
+        MegatronSource(tree(whole), config={**config, "model_type": "gpt2"})
+    with pytest.raises(ConfigError, match="tp, pp, ep, etp: "):
+        MegatronLayout.of(config, dict.fromkeys(("tp", "pp", "ep", "etp")), alone=False)
+    module = tree(whole)
+    module.share_embeddings_and_output_weights = True
+    with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
+        MegatronSource(module, config=config)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    log = tmp_path_factory.mktemp("megatron") / "log"
+    started = Job(Path(__file__).parent / "megatron_job.py", 4, log, str(CLIENT))
+    try:
+        assert None not in started.answers(180), log.read_text()
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.more
+@pytest.mark.skipif(CLIENT is None, reason="Megatron-Core is not installed: make clients")
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3_moe", False), ("qwen3", True)])
+def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
+    job: Job, tmp_path: Path, arch: str, tied: bool
+) -> None:
+    """Tensor, pipeline and expert parallelism of two each, over four ranks."""
+    write_tiny(tmp_path / "a", arch, tied=tied)
+    _, weights = checkpoint(tmp_path / "b", arch, tied=tied, seed=1)
+    prompts, params = [[5, 6, 7], [8, 9]], {"max_tokens": 8, "temperature": 0, "logprobs": 0}
+    with Rollout(str(tmp_path / "b"), **ENGINE) as cold:
+        wanted = [o.outputs[0] for o in cold.generate(prompts, params)]
+    with Rollout(str(tmp_path / "a"), **ENGINE) as engine:
+        ask = {"op": "update", "path": str(tmp_path / "b"), "address": engine.address}
+        odd = job.ask(**ask, transport="p2p", odd_rank=3)
+        assert None not in odd, job.log.read_text()[-4000:]
+        assert {a["error"] for a in odd if a} == {"WeightMismatch"}, odd
+        assert all("decoder.layers.0.mlp.extra" in a["message"] for a in odd if a)
+        assert engine.weight_version == 0
+        for transport in ("p2p", "broadcast"):
+            engine.update_weights(str(tmp_path / "a"))
+            assert not engine.check_weights(weights).equal
+            answers = job.ask(**ask, transport=transport)
+            assert None not in answers, job.log.read_text()
+            assert all("version" in a for a in answers if a), answers
+            assert engine.check_weights(weights).equal
+            got = [o.outputs[0] for o in engine.generate(prompts, params)]
+            assert [o.token_ids for o in got] == [o.token_ids for o in wanted]
+            assert [o.logprobs.raw for o in got] == [o.logprobs.raw for o in wanted]
