@@ -312,6 +312,8 @@ class EmbeddedBackend:
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")
         await self._compile(params)
+        if any(p.bad_words for p in params):
+            requests = await asyncio.to_thread(self.core.inputs.spelt, requests)
         collector = RequestOutputCollector()
         self.core.submit(requests, collector, stream=stream)
         pending = set(index)

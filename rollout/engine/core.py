@@ -213,6 +213,7 @@ class EngineCore:
             raise refusal
         if not requests:
             return
+        requests = self.inputs.spelt(requests)
         call = Call(sink, stream, set(self.inputs.take(requests)))
         arrived = time.monotonic()
         admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 
 from rollout.engine.output import Call, RequestState, Sample
@@ -79,6 +80,23 @@ class InputProcessor:
             self._coming += count
         return ids
 
+    def spelt(self, requests: Sequence[Request]) -> list[Request]:
+        """With the token ids of their bad words, made once for each params; for any thread.
+
+        It takes a second for a call of very many words: not for an event loop.
+        """
+        made: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for params in (r.params for r in requests if r.bad_words is None):
+            if id(params) not in made and self._tokenizer is not None:
+                words = (self._spellings(word) for word in params.bad_words)
+                made[id(params)] = tuple(dict.fromkeys(ids for word in words for ids in word))
+        return [
+            replace(r, bad_words=made[id(r.params)])
+            if r.params.bad_words and id(r.params) in made and r.bad_words is None
+            else r
+            for r in requests
+        ]
+
     @contextmanager
     def handing_over(self, requests: Sequence[Request]) -> Iterator[None]:
         """What ``take`` took goes to the scheduler within, or is refused after all.
@@ -108,7 +126,6 @@ class InputProcessor:
         longest = self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
-        words = params.bad_words if self._tokenizer is not None else ()
         stops = frozenset(params.stop_token_ids)
         if params.seed is None:
             seed = self._seeds.getrandbits(_SEED_BITS)
@@ -123,7 +140,7 @@ class InputProcessor:
             prompt_token_ids=prompt,
             max_len=longest,
             stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
-            bad_words=[ids for word in words for ids in self._spellings(word)],
+            bad_words=request.bad_words or (),
         )
         self._next_seq_id += 1
         text = None
@@ -131,12 +148,12 @@ class InputProcessor:
             text = Detokenizer(self._tokenizer, prompt, params)
         return Sample(seq, text, stepwise=stream or bool(params.stop))
 
-    def _spellings(self, word: str) -> list[list[int]]:
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a text, within one and after a space."""
         assert self._tokenizer is not None
         texts = sorted({word, " " + word.lstrip()})
         made = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        return [ids for ids in made if ids]
+        return [tuple(ids) for ids in made if ids]
 
     def _check_texts(self, params: SamplingParams) -> None:
         if self._tokenizer is not None:

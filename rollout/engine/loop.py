@@ -27,7 +27,7 @@ from rollout.engine.executors import Executor
 from rollout.engine.output import OutputProcessor
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import PauseState, Scheduler
-from rollout.engine.sequence import ScheduledBatch
+from rollout.engine.sequence import ScheduledBatch, Status
 from rollout.engine.structured.grammars import Grammars
 from rollout.errors import (
     EngineBroken,
@@ -291,6 +291,8 @@ class StepLoop:
         if not bound or self._grammars is None:
             return batch
         for seq, verdict in self._grammars.follow(bound):
+            if seq.status is not Status.RUNNING:
+                continue  # its call ended a moment ago, with another of its samples
             if verdict is None:
                 self._outputs.complete(seq)
             elif isinstance(verdict, Exception):

@@ -41,7 +41,7 @@ class Sequence:
     prompt_token_ids: InitVar[ReadOnly[int]]
     max_len: int = sys.maxsize
     stop_ids: frozenset[int] = frozenset()
-    bad_words: ReadOnly[ReadOnly[int]] = ()
+    bad_words: ReadOnly[tuple[int, ...]] = ()
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)

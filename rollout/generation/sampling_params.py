@@ -269,12 +269,16 @@ PromptInput = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt, tokenised, with how to continue it."""
+    """One prompt, tokenised, with how to continue it.
+
+    ``bad_words``: the token ids of ``params.bad_words``; None until somebody has made them.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prompt: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] | None = None
 
 
 def is_int(value: Any) -> bool:

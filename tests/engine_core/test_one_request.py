@@ -17,6 +17,7 @@ from tiny_models import write_tiny
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.sequence import Sequence
 from rollout.errors import EngineError, InvalidRequest
 from rollout.generation import Completion, Request, SamplingParams
 
@@ -214,3 +215,44 @@ def test_a_sample_ends_by_name_where_its_logits_are_no_numbers(start: Start) -> 
     stats = core.stats()
     assert (stats.nan_logits_total, stats.generation_tokens_total) == (1, 15)
     assert core.blocks.num_free == core.num_kv_blocks
+
+
+class OneTooSlow:
+    """Of each step's grammars the first takes too long, and the others have come to their end."""
+
+    def follow(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, Exception | None]]:
+        for row, sequence in enumerate(sequences):
+            yield sequence, None if row else InvalidRequest("too ambiguous")
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_a_sample_whose_grammar_fails_beside_one_that_ends_costs_its_own_call_alone(
+    start: Start,
+) -> None:
+    core = start(tokenizer=True)
+    core.loop._grammars = OneTooSlow()
+    good, bad = Sink(), Sink()
+    core.control.pause().result()
+    core.submit([request("good", max_tokens=12)], good, stream=False)
+    bound = request("bad", n=3, structured_outputs={"choice": ["a"]})
+    core.submit([bound], bad, stream=False)
+    core.control.resume().result()
+    with pytest.raises(InvalidRequest, match="too ambiguous"):
+        bad.results()
+    assert len(good.results()["good"].outputs[0].token_ids) == 12
+    assert core.blocks.num_free == core.num_kv_blocks
+
+
+def test_bad_words_are_tokenised_once_a_call_and_not_by_the_engines_thread(start: Start) -> None:
+    core = start(tokenizer=True)
+    honest, threads = core.tokenizer.encode, []
+
+    def encode(text: str, **options: bool) -> list[int]:
+        threads.append(core.loop.is_current_thread)
+        return honest(text, **options)
+
+    core.tokenizer.encode = encode
+    run(core, request("a", n=8, max_tokens=2, bad_words=["dog", "a b"]))
+    assert threads == [False] * 4  # each within a text, and after a space

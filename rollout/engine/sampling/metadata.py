@@ -214,6 +214,16 @@ def _penalise(values: Tensor, sampling: SamplingMetadata) -> None:
     values.view(-1)[index] = score - torch.from_numpy(minus).to(device)
 
 
+def _may_end(word: tuple[int, ...], sequence: Sequence) -> bool:
+    """Whether all but the last token of ``word`` are the newest of the output; copies no more."""
+    before, tokens = len(word) - 1, sequence.token_ids
+    if not before:
+        return True
+    if before > sequence.output_len or tokens[-1] != word[-2]:
+        return False
+    return tuple(tokens[-before:]) == word[:-1]
+
+
 def _edits(
     drawing: list[Sequence], coming: int
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
@@ -227,8 +237,7 @@ def _edits(
         if params.min_tokens and params.min_tokens > sequence.output_len + coming:
             edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
         for word in sequence.bad_words:
-            before = len(word) - 1
-            if not before or sequence.output_token_ids[-before:] == word[:-1]:
+            if _may_end(word, sequence):
                 edits.append((row, word[-1], float("-inf")))
         if params.logit_bias:
             edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
