@@ -260,6 +260,7 @@ class EmbeddedBackend:
             self.core,
             metadata=[from_plain(TensorMeta, row) for row in reply["tensors"]],
             aliases=reply["aliases"],
+            prefixes=reply["prefixes"],
             device=str(self.core.rank_info[0]["device"]),
             devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),
             num_ranks=self.config.tensor_parallel_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,7 +159,8 @@ class Arch:
     ``attn_temperature_tuning`` is off.
 
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
-    them behind the others, and nothing here takes them.
+    them behind the others, and nothing here takes them. ``texts``: it is the text model within a
+    multimodal one, what the ``model_type`` of its ``text_config`` says.
     """
 
     qkv_bias: Switch = ("attention_bias", False)
@@ -198,3 +200,4 @@ class Arch:
     next_layers: str | None = None
     latent: LatentArch | None = None
     moe: MoEArch | None = None
+    texts: Mapping[str, Arch] | None = None

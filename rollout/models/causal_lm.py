@@ -64,7 +64,7 @@ class CausalLM(Model):
         self.table = build_table(
             self,
             {HEAD: EMBEDDING} if config.tied else {},
-            range(config.num_layers, config.num_layers + config.next_layers),
+            config.prefixes,
         )
         self.eval()
 

@@ -17,6 +17,7 @@ from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, read_layers
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
+from rollout.models.text_config import PREFIXES, text_config
 from rollout.models.transformers_probe import probe
 
 T = TypeVar("T", bound="ModelConfig")
@@ -28,9 +29,10 @@ class ModelConfig:
     """Shapes and switches of one decoder. ``dtype`` is the checkpoint's, not the engine's.
 
     ``arch`` is what the architecture declares, the other fields what the file says, by its rules.
-    Factors are 1 and caps 0 where there is none. ``next_layers``: layers behind the last one that a
-    checkpoint may hold, for a purpose that is none here. ``hf_values``: the whole file, of a model
-    that runs as transformers' modules (``transformers_lm.py``); None for one of ours.
+    Factors are 1 and caps 0 where there is none. ``prefixes``: what checkpoints put before names,
+    or hold for a purpose that is none here (``weights.names.placed``). ``hf_values``: the whole
+    file, of a model that runs as transformers' modules (``transformers_lm.py``); None for one of
+    ours.
     """
 
     architecture: str
@@ -53,7 +55,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
-    next_layers: int = 0
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     arch: Arch = field(default_factory=Arch)
     activation: str = "silu"
     embedding_scale: float = 1.0
@@ -83,7 +85,9 @@ class ModelConfig:
         if not registry.knows(names):
             return _by_transformers(cls, read, names, registry)
         architecture = registry.choose(names)
-        arch = registry.arch(architecture)
+        outer = registry.arch(architecture)
+        arch, values = text_config(values, outer, file)
+        read = Reader(values, file)
         _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
         kv_heads = read.count("num_key_value_heads", heads)
@@ -117,7 +121,7 @@ class ModelConfig:
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             latent=latent,
             moe=None if arch.moe is None else read_moe(read, arch.moe),
-            next_layers=read.count(arch.next_layers, 0, least=0) if arch.next_layers else 0,
+            prefixes=_prefixes(read, arch, outer.texts is not None),
             arch=arch,
             activation=_read_activation(read, arch),
             embedding_scale=_read_scale(read, arch.embedding_scale),
@@ -264,6 +268,15 @@ def _refuse_unsupported(read: Reader) -> None:
             f"{read.file}: quantization_config is not supported, but for fp8 weights and mxfp4 "
             "experts; use an unquantised checkpoint"
         )
+
+
+def _prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
+    found = dict(PREFIXES) if nested else {}
+    if arch.next_layers:
+        first = read.count("num_hidden_layers")
+        further = read.count(arch.next_layers, 0, least=0)
+        found |= {f"model.layers.{n}.": "" for n in range(first, first + further)}
+    return found
 
 
 def _read_activation(read: Reader, arch: Arch) -> str:

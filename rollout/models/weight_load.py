@@ -16,7 +16,7 @@ from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
 from rollout.weights.fused_experts import Splitter, nearest
-from rollout.weights.names import weight_dtype
+from rollout.weights.names import placed, weight_dtype
 
 HINTS = 16  # unknown names of one load whose nearest is searched for
 
@@ -99,7 +99,10 @@ class WeightLoad:
 
     def _consume(self, items: Iterable[tuple[str, WeightValue]]) -> None:
         with torch.no_grad():
-            for name, value in items:
+            for sent, value in items:
+                name = placed(sent, self._table.prefixes)
+                if name is None:
+                    continue
                 if name in self._table.spellings:
                     self._take_spelled(name, value)
                 else:

@@ -32,8 +32,8 @@ class WeightTable:
 
     ``slots``: source name -> where its boxes land (maybe none of its elements on this rank);
     ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner;
-    ``spellings``: other names under which the sources may come; ``other_layers``: numbers of layers
-    that a checkpoint may have and this model has not.
+    ``spellings``: other names under which the sources may come; ``prefixes``: what may stand before
+    them, and what a checkpoint may have and this model has not; see ``weights.names.placed``.
     """
 
     slots: Mapping[str, tuple[WeightSlot, ...]]
@@ -41,14 +41,11 @@ class WeightTable:
     aliases: Mapping[str, str]
     ignored: tuple[tuple[str, ...], ...] = IGNORED
     spellings: Spellings = field(default_factory=Spellings)
-    other_layers: range = range(0)
+    prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def ignores(self, name: str) -> bool:
         """Whether ``name`` is known to carry nothing a parameter takes."""
         parts = tuple(name.split("."))
-        layer = parts[2] if parts[:2] == ("model", "layers") and len(parts) > 2 else ""
-        if layer.isdecimal() and int(layer) in self.other_layers:
-            return True
         return any(parts[-len(tail) :] == tail for tail in self.ignored)
 
     def shape_of(self, source: str) -> Shape:
@@ -66,7 +63,9 @@ class DeclaresWeights(Protocol):
 
 
 def build_table(
-    model: nn.Module, aliases: Mapping[str, str] | None = None, other_layers: range = range(0)
+    model: nn.Module,
+    aliases: Mapping[str, str] | None = None,
+    prefixes: Mapping[str, str] | None = None,
 ) -> WeightTable:
     """Collect what the layers of ``model`` declare; works on meta parameters."""
     slots: dict[str, list[WeightSlot]] = defaultdict(list)
@@ -83,7 +82,7 @@ def build_table(
         params,
         dict(aliases or {}),
         spellings=Spellings.of({name: found[0].shape for name, found in slots.items() if found}),
-        other_layers=other_layers,
+        prefixes=dict(prefixes or {}),
     )
 
 

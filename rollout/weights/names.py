@@ -7,6 +7,8 @@ Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from rollout.errors import WeightMismatch
@@ -42,6 +44,18 @@ def unwrapped(name: str) -> str:
     while len(parts) > 1 and parts[0] == "module":
         parts.pop(0)
     return ".".join(parts)
+
+
+def placed(name: str, prefixes: Mapping[str, str]) -> str | None:
+    """``name`` as a model within another one knows it; None where it takes no such tensor.
+
+    ``prefixes``: what a name begins with (whole components, a dot behind them) -> what stands there
+    instead; "": it is no tensor of this model's.
+    """
+    for prefix, own in prefixes.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix) if own else None
+    return name
 
 
 def is_weight(name: str) -> bool:

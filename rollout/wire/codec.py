@@ -9,7 +9,7 @@ or out of bounds is a ``TransferFailed`` that names it. What fields say together
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -126,7 +126,11 @@ def _decoded(kind: type, value: Any) -> Any:
 def _added(kind: Any) -> Mapping[str, Any]:
     """The fields of a noun that were ``added``, and their defaults."""
     found = fields(kind) if is_dataclass(kind) else ()
-    return {each.name: each.default for each in found if "added" in each.metadata}
+    return {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in found
+        if "added" in each.metadata
+    }
 
 
 @cache

@@ -134,6 +134,7 @@ class Engine:
             self,
             metadata=model.weight_metadata(),
             aliases=model.table.aliases,
+            prefixes=model.table.prefixes,
             device="cpu",
             num_ranks=size,
             undo=undo,

@@ -236,6 +236,7 @@ class Worker:
         return {
             "tensors": [to_plain(meta) for meta in runner.metadata],
             "aliases": dict(runner.table.aliases),
+            "prefixes": dict(runner.table.prefixes),
             "dtype": dtype_name(runner.dtype),
         }
 

@@ -43,3 +43,6 @@ Gemma3ForCausalLM = replace(
     rope_theta=1e6,
     local_rope=("rope_local_base_freq", 1e4),
 )
+Gemma3ForConditionalGeneration = replace(
+    Gemma3ForCausalLM, texts={"gemma3_text": Gemma3ForCausalLM}
+)

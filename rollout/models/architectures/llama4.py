@@ -1,5 +1,7 @@
 """Llama 4, text alone: chunks in layers that turn, one expert of many, fed by its own weight."""
 
+from dataclasses import replace
+
 from rollout.models.arch import Arch, MoEArch, SharedArch, StackedArch
 from rollout.weights.fused_experts import ExpertNames
 
@@ -28,4 +30,7 @@ Llama4ForCausalLM = Arch(
         norm_topk_prob=False,
         scaled_inputs=True,
     ),
+)
+Llama4ForConditionalGeneration = replace(
+    Llama4ForCausalLM, texts={"llama4_text": Llama4ForCausalLM}
 )

@@ -75,11 +75,12 @@ class Coordinator:
         staging: str = "auto",
         memory: Mapping[str, int] | None = None,
         devices: tuple[str, ...] = (),
+        prefixes: Mapping[str, str] | None = None,
     ) -> None:
         self.engine, self.ranks = engine, Ranks(engine)
         self.switch = Switch(engine, self.ranks)
         self.metadata = {meta.name: meta for meta in metadata}
-        self.aliases = dict(aliases)
+        self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
         self.num_ranks = num_ranks
         self.state = "idle"
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
@@ -125,6 +126,7 @@ class Coordinator:
             devices=self._devices,
             prepared="" if self.prepared is None else self.prepared.update_id,
             fence=self.fence,
+            prefixes=self.prefixes,
         )
 
     @property

@@ -19,7 +19,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
 )
 from rollout.weights import Box, TensorMeta
-from rollout.weights.names import file_form, is_weight
+from rollout.weights.names import file_form, is_weight, placed
 
 PACK_BYTES = 1 << 30  # vLLM's own
 GRACE = 2.0  # seconds a rank's own deadline comes before ours
@@ -59,7 +59,9 @@ class VllmUpdate:
     def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
         """Announce the broadcasts to the ranks in order, a few ahead of what they have taken."""
         tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
-        sent = [*self._sent, *(meta for meta in tensors if is_weight(meta.name))]
+        named = ((placed(m.name, self._of.prefixes), m) for m in tensors)
+        taken = (TensorMeta(name, m.dtype, m.shape) for name, m in named if name is not None)
+        sent = [*self._sent, *(meta for meta in taken if is_weight(meta.name))]
         check_metadata(sent, self._of.metadata, self._of.aliases, partial=True)
         self._sent = sent
         first = self._num_buckets

@@ -73,6 +73,8 @@ class WeightInfo:
     fence: Count = field(default=0, metadata=ADDED)  # the highest fencing epoch that was seen
     # Those that an update may have tensors of.
     components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
+    # What names may begin with: ``weights.names.placed``.
+    prefixes: Table[Text] = field(default_factory=dict, metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 

@@ -22,7 +22,7 @@ from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
 from rollout.weights import TensorMeta
 from rollout.weights.components import POLICY, check_components
 from rollout.weights.fused_experts import Spellings
-from rollout.weights.names import file_form
+from rollout.weights.names import file_form, placed
 
 ACCEPTED = (
     "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
@@ -71,6 +71,7 @@ class Detected:
         tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
         components: Sequence[str] = (POLICY,),
+        prefixes: Mapping[str, str] | None = None,
     ) -> WeightSource:
         """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
 
@@ -80,8 +81,9 @@ class Detected:
         them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
         returned as it is where there is nothing to split. A PEFT model's adapters are merged
         weight by weight; ``partial`` leaves out what they do not change. ``components``: those of
-        the engine. Raises ``ConfigError`` naming the layer that cannot be merged;
-        ``SourceFailed`` when there is no tensor; ``WeightMismatch`` naming unknown components.
+        the engine; ``prefixes``: what it knows before names (``weights.names.placed``). Raises
+        ``ConfigError`` naming the layer that cannot be merged; ``SourceFailed`` when there is no
+        tensor; ``WeightMismatch`` naming unknown components.
         """
         check_components(self.others, components)
         if self.others:
@@ -90,7 +92,7 @@ class Detected:
             source: WeightSource = self.obj
         else:
             group = group if group is not None else self.rank_group(timeout)
-            source = self._merged(aliases, dtype, group, partial)
+            source = self._merged(aliases, dtype, group, partial, prefixes or {})
         spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
         if not spellings:
             return source
@@ -111,6 +113,7 @@ class Detected:
             tensors=info.tensors,
             partial=partial,
             components=info.components,
+            prefixes=info.prefixes,
         )
         return Incoming(source, info.dtype, info.tensors, info.aliases)
 
@@ -137,6 +140,7 @@ class Detected:
         dtype: torch.dtype,
         group: RankGroup,
         partial: bool,
+        prefixes: Mapping[str, str],
     ) -> WeightSource:
         """What streams it, with its adapters merged where it has any."""
         if isinstance(self.obj, nn.Module):
@@ -147,7 +151,7 @@ class Detected:
 
                 inner = self._of_kind(aliases, None, group, plan.name_of)
                 return MergedSource(inner, plan, dtype)
-        return self._of_kind(aliases, dtype, group)
+        return self._of_kind(aliases, dtype, group, lambda raw: placed(file_form(raw), prefixes))
 
     def _of_kind(
         self,
@@ -173,11 +177,11 @@ class Detected:
         if self.kind == "directory":
             from rollout.weight_sync.trainer.sources.directory import DirectorySource
 
-            return DirectorySource(Path(obj), aliases, dtype, group)
+            return DirectorySource(Path(obj), aliases, dtype, group, name_of)
         if self.kind == "iterable":
             from rollout.weight_sync.trainer.sources.iterable import IterableSource
 
-            return IterableSource(obj, aliases, dtype, group)
+            return IterableSource(obj, aliases, dtype, group, name_of)
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         weights = _unwrapped(obj) if isinstance(obj, nn.Module) else obj

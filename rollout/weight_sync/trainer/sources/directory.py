@@ -11,10 +11,11 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.sources.names import bind_stream, wire_dtype
+from rollout.weight_sync.trainer.sources.names import NameOf, bind_stream, wire_dtype
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, TensorMeta
 from rollout.weights.files import open_weights
+from rollout.weights.names import file_form
 
 
 class DirectorySource:
@@ -31,8 +32,9 @@ class DirectorySource:
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
         agreement: RankGroup,
+        name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
+        self.agreement, self._name_of = agreement, name_of
         self._path, self._aliases, self._dtype = path, aliases, dtype
         with _named(path):
             _, files = open_weights(path, mapped=False)
@@ -41,7 +43,7 @@ class DirectorySource:
         stand_ins = ((m.name, torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in held)
         self._metadata = tuple(
             TensorMeta(name, wire_dtype(name, t.dtype, dtype), tuple(t.shape))
-            for name, t in bind_stream(stand_ins, aliases)
+            for name, t in bind_stream(stand_ins, aliases, name_of)
         )
         if not self._metadata:
             raise SourceFailed(f"{path} holds no tensor; nothing can be sent")
@@ -50,7 +52,7 @@ class DirectorySource:
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in bind_stream(self._read(), self._aliases):
+        for name, tensor in bind_stream(self._read(), self._aliases, self._name_of):
             yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:

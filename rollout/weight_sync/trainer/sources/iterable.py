@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.sources.names import bind_stream, wire_dtype
+from rollout.weight_sync.trainer.sources.names import NameOf, bind_stream, wire_dtype
 from rollout.weight_sync.trainer.sources.values import is_dtensor, readable
 from rollout.weights import Box
+from rollout.weights.names import file_form
 
 
 class IterableSource:
@@ -27,8 +28,9 @@ class IterableSource:
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
         agreement: RankGroup,
+        name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
+        self.agreement, self._name_of = agreement, name_of
         self._items, self._aliases, self._dtype = items, aliases, dtype
 
     def metadata(self) -> None:
@@ -36,7 +38,7 @@ class IterableSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         count = 0
-        for name, tensor in bind_stream(_checked(self._items), self._aliases):
+        for name, tensor in bind_stream(_checked(self._items), self._aliases, self._name_of):
             count += 1
             yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
         if not count:
