@@ -22,9 +22,9 @@ from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest, VersionConflict
 from rollout.loader import open_checkpoint
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.versions.follower import allowed
+from rollout.weight_sync.versions.follower import allowed, check_inside, looks
 from rollout.weights import Box
 from rollout.weights.files import open_weights
 
@@ -42,6 +42,15 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
+    # What starts otherwise (PiSSA, OLoRA, CorDA, LoftQ ...) has changed the weights it is added to.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 
 
@@ -84,6 +93,15 @@ class LoraFiles:
         return weight + delta.to(weight.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What was merged, and what its files looked like before they were read."""
+
+    name: str
+    path: Path
+    looks: object
+
+
 class MergedAdapters:
     """The adapters of one engine; thread-safe, one load at a time.
 
@@ -93,48 +111,58 @@ class MergedAdapters:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._paths: dict[str, Path] = {}
-        self._live: str | None = None
+        self._names: dict[str, None] = {}
+        self._live: _Loaded | None = None
         self._version: int | None = None  # of the last commit here
         self._touched: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._paths)
+        return tuple(self._names)
 
-    def load(self, name: str, path: str, link: WeightLink) -> UpdateReceipt | None:
+    def load(
+        self, name: str, path: str, link: WeightLink, *, inplace: bool = False
+    ) -> UpdateReceipt | None:
         """Make checkpoint + adapter live; None where this one is already. Blocks.
 
+        ``inplace``: read it again even if its files look as they did when they were read.
         Raises ``ConfigError`` for what cannot be read, ``VersionConflict`` where the live weights
         are not the checkpoint's, and what an update raises; then nothing has changed.
         """
         if not name or len(name) > 256 or "\0" in path:
             raise InvalidRequest("lora_name must have 1 to 256 characters, and lora_path no null")
         where = allowed(path, self._config.weight_dirs)
+        check_inside(where, self._config.weight_dirs)
         with self._lock:
-            if self._live == name and self._paths.get(name) == where:
+            asked, info = _Loaded(name, where, looks(where)), link.info()
+            still = info.state == "idle" and info.version == self._version
+            if still and not inplace and asked == self._live:
                 return None  # asked again: it was done
-            if name not in self._paths and len(self._paths) >= MAX_NAMES:
+            if name not in self._names and len(self._names) >= MAX_NAMES:
                 raise InvalidRequest(f"{MAX_NAMES} adapters are loaded: unload some")
-            receipt = self._commit(LoraFiles.read(where), link, label=name)
-            self._paths[name], self._live = where, name
+            receipt = self._commit(LoraFiles.read(where), link, info, label=name)
+            self._names[name], self._live = None, asked
             return receipt
 
     def unload(self, name: str, link: WeightLink) -> bool:
         """Forget the name; whether it was there. Of the live one the weights are the checkpoint's
-        again.
+        again; where others have taken its place since, those stay.
         """
         with self._lock:
-            if name not in self._paths:
+            if name not in self._names:
                 return False
-            if name == self._live:
-                self._commit(LoraFiles({}, 0.0), link, label=None)
+            if self._live is not None and name == self._live.name:
+                info = link.info()
+                if info.version == self._version and info.state != "broken":
+                    self._commit(LoraFiles({}, 0.0), link, info, label=None)
                 self._live = None
-            del self._paths[name]
+            del self._names[name]
             return True
 
-    def _commit(self, files: LoraFiles, link: WeightLink, label: str | None) -> UpdateReceipt:
-        info = link.info()
+    def _commit(
+        self, files: LoraFiles, link: WeightLink, info: WeightInfo, label: str | None
+    ) -> UpdateReceipt:
+        """Upon what ``info`` says is live, or not at all."""
         if info.version not in (0, self._version):
             raise VersionConflict(
                 f"version {info.version} did not come from the checkpoint and an adapter, so an "
@@ -144,7 +172,9 @@ class MergedAdapters:
         known = {meta.name for meta in info.tensors}
         if unknown := sorted(wanted - known):
             raise ConfigError(f"the adapter changes {unknown[0]}, which is no weight of this model")
-        options = UpdateOptions(partial=True, label=label, timeout=self._config.timeout)
+        # The number is refused once anything else has committed: it would be merged into that.
+        version, timeout = info.version + 1, self._config.timeout
+        options = UpdateOptions(partial=True, version=version, label=label, timeout=timeout)
         items = self._merged(wanted, files)
         receipt = publish(items, connect=lambda: link, options=options)
         self._version, self._touched = receipt.version, frozenset(files.factors)

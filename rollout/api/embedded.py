@@ -60,7 +60,7 @@ class EmbeddedBackend:
         self.adapters = MergedAdapters(config)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
-        self._reads = ReadOnce()
+        self._reads = ReadOnce(self._is_live)
         self._running: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
 
@@ -269,6 +269,10 @@ class EmbeddedBackend:
             memory=self.core.memory.to_dict(),
         )
         self._verbs = VerbSession(self._coordinator)
+
+    def _is_live(self, receipt: UpdateReceipt) -> bool:
+        """Whether what is served is still what that update brought, whole."""
+        return receipt.version == self.core.version and self.core.broken is None
 
     async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 
 from rollout.errors import UpdateInProgress
-from rollout.weight_sync.engine.coordinator import KEPT_RECEIPTS
 from rollout.weight_sync.protocol.messages import UpdateReceipt
 
 
 class ReadOnce:
-    """Updates that the server reads itself, one after the other; by id, each is made once."""
+    """Updates that the server reads itself, one after the other.
 
-    def __init__(self) -> None:
+    One that is asked for again by its id is made again only where it is no longer what is live.
+    """
+
+    def __init__(self, is_live: Callable[[UpdateReceipt], bool]) -> None:
+        self._is_live = is_live
         self._turn = threading.Lock()
-        self._made: OrderedDict[str, UpdateReceipt] = OrderedDict()
+        self._last: tuple[str, UpdateReceipt] | None = None  # an earlier one cannot be live
 
     def run(
         self, update_id: str, timeout: float, read: Callable[[], UpdateReceipt]
@@ -25,11 +27,12 @@ class ReadOnce:
         if not self._turn.acquire(timeout=timeout):
             raise UpdateInProgress(f"another directory was still being read after {timeout:g} s")
         try:
-            receipt = self._made.get(update_id) or read()
-            if update_id:
-                self._made[update_id] = receipt
-                while len(self._made) > KEPT_RECEIPTS:
-                    self._made.popitem(last=False)
+            if update_id and self._last is not None:
+                made, receipt = self._last
+                if made == update_id and self._is_live(receipt):
+                    return receipt
+            receipt = read()
+            self._last = update_id, receipt
             return receipt
         finally:
             self._turn.release()

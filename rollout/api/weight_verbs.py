@@ -51,7 +51,7 @@ class WeightVerbs:
         ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
         not sent keeps its live value. ``server_path`` in place of a source: a checkpoint or version
         directory that the engine's own host reads, under one of its ``--weight-dir``;
-        with an ``update_id`` a repeated call gets the first one's receipt.
+        with an ``update_id`` a repeated call gets the first one's receipt while that is live.
         ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
         ``encoding``: auto | full | delta | delta-zstd; a delta keeps a host copy of what it sent,
         and goes full by itself where the engine holds something else, and every ``anchor_every``

@@ -208,7 +208,8 @@ class Verbs:
 
 
 async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> Document:
-    """The weights of a directory under a ``--weight-dir``; a repeated call commits nothing again.
+    """The weights of a directory under a ``--weight-dir``; a repeated call commits nothing
+    while they are live.
 
     Raises ``IncompleteUpdate`` where the trainer's marker is not there yet.
     """

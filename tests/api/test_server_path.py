@@ -66,6 +66,11 @@ def test_a_read_that_is_asked_for_again_by_its_id_is_done_once(rollout, roots) -
     assert first == second == rollout.update_weights(update_id=name, **asked)
     assert rollout.weight_version == first.version
     assert rollout.update_weights(update_id=f"{name}+", **asked).version == first.version + 1
+    # What has taken its place since is not what was asked for: it is read again.
+    again = rollout.update_weights(update_id=name, **asked)
+    assert again.version == rollout.weight_version == first.version + 2
+    assert rollout.rollback().version == first.version + 3
+    assert rollout.update_weights(update_id=name, **asked).version == first.version + 4
     with pytest.raises(ConfigError, match="goes with server_path"):
         rollout.update_weights([], update_id=name)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from engine_ranks import Engine, same
 from manual_update import ManualUpdate
@@ -56,6 +59,23 @@ def test_a_committed_update_that_is_sent_again_is_answered_and_changes_nothing(
     between.channel.close()
     assert engine.version == receipt.version
     assert same(engine.live(), live)
+
+
+def test_an_update_that_waits_for_itself_to_commit_is_answered_and_commits_nothing(
+    engine, weights
+) -> None:
+    first = ManualUpdate(engine, weights)
+    first.send_all()
+    again = ManualUpdate(engine, weights, update_id=first.request.update_id)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(again.send_all)
+        time.sleep(0.1)  # it waits for the lease that ``first`` holds
+        assert not waiting.done()
+        receipt = first.commit()
+        waiting.result(10)
+    assert again.commit() == receipt
+    assert engine.version == receipt.version
+    assert engine.info().state == "idle"  # the lease is free for others
 
 
 def test_other_weights_under_the_id_of_a_committed_update_are_refused(

@@ -17,7 +17,10 @@ routes = Routes()
 
 
 class LoadBody(BaseModel):
-    """``load_inplace`` makes no difference: a name may always be loaded again from another path."""
+    """``load_inplace``: read the directory again, also where its files look the same.
+
+    A name may always be loaded again, from another path or after its files have changed.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +42,9 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
     """Checkpoint + adapter become the next version; asked again, it is done already."""
     backend = _embedded(rollout)
     receipt = await rollout.threads.run(
-        lambda: backend.adapters.load(body.lora_name, body.lora_path, backend.link)
+        lambda: backend.adapters.load(
+            body.lora_name, body.lora_path, backend.link, inplace=body.load_inplace
+        )
     )
     version = (await rollout.server_info()).version if receipt is None else receipt.version
     return {"message": f"adapter {body.lora_name!r} is merged into the weights", "version": version}

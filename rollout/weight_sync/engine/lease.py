@@ -90,9 +90,8 @@ class Lease:
         try:
             self._accepted = of.check_fields(request, self._transports)
             self._asked = request
-            if (outcome := of.ended.find(request.update_id)) is not None:
+            if (outcome := self._acquire(request)) is not None:
                 return self._replay(request, outcome)
-            of.acquire(self, request.timeout)
             self._started = time.perf_counter()
             request = replace(of.staged_in(request), version=of.check(request))
             self._request = request
@@ -250,6 +249,17 @@ class Lease:
         return self._ended not in (None, "committed")
 
     # ---- helpers ----
+
+    def _acquire(self, request: UpdateRequest) -> Outcome | None:
+        """Take the lease; or, without it, the commit of this id, which may end while we wait."""
+        of = self._of
+        outcome = of.ended.find(request.update_id)
+        if outcome is None:
+            of.acquire(self, request.timeout)
+            outcome = of.ended.find(request.update_id)
+            if outcome is not None:
+                of.free(self)
+        return outcome
 
     def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
         """Have the ranks open what will be filled; what they want, if the sender has to know."""

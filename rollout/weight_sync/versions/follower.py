@@ -139,8 +139,8 @@ class Follower:
 
         Raises why it is of no use, for as long as its files look the same only once.
         """
-        looks = _looks(candidate.path)
-        if self._failed.get(candidate.path) == looks:
+        looked = looks(candidate.path)
+        if self._failed.get(candidate.path) == looked:
             return None
         try:
             return complete_source(candidate.path, self._roots, info)
@@ -148,14 +148,14 @@ class Follower:
             log.debug("not complete yet: %s", error)
             return None
         except RolloutError:
-            self._failed[candidate.path] = looks
+            self._failed[candidate.path] = looked
             raise
         except Exception as error:  # whatever a file system says of what others write to it
-            self._failed[candidate.path] = looks
+            self._failed[candidate.path] = looked
             raise SourceFailed(f"{candidate.path} cannot be read, skipped: {error}") from error
 
     def _update(self, candidate: Candidate, source: Any) -> UpdateReceipt:
-        looks = _looks(candidate.path)
+        looked = looks(candidate.path)
         options = UpdateOptions(
             version=candidate.version, label=candidate.path.name, timeout=self._timeout
         )
@@ -164,7 +164,7 @@ class Follower:
         except (WeightError, ConfigError) as error:
             damaged = isinstance(source, _Version) and source.damaged
             if damaged or not isinstance(error, UpdateInProgress | TransferFailed):
-                self._failed[candidate.path] = looks
+                self._failed[candidate.path] = looked
             raise
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -221,9 +221,7 @@ def complete_source(path: Path, roots: Sequence[Path], info: WeightInfo) -> Any:
 
     A version's files, and those of the versions that it patches, are read inside ``roots`` alone.
     """
-    _check_inside(path, roots)
-    for file in path.iterdir():
-        _check_inside(file, roots)
+    check_inside(path, roots)
     if path.name.isdecimal() and path.name == folder(int(path.name)):
         store = LocalStore(path.parent, within=roots)
         return _Version(store, int(path.name), dtype=info.dtype)
@@ -231,10 +229,13 @@ def complete_source(path: Path, roots: Sequence[Path], info: WeightInfo) -> Any:
     return path
 
 
-def _check_inside(file: Path, roots: Sequence[Path]) -> None:
-    found = file.resolve()
-    if not any(found.is_relative_to(root) for root in roots):
-        raise ConfigError(f"{file} leads to {found}, outside every --weight-dir; not read")
+def check_inside(directory: Path, roots: Sequence[str | Path]) -> None:
+    """Raise ``ConfigError`` where ``directory``, or a file in it, leads out of ``roots``."""
+    within = [Path(root).resolve() for root in roots]
+    for file in (directory, *directory.iterdir()):
+        found = file.resolve()
+        if not any(found.is_relative_to(root) for root in within):
+            raise ConfigError(f"{file} leads to {found}, outside every --weight-dir; not read")
 
 
 def check_checkpoint(path: Path) -> None:
@@ -271,7 +272,7 @@ def _check_whole(file: Path, kind: FileKind) -> None:
         raise IncompleteUpdate(f"{file} is half-written, or of no use: {error}") from error
 
 
-def _looks(path: Path) -> object:
+def looks(path: Path) -> object:
     """Changes whenever a file in ``path`` does, or what is in the way of looking."""
     found = []
     try:
