@@ -418,14 +418,15 @@ def test_figures_count_what_happened(start: Start) -> None:
     core = start()
     run(core, request("a", max_tokens=4), request("b", max_tokens=4))
     run(core, request("c", max_tokens=4))
-    core.record_update(failed=True)
-    core.record_update(failed=False, stall=0.5)
+    core.record_failed_update("u1", "the disk went away")
+    core.record_update(0.5)
     stats = core.stats()
     assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (3 * len(PROMPT), 12)
     assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (54, 32)
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
     assert (stats.time_to_first_token.count, stats.inter_token.count) == (3, 9)
     assert (stats.weight_updates_total, stats.weight_updates_failed_total) == (1, 1)
+    assert stats.weight_update_errors == ("u1: the disk went away",)
     assert (stats.last_stall_seconds, stats.state, stats.epoch) == (0.5, "running", core.epoch)
 
 
