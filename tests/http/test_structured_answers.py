@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
@@ -117,6 +118,39 @@ def test_a_call_that_the_model_wrote_comes_as_one(client: openai.OpenAI) -> None
     assert [c.function.arguments for c in final.message.tool_calls] == [
         f.arguments for f in functions
     ]
+
+
+@pytest.mark.more
+def test_a_session_continues_the_exact_ids_of_an_answer_that_was_shown_as_calls(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny", "tools": [WEATHER], "max_tokens": 200, "seed": 3,
+        "extra_headers": {"X-Session-ID": "calls"},
+    }  # fmt: skip
+    body = {**PLAIN, "return_token_ids": True}
+    messages: list[Any] = [*HI]
+    grammar = {"structured_outputs": {"regex": _literally(f"{CALL}\n{CALL}")}}
+    first = client.chat.completions.create(
+        **asked, messages=messages, extra_body={**body, **grammar}
+    )
+    shown = first.choices[0].message
+    assert shown.content is None
+    assert shown.tool_calls is not None
+    messages.append(shown.model_dump(include={"role", "content", "tool_calls"}))
+    for call in shown.tool_calls:
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    second = client.chat.completions.create(
+        **{**asked, "max_tokens": 5}, messages=messages, extra_body=body
+    )
+    began, went_on = (reply.choices[0].model_dump() for reply in (first, second))
+    known = began["prompt_token_ids"] + began["token_ids"]
+    assert went_on["prompt_token_ids"][: len(known)] == known
+    held = http.get("/session", params={"session_id": "calls"}).json()
+    whole = held["prompt_token_ids"] + held["token_ids"]
+    assert whole == went_on["prompt_token_ids"] + went_on["token_ids"]
+    sampled = [t for t, made in zip(held["token_ids"], held["mask"], strict=True) if made]
+    assert sampled == began["token_ids"] + went_on["token_ids"]
 
 
 def test_a_call_can_be_required_and_a_tool_named(client: openai.OpenAI) -> None:
