@@ -161,7 +161,10 @@ class Follower:
 
     def _bounded(self, row: Mapping[str, Any], mask: torch.Tensor) -> int:
         """Of a sequence that has used up its time, too."""
-        began, sequence = time.thread_time(), row["sequence"]
+        sequence = row["sequence"]
+        if "spec" in row:  # what compiling takes is not the sequence's own
+            self._matchers[sequence] = self._compiler.matcher(row["spec"])
+        began = time.thread_time()
         state = self._one(row, mask)
         left = self._left.get(sequence, MAX_SECONDS)
         left += SECONDS_OF_A_TOKEN * len(row["tokens"]) - (time.thread_time() - began)
@@ -169,8 +172,6 @@ class Follower:
         return SLOW if left < 0 else state
 
     def _one(self, row: Mapping[str, Any], mask: torch.Tensor) -> int:
-        if "spec" in row:
-            self._matchers[row["sequence"]] = self._compiler.matcher(row["spec"])
         matcher = self._matchers[row["sequence"]]
         for token in row["tokens"]:
             if matcher.is_terminated() or not matcher.accept_token(token):

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.structured.process import DONE, FOLLOWS, SLOW, GrammarProcess, ProcessLostError
-from rollout.errors import EngineClosed, EngineError, InvalidRequest, RolloutError
+from rollout.errors import EngineClosed, EngineError, EngineOverloaded, InvalidRequest, RolloutError
 
 START_LIMIT = 120.0  # seconds until the process is ready: it imports torch and transformers
 COMPILE_LIMIT = 10.0  # seconds for one grammar
 STEP_LIMIT = 3.0  # seconds for the masks of one step
 MAX_FOLLOWED = 4096  # sequences; of one that was forgotten all tokens are told again
-_MAX_KNOWN = 1024  # grammars that are known to compile
+_MAX_KNOWN = 128  # grammars; the process keeps twice as many
+_MAX_QUEUED = 16384  # grammars that wait to be compiled
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,10 @@ class Grammars:
             "eos_ids": sorted(eos_ids),
         }
         self._process: GrammarProcess | None = None
-        self._starting = threading.Lock()
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._starting = threading.Lock()  # held while a process starts: never on an event loop
+        self._books = threading.Lock()  # of what follows; never held over a wait
+        self._known: OrderedDict[str, None] = OrderedDict()  # to the process that runs now
+        self._queued = 0
         self._compiling: ThreadPoolExecutor | None = None
         self._closed = False
 
@@ -61,12 +64,19 @@ class Grammars:
                 "structured_outputs need xgrammar, which this engine's environment has not: "
                 "install the extra `structured` (in a checkout: pip install -e '.[structured]')"
             )
-        with self._starting:
+        with self._books:
             if self._closed:
                 raise EngineClosed("the engine was shut down")
+            if self._queued >= _MAX_QUEUED:
+                raise EngineOverloaded(
+                    f"{self._queued} grammars wait to be compiled already; try again later"
+                )
             if self._compiling is None:
                 self._compiling = ThreadPoolExecutor(1, "rollout-grammars")
-            return self._compiling.submit(self._compile, key, spec)
+            self._queued += 1
+            done = self._compiling.submit(self._compile, key, spec)
+        done.add_done_callback(self._unqueue)
+        return done
 
     def follow(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[TokenSequence, Verdict]]:
         """What may follow each; who is late or brings the process down ends alone."""
@@ -94,20 +104,28 @@ class Grammars:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        with self._starting:
+        with self._books:
             self._closed = True
+        with self._starting:
             process, compiling = self._process, self._compiling
         if process is not None:
             process.close()
         if compiling is not None:
             compiling.shutdown()
 
+    def _unqueue(self, _: Future[None]) -> None:
+        with self._books:
+            self._queued -= 1
+
     def _compile(self, key: str, spec: Mapping[str, Any]) -> None:
+        if key in self._known:
+            return  # compiled for somebody else meanwhile
         for last in (False, True):
             try:
                 self._running().compile(spec, COMPILE_LIMIT)
                 break
             except ProcessLostError as lost:
+                self._known.clear()
                 if last or lost.late:
                     raise _lost("compiled", COMPILE_LIMIT, lost) from lost
         self._known[key] = None
@@ -121,6 +139,7 @@ class Grammars:
             if self._process is None or not self._process.alive:
                 if self._process is not None:
                     self._process.close()
+                self._known.clear()
                 self._process = GrammarProcess(self._settings, START_LIMIT)
             return self._process
 
