@@ -299,8 +299,9 @@ def test_a_chat_client_that_names_its_session_gets_its_own_ids_continued(engine)
         assert ids == answers[-1]["prompt_token_ids"] + answers[-1]["choices"][0]["token_ids"]
         assert sum(held["mask"]) == 4 * 6
         assert held["messages"] == messages[:-1]
-        lengths = {len(held[k]) for k in held.keys() - {"prompt_token_ids", "messages"}
-                   if isinstance(held[k], list)}  # fmt: skip
+        assert len(held["finish_reasons"]) == len(answers)
+        others = {"prompt_token_ids", "messages", "finish_reasons"}
+        lengths = {len(held[k]) for k in held.keys() - others if isinstance(held[k], list)}
         assert lengths == {len(held["token_ids"])}
 
         # Asked again (a retry), the last turn is another sample of the same prompt.
