@@ -166,6 +166,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         if isinstance(self.cuda_graphs, bool):
             object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
         for f in fields(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -74,7 +75,7 @@ class AsyncRollout:
     The engine starts with ``start``, ``async with`` or the first verb. Use it from one event loop.
     """
 
-    def __init__(self, model: str, **engine_config: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **engine_config: Any) -> None:
         from rollout.api.embedded import EmbeddedBackend
 
         config = EngineConfig.from_dict({"model": model, **engine_config})

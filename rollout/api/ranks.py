@@ -15,6 +15,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -70,7 +71,7 @@ class ColocatedRollout:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         group: Any,
         *,
         over: Callable[[Callable[[], AsyncRollout]], Any],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -57,7 +58,7 @@ class Rollout:
     engine and everything it started.
     """
 
-    def __init__(self, model: str, **engine_config: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **engine_config: Any) -> None:
         self._begin(lambda: AsyncRollout(model, **engine_config))
 
     @classmethod
@@ -79,7 +80,7 @@ class Rollout:
     @classmethod
     def from_ranks(
         cls,
-        model: str,
+        model: str | os.PathLike[str],
         group: Any = None,
         *,
         meet_timeout: float = MEET_TIMEOUT,

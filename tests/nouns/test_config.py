@@ -1,5 +1,7 @@
 """Settings refuse what they do not know, and say what was probably meant."""
 
+from pathlib import Path
+
 import pytest
 
 from rollout.config import EngineConfig
@@ -95,3 +97,8 @@ def test_contradictory_or_unbounded_sampling_is_refused(wrong) -> None:
 def test_off_values_of_other_engines_mean_off() -> None:
     params = SamplingParams(top_k=-1, seed=-1, stop="end")
     assert (params.top_k, params.seed, params.stop) == (0, None, ("end",))
+
+
+def test_a_path_is_a_model_and_a_tokenizer() -> None:
+    config = EngineConfig(model=Path("a/b"), tokenizer=Path("c"))  # type: ignore[arg-type]
+    assert (config.model, config.tokenizer) == ("a/b", "c")
