@@ -40,7 +40,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         core.start()
         return core
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     yield make
     for core in engines:
         core.close()
@@ -48,4 +48,4 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
