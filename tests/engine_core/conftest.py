@@ -46,6 +46,6 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         core.close()
         core.close()
     deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(threading.enumerate()) - before
