@@ -236,8 +236,8 @@ def test_a_sample_whose_grammar_fails_beside_one_that_ends_costs_its_own_call_al
     good, bad = Sink(), Sink()
     core.control.pause().result()
     core.submit([request("good", max_tokens=12)], good, stream=False)
-    bound = request("bad", n=3, structured_outputs={"choice": ["a"]})
-    core.submit([bound], bad, stream=False)
+    bound = {"structured_outputs": {"choice": ["a"]}}
+    core.submit([request(name, **bound) for name in ("bad", "beside")], bad, stream=False)
     core.control.resume().result()
     with pytest.raises(InvalidRequest, match="too ambiguous"):
         bad.results()
