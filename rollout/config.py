@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -13,6 +14,7 @@ from rollout.errors import ConfigError, InvalidRequest
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
 DEFAULT_BUCKET_BYTES = 64 << 20
+_COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 def check_known(key: str, known: list[str], what: str) -> None:
@@ -79,6 +81,13 @@ class EngineConfig:
         "auto",
         "auto, safetensors, pt, or dummy (made-up weights)",
         *("auto", "safetensors", "pt", "dummy"),
+    )
+    components: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "NAME=DIR: weights that change with the model's in one update, and are not run "
+            "(a draft model's, a head's): a checkpoint directory; may be repeated"
+        },
     )
     executor: str = _setting(
         "auto",
@@ -166,6 +175,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "components", _components(self.components))
         for name in ("model", "tokenizer"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
@@ -216,3 +226,18 @@ class EngineConfig:
     @property
     def resolved_num_threads(self) -> int:
         return self.num_threads or max(1, (os.cpu_count() or 1) // self.tensor_parallel_size)
+
+
+def _components(given: Any) -> dict[str, str]:
+    """Name -> directory of what is served beside the model; ``ConfigError`` for what is neither."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"components must map names to directories, got {given!r:.80}")
+    for name, path in given.items():
+        if not isinstance(name, str) or not _COMPONENT.fullmatch(name) or name == "policy":
+            raise ConfigError(
+                f"{name!r} cannot name a component: letters, digits, _ and -, a letter first, and "
+                "not 'policy', which is the model itself"
+            )
+        if not isinstance(path, str | os.PathLike) or not str(path):
+            raise ConfigError(f"component {name!r} needs a checkpoint directory, got {path!r:.80}")
+    return {name: os.fspath(path) for name, path in given.items()}

@@ -6,10 +6,10 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from rollout.cli.spellings import respelled
 from rollout.config import EngineConfig
@@ -141,7 +141,7 @@ def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: 
     hints = get_type_hints(cls)
     for f in flags:
         options = _kind(hints[f.name])
-        name = f.name.removesuffix("s") if options.get("action") == "append" else f.name
+        name = f.name.removesuffix("s") if options.get("action") in ("append", _Pairs) else f.name
         if prefix and f.name == "seed":
             name = "sampling_seed"  # the engine has one, too
         text = f.metadata["help"].replace("%", "%%")
@@ -174,6 +174,8 @@ def _kind(hint: Any) -> dict[str, Any]:
         plain = [kind for kind in get_args(hint) if kind is not type(None)]
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if get_origin(plain[0]) is Mapping:
+        return {"action": _Pairs, "metavar": "NAME=VALUE"}
     if get_args(plain[0]):  # a tuple
         of = get_args(plain[0])[0]
         return {"action": "append", "type": of, "metavar": "N" if of is int else "TEXT"}
@@ -182,6 +184,19 @@ def _kind(hint: Any) -> dict[str, Any]:
     if plain[0] is float:
         return {"type": float, "metavar": "X"}
     return {"metavar": "NAME"}
+
+
+class _Pairs(argparse.Action):
+    """``--flag NAME=VALUE``, which may be repeated, as one dict."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
+        name, mark, text = value.partition("=")
+        if not mark:
+            raise ConfigError(f"{option} takes NAME=VALUE, got {value!r}")
+        held = getattr(namespace, self.dest, {})
+        if name in held:
+            raise ConfigError(f"{option} {name} is given twice")
+        setattr(namespace, self.dest, {**held, name: text})
 
 
 def _default_note(default: Any, text: str) -> str:

@@ -96,6 +96,18 @@ def open_checkpoint(
             f"Load format `{load_format}` is not supported; use one of {', '.join(FORMATS)}"
         )
     directory = resolve_model(model, revision, load_format, token)
+    return open_directory(directory, load_format, metadata=metadata, seed=seed, progress=progress)
+
+
+def open_directory(
+    directory: Path,
+    load_format: str = "auto",
+    *,
+    metadata: Sequence[TensorMeta] = (),
+    seed: int = 0,
+    progress: bool = False,
+) -> Checkpoint:
+    """As ``open_checkpoint``, of a directory that need not have a ``config.json``."""
     if load_format == "dummy":
         if not metadata:
             raise ConfigError("load_format='dummy' needs the model's metadata: names and shapes")

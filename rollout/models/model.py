@@ -36,6 +36,11 @@ class Model(nn.Module):
         self.build, self.config, self.tp, self.max_len = build, build.config, build.tp, max_len
 
     @property
+    def policy(self) -> Model:
+        """The model that runs: itself, but for one of several components."""
+        return self
+
+    @property
     def owner(self) -> nn.Module:
         """The module whose parameters the table names."""
         return self

@@ -48,14 +48,19 @@ class PatchJournal:
         self._places.clear()
 
     def copy(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        """What was written, from one instance's storages to another's, on any devices."""
-        for name in source if self._everything else self._whole:
+        """What was written, from one instance's storages to another's, on any devices.
+
+        Of parameters that ``source`` leaves out, nothing.
+        """
+        for name in source if self._everything else self._whole & source.keys():
             pairs = zip(
                 *(torch.split(x[name].view(-1), CHUNK) for x in (target, source)), strict=True
             )
             for into, values in pairs:
                 nontemporal_copy(into, values)
         for name, parts in self._places.items():
+            if name not in source:
+                continue
             values, into = source[name].view(-1), target[name].view(-1)
             for places in parts:
                 taken = values.index_select(0, places.to(values.device)).to(into.device)

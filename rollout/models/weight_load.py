@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,6 +15,7 @@ from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
+from rollout.weights.components import component_of
 from rollout.weights.fused_experts import Splitter, nearest
 from rollout.weights.names import placed, weight_dtype
 
@@ -68,8 +69,11 @@ class WeightLoad:
         self._consume(items)
         self._raise_problems()
 
-    def finish(self, *, partial: bool = False) -> LoadReport:
-        """Judge completeness, compare aliases, re-derive. ``partial`` allows whole tensors to miss.
+    def finish(
+        self, *, partial: bool = False, components: Sequence[str] | None = None
+    ) -> LoadReport:
+        """Judge completeness, compare aliases, re-derive. ``partial`` allows whole tensors to miss,
+        ``components`` those of components beside these of which nothing came.
 
         Raises ``WeightMismatch`` for missing tensors, incomplete pieces and differing aliases.
         """
@@ -78,6 +82,9 @@ class WeightLoad:
             name for name, boxes in self._pieces.items() if not self._covered(name, boxes)
         }
         missing = set(self._table.slots) - self._seen
+        if components is not None:
+            sent = {*components, *map(component_of, self._seen)}
+            missing = {name for name in missing if component_of(name) in sent}
         if partial:
             for name in sorted(incomplete):
                 self._problems.append(f"{name}: its pieces do not cover what this rank holds")

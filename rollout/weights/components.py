@@ -6,7 +6,7 @@ name: in metadata, buckets, plans, digests. One begin, seal, vote and commit is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollout.errors import WeightMismatch
 
@@ -25,11 +25,33 @@ def component_of(name: str) -> str:
     return component if mark else POLICY
 
 
+def own_name(name: str) -> str:
+    """``qualified`` undone: what its component calls a tensor of an update."""
+    return name.partition(_MARK)[2] or name
+
+
+def qualified_names(component: str, names: Mapping[str, str]) -> dict[str, str]:
+    """A table of names (aliases, prefixes) as an update has it; "" stays ""."""
+    return {
+        qualified(component, name): qualified(component, other) if other else other
+        for name, other in names.items()
+    }
+
+
+def own_names(component: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Those of a table that ``qualified_names`` made which are ``component``'s, under its names."""
+    return {
+        own_name(name): own_name(other)
+        for name, other in names.items()
+        if component_of(name) == component
+    }
+
+
 def check_components(sent: Iterable[str], known: Sequence[str]) -> None:
     """``WeightMismatch`` that names the components that an engine of ``known`` ones has not."""
     absent = [component for component in dict.fromkeys(sent) if component not in known]
     if absent:
         raise WeightMismatch(
             f"the engine has no component {', '.join(map(repr, absent[:8]))}: it has "
-            f"{', '.join(known)}; leave the others out"
+            f"{', '.join(known)}; leave the others out, or start it with components="
         )

@@ -3,9 +3,10 @@
     python trainer_job.py RANK WORLD PORT KIND DIRECTORY     KIND: module | ddp | fsdp2 | zero3
 
 Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "become", "path":
-DIR} goes on with the model of another, of any architecture; {"op": "update", "address",
-"transport", "timeout", "bucket_bytes", "die_at": {rank: item}, "kill_sender_at": bucket} answers
-with the receipt or the error; {"op": "end"}.
+DIR} goes on with the model of another, of any architecture; {"op": "beside", "path": DIR} also
+builds a draft of it, of the same kind; {"op": "update", "address", "transport", "timeout",
+"bucket_bytes", "die_at": {rank: item}, "kill_sender_at": bucket, "beside": true for the draft, too}
+answers with the receipt or the error; {"op": "end"}.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ def main() -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     source, module = build(kind, path)
+    draft: Any = None
     print(json.dumps({"ready": rank}), file=answers, flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
@@ -150,11 +152,15 @@ def main() -> None:
         if ask["op"] == "load":
             load(kind, module, ask["path"])
             answer: dict[str, Any] = {"loaded": ask["path"]}
+        elif ask["op"] == "beside":
+            draft, _ = build(kind, ask["path"], loaded=True)
+            answer = {"beside": ask["path"]}
         elif ask["op"] == "become":
             source, module = build(kind, ask["path"], loaded=True)
             answer = {"became": ask["path"]}
         else:
-            answer = update(source, rank, ask)
+            sent = {"policy": source, "draft": draft} if ask.get("beside") else source
+            answer = update(sent, rank, ask)
         print(json.dumps(answer), file=answers, flush=True)
     if world > 1:
         dist.barrier()

@@ -18,6 +18,7 @@ from torch import Tensor
 from rollout.distributed import TensorParallel
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.build import build_model
+from rollout.models.components import ComponentModels
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.engine.lease import Lease
@@ -35,10 +36,16 @@ class Rank:
         layout: str,
         undo: str,
         pinned: bool,
+        beside: Mapping[str, Any],
     ) -> None:
         tp = TensorParallel(rank, size)
         live = build_model(config, tp, torch.float32, "cpu", layout)
         live.load_weights(weights.items())
+        if beside:
+            others = {n: build_model(config, tp, torch.float32, "cpu", layout) for n in beside}
+            for name, model in others.items():
+                model.load_weights(beside[name].items())
+            live = ComponentModels(live, others)
         self.instances = ModelInstances(
             live, lambda device: live.empty_like(), live.build.device, undo, pinned=pinned
         )
@@ -121,8 +128,11 @@ class Engine:
         layout: str = "plain",
         undo: str = "shadow",
         pinned: bool = False,
+        beside: Mapping[str, Any] | None = None,
     ) -> None:
-        self.ranks = [Rank(config, r, size, weights, layout, undo, pinned) for r in range(size)]
+        self.ranks = [
+            Rank(config, r, size, weights, layout, undo, pinned, beside or {}) for r in range(size)
+        ]
         self.epoch, self.version, self.broken = 7, 0, None
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed

@@ -1,4 +1,4 @@
-"""Several components under one vote: what an engine does not have is refused by its name."""
+"""Several components under one vote: all change at one commit, or none does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from engine_ranks import Engine, same
 from manual_update import ManualUpdate
-from trainer import Trainer
+from trainer import Trainer, nudged
+from trainer_ranks import Boxes, TrainerRanks, agreements
 
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, IncompleteUpdate, WeightMismatch
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import TensorMeta
 from rollout.weights.components import component_of, qualified
@@ -51,9 +52,90 @@ def test_a_sender_of_a_component_is_told_before_anything_is_sent(engine, checkpo
     with pytest.raises(WeightMismatch, match=r"no component 'draft': it has policy"):
         Trainer(engine, "inline").send(sent)
     assert engine.version == version
-    with pytest.raises(ConfigError, match="sender of draft"):  # were there an engine that has it
-        detect(sent).source(aliases={}, dtype=torch.float32, components=("policy", "draft"))
 
 
 def test_a_tensor_that_is_called_policy_is_a_tensor() -> None:
-    assert detect({"policy": torch.ones(3)}).others == ()
+    assert detect({"policy": torch.ones(3)}).components == ("policy",)
+    assert detect({"policy": torch.ones(3)}).kind == "plain"
+
+
+def test_a_component_is_a_source_and_no_dict_of_components() -> None:
+    weights = {"w": torch.ones(3)}
+    assert detect({"policy": weights, "draft": weights.items()}).components == ("policy", "draft")
+    with pytest.raises(ConfigError, match=r"component 'draft' is .* again"):
+        detect({"policy": weights, "draft": {"policy": weights}})
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoints):
+    """An engine of a policy and a draft, which begin alike."""
+    engine = Engine(checkpoints[0], 2, checkpoints[1], "tiles", beside={"draft": checkpoints[1]})
+    yield engine
+    engine.close()
+
+
+def held(engine):
+    """The tensors of all components, as their ranks' digests say."""
+    return engine.digests(10.0)
+
+
+@pytest.mark.parametrize("transport", ["inline", "ipc", "broadcast"])
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_all_components_change_at_one_commit(pair, checkpoints, transport, encoding) -> None:
+    policy, draft = nudged(checkpoints[1], 0.02, 3), nudged(checkpoints[1], 0.02, 4)
+    trainer = Trainer(pair, transport)
+    trainer.send({"policy": checkpoints[1], "draft": checkpoints[1]}, encoding=encoding)
+    receipt = trainer.send({"policy": policy, "draft": draft}, encoding=encoding)
+    assert receipt.details["encoding"] == encoding
+    parts = receipt.components
+    assert set(parts) == {"policy", "draft"}
+    assert sum(one.num_tensors for one in parts.values()) == receipt.num_tensors
+    assert sum(one.digest for one in parts.values()) % 2**64 == receipt.digest
+    whole = Engine(checkpoints[0], 2, policy, "tiles", beside={"draft": draft})
+    assert held(whole) == held(pair)
+    assert same(whole.live(), pair.live())
+    whole.close()
+
+
+def test_what_is_wrong_with_one_component_leaves_both(pair, checkpoints) -> None:
+    before, version = pair.live(), pair.version
+    short = dict(checkpoints[2])
+    short.pop("model.norm.weight")
+    trainer = Trainer(pair, "inline")
+    for draft, match in (
+        (short, r"draft:model\.norm\.weight is missing"),
+        (iter(short.items()), r"draft:model\.norm\.weight"),  # found out at the seal
+        ({**checkpoints[2], "x": torch.ones(3)}, "draft:x is unknown"),
+    ):
+        with pytest.raises((WeightMismatch, IncompleteUpdate), match=match):
+            trainer.send({"policy": checkpoints[2], "draft": draft})
+        assert pair.version == version
+        assert same(pair.live(), before)
+
+
+def test_what_is_not_named_stays_as_it_is(pair, checkpoints) -> None:
+    """And going back brings back all of it."""
+    trainer = Trainer(pair, "inline")
+    trainer.send({"policy": checkpoints[1], "draft": checkpoints[2]})
+    first = pair.live()
+    assert set(trainer.send(checkpoints[2]).components) == {"policy"}
+    assert set(trainer.send({"draft": checkpoints[1]}, staging="none").components) == {"draft"}
+    want = Engine(checkpoints[0], 2, checkpoints[2], "tiles", beside={"draft": checkpoints[1]})
+    assert same(pair.live(), want.live())
+    want.close()
+    trainer.send({"policy": checkpoints[1], "draft": checkpoints[2]})
+    assert same(pair.live(), first)
+
+
+def test_a_policy_whose_ranks_send_their_own_boxes_goes_alone(pair, checkpoints) -> None:
+    live = TrainerRanks(pair, 2).send(checkpoints[2])
+    assert all(receipt == live[0] for receipt in live)
+    assert set(live[0].components) == {"policy"}
+
+
+def test_two_models_of_other_ranks_are_no_components_of_one_update(checkpoints) -> None:
+    one, two = agreements(2), agreements(3)
+    with pytest.raises(ConfigError, match=r"'policy' by ranks \[0, 1\] and 'draft' by ranks"):
+        detect({"policy": Boxes(checkpoints[1], one[0]), "draft": Boxes(checkpoints[1], two[0])})
+    for group in (*one, *two):
+        group.close()

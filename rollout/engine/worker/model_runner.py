@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,18 @@ from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
+from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
-from rollout.loader import open_checkpoint
+from rollout.loader import Checkpoint, open_checkpoint, open_directory
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
+from rollout.models.components import ComponentModels
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model
-from rollout.weights import TensorMeta
+from rollout.weights import LazyTensor, TensorMeta
+from rollout.weights.components import POLICY, component_of, own_name, qualified
 from rollout.wire.frames import Reply, dtype_from_name
 
 
@@ -49,13 +54,17 @@ class ModelRunner:
         self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
         self.dtype = model_config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
         self._directory = directory
+        self._components = {
+            name: HeldComponent.at(path, tp, config.expert_parallel)
+            for name, path in config.components.items()
+        }
         live = self._build(self.device)
         self._load(live, directory)
         self.table, self.metadata = live.table, live.weight_metadata()
         self.gives_hidden_states = live.gives_hidden_states
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
-        own = isinstance(live, CausalLM)
+        own = isinstance(live.policy, CausalLM)
         self._captures = wants_graphs(config, self.device, own)
         self._graphs: DecodeGraphs | None = None
         self.instances = ModelInstances(
@@ -167,8 +176,15 @@ class ModelRunner:
         return ForwardBatch(**moved)
 
     def _build(self, device: torch.device) -> Model:
+        policy = self._built(self.model_config, device)
+        others = {
+            name: component.build(policy.build) for name, component in self._components.items()
+        }
+        return ComponentModels(policy, others) if others else policy
+
+    def _built(self, config: ModelConfig, device: torch.device) -> Model:
         return build_model(
-            self.model_config,
+            config,
             self.tp,
             self.dtype,
             device,
@@ -192,13 +208,27 @@ class ModelRunner:
             return checkpoint.metadata()
 
     def _load(self, model: Model, directory: Path) -> None:
-        """Read this rank's part of the checkpoint; the first rank shows the progress."""
-        with open_checkpoint(
-            str(directory),
-            None,
-            self.config.load_format,
-            metadata=model.weight_metadata(),
-            seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
-            progress=self.config.progress and self.tp.rank == 0,
-        ) as checkpoint:
-            model.load_weights(checkpoint.items())
+        """Read this rank's part of each checkpoint; the first rank shows the progress."""
+        places = {POLICY: directory, **{n: c.directory for n, c in self._components.items()}}
+        wanted = model.weight_metadata()
+        with ExitStack() as stack:
+            streams = []
+            for component, place in places.items():
+                checkpoint = open_directory(
+                    place,
+                    self.config.load_format,
+                    metadata=[
+                        replace(meta, name=own_name(meta.name))
+                        for meta in wanted
+                        if component_of(meta.name) == component
+                    ],
+                    seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
+                    progress=self.config.progress and self.tp.rank == 0,
+                )
+                streams.append(_named(component, stack.enter_context(checkpoint)))
+            model.load_weights(chain.from_iterable(streams))
+
+
+def _named(component: str, checkpoint: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:
+    for name, value in checkpoint.items():
+        yield qualified(component, name), value

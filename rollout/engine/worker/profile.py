@@ -163,9 +163,10 @@ def read_speed(device: torch.device) -> float:
 
 def _read_weights(runner: ModelRunner) -> int:
     """Bytes of parameters that every forward reads: all but an untied embedding's rows."""
-    live = runner.instances.live
+    live = runner.instances.live.policy
+    weights = sum(p.numel() * p.element_size() for p in live.parameters())
     looked_up = 0
     if isinstance(live, CausalLM) and live.lm_head is not None:
         weight = live.model.embed_tokens.weight
         looked_up = weight.numel() * weight.element_size()
-    return runner.weight_bytes - looked_up
+    return weights - looked_up

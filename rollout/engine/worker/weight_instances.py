@@ -11,7 +11,7 @@ the shadow, ``undo`` says what is kept beside the two; see ``rollback.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -26,6 +26,7 @@ from rollout.models.model import Model
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
+from rollout.weights.components import component_of
 
 
 class ModelInstances:
@@ -53,6 +54,7 @@ class ModelInstances:
         self._live: Model | None = live
         self._shadow: Model | None = None
         self._build, self._shadow_device, self._undo = build, shadow_device, undo
+        self._table = live.table
         self._device, self._pinned = live.build.device, pinned
         self._in_place = False  # the live instance is being loaded, or has been but for the commit
         self._parked: dict[str, Tensor] = {}  # weights in host memory while the device is lent out
@@ -90,13 +92,17 @@ class ModelInstances:
 
     # ---- UpdateHost ----
 
-    def open_shadow(self, partial: bool, staging: str = "auto") -> WeightLoad:
+    def open_shadow(
+        self, partial: bool, staging: str = "auto", components: Sequence[str] | None = None
+    ) -> WeightLoad:
         """A load into the shadow; ``partial`` copies the live weights there first.
 
-        Where the last update wrote but a little, only that is copied.
+        Where the last update wrote but a little, only that is copied; of a load that is not
+        partial, only the components beside ``components``, which come whole.
         ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
         """
-        live = self.live if partial else None
+        builds_on_live = partial or bool(self._beside(components))
+        live = self.live if builds_on_live else None
         held = self._shadow_is
         if self._undo != "shadow":
             self._keep_previous()
@@ -109,17 +115,19 @@ class ModelInstances:
             self._shadow = held = None
             self._shadow = self._make_shadow(device)
         if live is not None:
-            self._bring_up(live, self._shadow, held)
+            self._bring_up(live, self._shadow, held, None if partial else self._beside(components))
         session = self._shadow.begin_load()
-        self._written = session.journal if partial else None
+        self._written = session.journal if builds_on_live else None
         return session
 
-    def open_live(self) -> WeightLoad:
+    def open_live(self, components: Sequence[str] | None = None) -> WeightLoad:
         """A load straight into the live instance; nothing may run until it is committed.
 
         What a shadow held is given up. The live version is kept first, unless ``undo`` is
-        "shadow": then there is no way back from it.
+        "shadow": then there is no way back from it. ``components`` come whole, others stay.
         """
+        if self._beside(components):
+            _ = self.live  # EngineBroken where the others are gone
         self.drop_shadow()
         self._in_place = False
         if self._live is None:
@@ -289,13 +297,31 @@ class ModelInstances:
         self._live_is, self._shadow_is = self._shadow_is, self._live_is
         return moves
 
-    def _bring_up(self, live: Model, shadow: Model, held: int | None) -> None:
-        """Copy the live weights to the shadow, whose content is ``held``; None: who knows what."""
+    def _beside(self, components: Sequence[str] | None) -> frozenset[str]:
+        """The parameters of other components than these; none where None."""
+        if components is None:
+            return frozenset()
+        return frozenset(
+            slot.param
+            for slots in self._table.slots.values()
+            for slot in slots
+            if component_of(slot.source) not in components
+        )
+
+    def _bring_up(
+        self, live: Model, shadow: Model, held: int | None, params: frozenset[str] | None
+    ) -> None:
+        """Copy the live weights (those of ``params``) to the shadow, whose content is ``held``;
+        None: who knows what.
+        """
         diff, self._diff = self._diff, None  # the shadow's content ends here
         written = PatchJournal(everything=True)
         if diff is not None and held is not None and {held, self._live_is} == diff[0]:
             written = diff[1]
-        written.copy(live.storages(), shadow.storages())
+        source = live.storages()
+        if params is not None:
+            source = {name: source[name] for name in params}
+        written.copy(source, shadow.storages())
 
     def _exchange_kept(self) -> bool:
         assert self._kept is not None

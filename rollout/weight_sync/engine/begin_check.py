@@ -22,6 +22,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weights import TensorMeta
+from rollout.weights.components import check_components, component_of
 
 MAX_VERSION = 1 << 53  # exact in every JSON reader, and never reached by counting
 MAX_ID = 256  # characters
@@ -60,8 +61,15 @@ def check_request(
     if request.encoding == "delta" and (request.base is None or request.staging == "none"):
         raise ConfigError("a delta needs a base, and a shadow to be staged in")
     accepted = find(request.transport, device).check(request, num_ranks, device)
+    check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted))))
     if request.metadata is not None:
-        check_metadata(request.metadata, wanted, aliases, partial=request.partial)
+        check_metadata(
+            request.metadata,
+            wanted,
+            aliases,
+            partial=request.partial,
+            components=request.components,
+        )
     return accepted
 
 

@@ -32,6 +32,7 @@ from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
+from rollout.weights.components import component_of
 
 T = TypeVar("T")
 KEPT_RECEIPTS = 64
@@ -88,6 +89,7 @@ class Coordinator:
         self._transports = offered() if transports is None else transports
         self._host = host_id()  # the ranks' too: they are children of this process
         self._dtype = next(iter(self.metadata.values())).dtype
+        self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
         self._label: str | None = None
         self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
         self._free = threading.Condition()
@@ -114,6 +116,7 @@ class Coordinator:
             state="broken" if self.state == "idle" and self.engine.broken else self.state,
             dtype=self._dtype,
             tensors=tuple(self.metadata.values()),
+            components=self.components,
             aliases=self.aliases,
             tensor_parallel_size=self.num_ranks,
             device=self._device,
@@ -299,8 +302,12 @@ class Coordinator:
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
-        if (request.partial or request.encoding == "delta") and self.engine.broken is not None:
-            raise EngineBroken("live weights are not one version: send a full update")
+        others = set(self.components) - set(request.components)
+        if self.engine.broken is not None and (
+            request.partial or request.encoding == "delta" or others
+        ):
+            every = f" of {' and '.join(self.components)}" if others else ""
+            raise EngineBroken(f"live weights are not one version: send a full update{every}")
         return version
 
     def record(

@@ -38,6 +38,7 @@ from rollout.weight_sync.protocol.messages import (
     Wants,
 )
 from rollout.weight_sync.transports.base import Accepted
+from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import Reply
 
@@ -157,7 +158,8 @@ class Lease:
             return
 
         def judge(held: Mapping[str, int]) -> Seal:
-            missing = set(of.metadata) - set(seal.digests)
+            whole = {*request.components, *map(component_of, seal.digests)}
+            missing = {n for n in of.metadata if component_of(n) in whole} - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
             compare(seal.digests, held, of.aliases)

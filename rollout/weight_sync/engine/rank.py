@@ -8,7 +8,7 @@ model is reached through ``UpdateHost`` alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from rollout.weight_sync.transports.vllm import make_member
 from rollout.weight_sync.transports.vllm_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
 from rollout.weights.box import disjoint
+from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 
 
@@ -32,20 +33,23 @@ class LoadSession(Protocol):
 
     def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None: ...
 
-    def finish(self, *, partial: bool = False) -> Any: ...
+    def finish(self, *, partial: bool = False, components: Sequence[str] | None = None) -> Any: ...
 
 
 class UpdateHost(Protocol):
     """The rank's model instances, as an update needs them."""
 
-    def open_shadow(self, partial: bool, staging: str) -> LoadSession:
-        """A session on the instance that is not live; ``partial`` brings it to live first.
+    def open_shadow(
+        self, partial: bool, staging: str, components: Sequence[str] | None = None
+    ) -> LoadSession:
+        """A session on the instance that is not live; ``partial`` brings it to live first, else
+        what is of none of the ``components``.
 
         ``staging``: auto | device | host, where that instance is to lie.
         """
         ...
 
-    def open_live(self) -> LoadSession:
+    def open_live(self, components: Sequence[str] | None = None) -> LoadSession:
         """A session straight into the live instance (staging="none")."""
         ...
 
@@ -129,12 +133,14 @@ class RankUpdates:
             here = EngineRank(self._rank, self._device, self._member)
             receiver = transport.receiver(request, here)
             if live:
-                session = self._host.open_live()
+                session = self._host.open_live(request.components)
             else:
-                session = self._host.open_shadow(builds_on_live, request.staging)
+                session = self._host.open_shadow(
+                    builds_on_live, request.staging, request.components
+                )
         self._update = _Staging(request, session, receiver, live)
         if transport.senders == "all":
-            return {"wants": to_plain(self._wants(session))}
+            return {"wants": to_plain(self._wants(session, request.components))}
         return {}
 
     def connect(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +179,8 @@ class RankUpdates:
                     f"rank {self._rank}: {update.next_index} of {args['num_buckets']} buckets "
                     "arrived before the seal"
                 )
-            report = update.session.finish(partial=update.request.partial)
+            request = update.request
+            report = update.session.finish(partial=request.partial, components=request.components)
             started = time.perf_counter()
             bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
             rows = slot_rows(self._host.digest_slots(update.live, nonfinite=bad))
@@ -207,7 +214,7 @@ class RankUpdates:
         if update is not None and update.request.update_id == update_id:
             update.receiver.close()
 
-    def _wants(self, session: LoadSession) -> dict[str, tuple[Box, ...]]:
+    def _wants(self, session: LoadSession, components: Sequence[str]) -> dict[str, tuple[Box, ...]]:
         """The boxes that trainer ranks have to send here, by tensor.
 
         A tensor of which this rank takes nothing is never sent to it: it is complete as it is.
@@ -215,6 +222,8 @@ class RankUpdates:
         boxes: dict[str, list[Box]] = {}
         nothing: dict[str, TensorPiece] = {}
         for slot in self._host.slots():
+            if component_of(slot.source) not in components:
+                continue
             boxes.setdefault(slot.source, []).append(slot.take)
             empty = Box((0,) * len(slot.shape), (0,) * len(slot.shape))
             nothing[slot.source] = TensorPiece(

@@ -8,7 +8,14 @@ from typing import Any
 from rollout.errors import WeightMismatch
 from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.protocol.digests import check_finite, combine, total
-from rollout.weight_sync.protocol.messages import RankReceipt, Seal, UpdateReceipt, UpdateRequest
+from rollout.weight_sync.protocol.messages import (
+    ComponentReceipt,
+    RankReceipt,
+    Seal,
+    UpdateReceipt,
+    UpdateRequest,
+)
+from rollout.weights.components import component_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class Sealed:
         names = [name for name in seal.digests if name in of.metadata]
         assert request.version is not None
         return UpdateReceipt(
+            components=self._components(of, names) if len(of.components) > 1 else {},
             version=request.version,
             epoch=of.engine.epoch,
             digest=total(seal.digests[name] for name in names),
@@ -63,3 +71,17 @@ class Sealed:
                 "rank_digest_seconds": f"{max(v['verify_seconds'] for v in self.votes):.6f}",
             },
         )
+
+    def _components(self, of: Coordinator, names: list[str]) -> dict[str, ComponentReceipt]:
+        """What was sent, by component."""
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            parts.setdefault(component_of(name), []).append(name)
+        return {
+            component: ComponentReceipt(
+                digest=total(self.seal.digests[name] for name in found),
+                num_tensors=len(found),
+                num_bytes=sum(of.metadata[name].nbytes for name in found),
+            )
+            for component, found in parts.items()
+        }

@@ -9,7 +9,7 @@ import torch
 
 from rollout.errors import WeightMismatch
 from rollout.weights import CASTABLE, TensorMeta
-from rollout.weights.components import check_components, component_of
+from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.fused_experts import Spellings, nearest
 
 _MOST = 12  # problems spelled out in one message
@@ -21,11 +21,12 @@ def differences(
     aliases: Mapping[str, str],
     *,
     partial: bool = False,
+    components: Sequence[str] = (POLICY,),
 ) -> list[str]:
     """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor.
 
     Judged in file form: a tensor under another spelling of ``wanted`` (fused experts) counts as
-    those that it holds.
+    those that it holds. Of the ``components``, and those that are sent, nothing may be missing.
     """
     problems: list[str] = []
     sent = _in_file_form(sent, wanted, problems)
@@ -42,7 +43,12 @@ def differences(
             problems.append(f"{meta.name} {wrong}")
     if not partial:
         owners = {aliases.get(name, name) for name in counts} & set(counts)
-        problems += [f"{name} is missing" for name in wanted if name not in owners]
+        whole = {*components, *map(component_of, counts)}
+        problems += [
+            f"{name} is missing"
+            for name in wanted
+            if name not in owners and component_of(name) in whole
+        ]
     return problems
 
 
@@ -67,11 +73,12 @@ def check_metadata(
     aliases: Mapping[str, str],
     *,
     partial: bool = False,
+    components: Sequence[str] = (POLICY,),
 ) -> None:
     """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
     known = list(dict.fromkeys(map(component_of, wanted)))
-    check_components((component_of(meta.name) for meta in sent), known)
-    problems = differences(sent, wanted, aliases, partial=partial)
+    check_components((*components, *(component_of(meta.name) for meta in sent)), known)
+    problems = differences(sent, wanted, aliases, partial=partial, components=components)
     if problems:
         more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         raise WeightMismatch(

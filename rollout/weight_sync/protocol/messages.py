@@ -87,7 +87,8 @@ class UpdateRequest:
     moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
     live value. ``offer`` says how the engine's ranks find the sender; ``transport`` alone reads it.
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
-    with a copy of it. ``timeout`` bounds each wait, in seconds.
+    with a copy of it. ``timeout`` bounds each wait, in seconds. ``components``: those that are
+    sent, each whole unless ``partial``; the engine's others stay as they are live.
     """
 
     update_id: Text
@@ -104,6 +105,7 @@ class UpdateRequest:
     label: Text | None = None
     timeout: Seconds
     protocol: Count = PROTOCOL
+    components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
 
     @classmethod
     def read(cls, plain: Any) -> UpdateRequest:
@@ -299,6 +301,15 @@ class RankReceipt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentReceipt:
+    """What a receipt says of one component: the sum of its digests, and what was sent of it."""
+
+    digest: Digest
+    num_tensors: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReceipt:
     """Proof of one committed update; equal on every trainer rank.
 
@@ -311,6 +322,8 @@ class UpdateReceipt:
     engine's: stage, the slowest rank's loading; verify, the vote with its digests; commit, from
     asking for it to its end; stall, in which no step could run; total, from the lease to the end of
     the commit. Of a rollback: stall and total.
+
+    ``components``: by name, those that were sent; of an engine that has others than the policy.
     """
 
     version: Count
@@ -325,3 +338,4 @@ class UpdateReceipt:
     transport: Text = ""
     label: Text | None = None
     details: Table[Any] = field(default_factory=dict)
+    components: Table[ComponentReceipt] = field(default_factory=dict, metadata=ADDED)

@@ -190,7 +190,7 @@ class Opener:
         left = list(ways(self.options.transport, self.info, self.layout if boxes else None))
         while True:
             try:
-                return self._try(left[0], encoding, metadata)
+                return self._try(left[0], encoding, metadata, source.components)
             except (VersionConflict, EngineBroken) as error:
                 if encoding.name == "full":
                     raise
@@ -202,7 +202,11 @@ class Opener:
                 left[0] = Way(left[0].transport, f"{left[0].reason}: {error}")
 
     def _try(
-        self, way: Way, encoding: Encoding, metadata: tuple[TensorMeta, ...] | None
+        self,
+        way: Way,
+        encoding: Encoding,
+        metadata: tuple[TensorMeta, ...] | None,
+        components: tuple[str, ...],
     ) -> UpdateSession:
         options, transport = self.options, way.transport
         boxes = self.layout if transport.senders == "all" else None
@@ -223,6 +227,7 @@ class Opener:
             channel = self.link.open()
             undo.callback(channel.close)
             request = self._request(transport, sender, encoding, metadata)
+            request = replace(request, components=components)
             begun = channel.begin(request)
             if boxes is not None:
                 meet = {"offer": dict(sender.offer), **self.plans.wants_for(begun, boxes)}

@@ -27,6 +27,7 @@ from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, same_host, ways
 from rollout.weights import Box, TensorMeta
+from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 
 _RECENT = 8  # receipts that an estimate may rest on
@@ -108,7 +109,7 @@ def _foreseen(
             "comes; pass a dict, a list or the module to have it checked"
         ]
     wanted = {meta.name: meta for meta in info.tensors}
-    return metadata, differences(metadata, wanted, info.aliases)
+    return metadata, differences(metadata, wanted, info.aliases, components=found.components)
 
 
 def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:
@@ -129,7 +130,9 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
             reports = [stats.report()]
             if by_boxes:
                 reports = group.collect_rows(reports[0], timeout, "digests")
-            return _verdict(stats.add_up(reports), info, connect().digests(timeout))
+            held = connect().digests(timeout)
+            held = {n: v for n, v in held.items() if component_of(n) in found.components}
+            return _verdict(stats.add_up(reports), info, held)
 
         if by_boxes and not group.is_sender:
             group.collect_rows(stats.report(), timeout, "digests")

@@ -41,6 +41,7 @@ from rollout.weight_sync.versions.reader import (
 )
 from rollout.weight_sync.versions.store import Store
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.components import POLICY
 from rollout.wire.codec import to_json, to_plain
 from rollout.wire.frames import tensor_bytes
 
@@ -79,6 +80,8 @@ class VersionWriter:
         on every rank. A version that is complete already is a ``VersionConflict``.
         """
         found = detect(obj)
+        if found.components != (POLICY,):
+            raise ConfigError("a version on disk holds the policy alone: write it by itself")
         with ExitStack() as stack:
             group = stack.enter_context(closing(found.rank_group(timeout)))
             source = Incoming(found.source(aliases={}, dtype=self._dtype, group=group), self._dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,27 @@ from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
+from rollout.weight_sync.trainer.sources.components import together
 from rollout.weight_sync.trainer.sources.names import NameOf
 from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
 from rollout.weights import TensorMeta
-from rollout.weights.components import POLICY, check_components
+from rollout.weights.components import (
+    POLICY,
+    check_components,
+    component_of,
+    own_name,
+    own_names,
+)
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import file_form, placed
 
 ACCEPTED = (
     "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
     "them around a PEFT model, a dict or an iterable of (name, tensor or DTensor), a checkpoint "
-    "directory, or a WeightSource; or {'policy': one of these}"
+    "directory, or a WeightSource; or {'policy': one of these, 'draft': another}"
 )
-_SOURCES = (nn.Module, WeightSource, Mapping, str, Path, list, tuple, Iterator)  # no tensor is one
 _READ_TWICE = (list, tuple, ItemsView)  # what can be looked at before it is sent
+_SOURCES = (nn.Module, WeightSource, Mapping, str, Path, Iterator, *_READ_TWICE)  # no tensor is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +45,26 @@ class Detected:
     """What a trainer has passed: which kind of source it is, and which ranks hold it together.
 
     ``ranks``: of the trainer's job, the sender first; None where ``obj`` is this rank's alone.
-    ``others``: components that were passed beside the policy, which ``obj`` is.
+    ``parts``: of ``{"policy": source, ...}``, whose kind is "components": what each of them is.
     """
 
     obj: Any
     kind: str
     ranks: tuple[int, ...] | None
-    others: tuple[str, ...] = ()
+    parts: tuple[tuple[str, Detected], ...] = ()
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What is updated; a source by itself is the policy's."""
+        return tuple(component for component, _ in self.parts) or (POLICY,)
 
     def rank_group(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
         """The group of the ranks that hold it; of this rank alone where it is not shared.
 
         Collective over those ranks, which must all come within ``timeout`` seconds.
         """
+        if self.kind == "components" and (group := self._agreement()) is not None:
+            return group
         if self.kind != "source":
             return RankGroup() if self.ranks is None else RankGroup.over(self.ranks, timeout)
         held: RankGroup = self.obj.agreement
@@ -70,7 +84,6 @@ class Detected:
         timeout: float = DEFAULT_TIMEOUT,
         tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
-        components: Sequence[str] = (POLICY,),
         prefixes: Mapping[str, str] | None = None,
     ) -> WeightSource:
         """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
@@ -80,14 +93,31 @@ class Detected:
         seconds) when absent. ``tensors``: what the engine wants, in file form: names that spell
         them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
         returned as it is where there is nothing to split. A PEFT model's adapters are merged
-        weight by weight; ``partial`` leaves out what they do not change. ``components``: those of
-        the engine; ``prefixes``: what it knows before names (``weights.names.placed``). Raises
-        ``ConfigError`` naming the layer that cannot be merged; ``SourceFailed`` when there is no
-        tensor; ``WeightMismatch`` naming unknown components.
+        weight by weight; ``partial`` leaves out what they do not change. ``prefixes``: what the
+        engine knows before names (``weights.names.placed``). Tables of several components are in
+        qualified names. Raises ``ConfigError`` naming the layer that cannot be merged;
+        ``SourceFailed`` when there is no tensor.
         """
-        check_components(self.others, components)
-        if self.others:
-            raise ConfigError(f"no sender of {', '.join(self.others)} yet: the policy goes alone")
+        if self.parts:
+            group = group if group is not None else self.rank_group(timeout)
+            return together(
+                {
+                    component: part.source(
+                        aliases=own_names(component, aliases),
+                        dtype=dtype,
+                        group=group,
+                        tensors=[
+                            replace(meta, name=own_name(meta.name))
+                            for meta in tensors
+                            if component_of(meta.name) == component
+                        ],
+                        partial=partial,
+                        prefixes=own_names(component, prefixes or {}),
+                    )
+                    for component, part in self.parts
+                },
+                group,
+            )
         if self.kind == "source":
             source: WeightSource = self.obj
         else:
@@ -105,17 +135,20 @@ class Detected:
         return kind(source, spellings)
 
     def read(self, info: WeightInfo, group: RankGroup, *, partial: bool = False) -> Incoming:
-        """Its source as the engine that announced ``info`` wants it: checked, cast, in pieces."""
+        """Its source as the engine that announced ``info`` wants it: checked, cast, in pieces.
+
+        Raises ``WeightMismatch`` naming components that the engine has not.
+        """
+        check_components(self.components, info.components)
         source = self.source(
             aliases=info.aliases,
             dtype=info.dtype,
             group=group,
             tensors=info.tensors,
             partial=partial,
-            components=info.components,
             prefixes=info.prefixes,
         )
-        return Incoming(source, info.dtype, info.tensors, info.aliases)
+        return Incoming(source, info.dtype, info.tensors, info.aliases, self.components)
 
     def calls_alone(self) -> str | None:
         """What a rank other than 0 should be told that sends what no other rank has a part in.
@@ -133,6 +166,18 @@ class Detected:
             "own. Call update_weights on rank 0 alone, or pass what the ranks hold together (DDP, "
             "FSDP, ZeRO, DTensors)"
         )
+
+    def _agreement(self) -> RankGroup | None:
+        """Of components: the group of the ``WeightSource`` among them that ranks hold together."""
+        shared = [
+            part for _, part in self.parts if part.kind == "source" and part.obj.agreement.size > 1
+        ]
+        if len(shared) > 1:
+            raise ConfigError(
+                "one WeightSource of several ranks goes into an update: make one source of the "
+                "components, or send them one by one"
+            )
+        return shared[0].rank_group() if shared else None
 
     def _merged(
         self,
@@ -194,22 +239,38 @@ def detect(obj: Any, *, take_first: bool = True) -> Detected:
     Only the first item of an iterator tells whether ranks hold what comes together, so it is taken
     here where a job has several ranks, unless told not to; DTensors become a list.
     """
-    obj, others = _policy_of(obj)
+    if _are_components(obj):
+        return _components(obj, take_first)
     kind = _kind_of(obj)
     if kind == "iterable" and take_first and _several_ranks():
         obj = _opened(obj)
         kind = _kind_of(obj)
-    return Detected(obj, kind, _ranks_of(obj, kind), others)
+    return Detected(obj, kind, _ranks_of(obj, kind))
 
 
-def _policy_of(obj: Any) -> tuple[Any, tuple[str, ...]]:
-    """The policy of ``{"policy": source, ...}`` and the other names; else ``obj`` itself.
+def _are_components(obj: Any) -> bool:
+    """Whether ``obj`` is ``{component: source, ...}``; a dict of tensors is the policy's."""
+    return (
+        isinstance(obj, Mapping)
+        and bool(obj)
+        and all(isinstance(value, _SOURCES) for value in obj.values())
+    )
 
-    A dict of tensors is the policy's, whatever they are called.
-    """
-    if not isinstance(obj, Mapping) or not isinstance(policy := obj.get(POLICY), _SOURCES):
-        return obj, ()
-    return policy, tuple(str(name) for name in obj if name != POLICY)
+
+def _components(obj: Mapping[Any, Any], take_first: bool) -> Detected:
+    parts = tuple((str(name), detect(obj[name], take_first=take_first)) for name in obj)
+    if nested := [name for name, part in parts if part.parts]:
+        raise ConfigError(f"component {nested[0]!r} is {{name: source}} again; pass its source")
+    held = {}
+    for name, part in parts:
+        ranks = part.obj.agreement.ranks if part.kind == "source" else part.ranks
+        if ranks is not None and (part.kind != "source" or len(ranks) > 1):
+            held[tuple(ranks)] = name
+    if len(held) > 1:
+        who = " and ".join(f"{name!r} by ranks {list(r)}" for r, name in held.items())
+        raise ConfigError(f"components of one update are held by the same ranks, not {who}")
+    opened = {name: part.obj for name, part in parts}
+    return Detected(opened, "components", next(iter(held), None), parts)
 
 
 def _opened(obj: Iterable[Any]) -> Any:

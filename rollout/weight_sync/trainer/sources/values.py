@@ -25,6 +25,7 @@ from rollout.weight_sync.trainer.sources.base import (
 )
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weights import Box, TensorMeta
+from rollout.weights.components import POLICY
 from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
@@ -104,9 +105,9 @@ class Incoming:
     """A trainer's source as everything that sends or digests it reads it: checked, cast, in pieces.
 
     ``dtype``: of plain floats. ``wanted``: what the engine announced (nothing where there is no
-    engine), and its ``aliases``. What cannot be cast to that sensibly is a ``WeightMismatch`` that
-    names the tensor and both dtypes. Values of other ranks than the first are not read, unless
-    locally.
+    engine), and its ``aliases``; ``components``: what is sent of. What cannot be cast to that
+    sensibly is a ``WeightMismatch`` that names the tensor and both dtypes. Values of other ranks
+    than the first are not read, unless locally.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class Incoming:
         dtype: torch.dtype,
         wanted: Sequence[TensorMeta] = (),
         aliases: Mapping[str, str] | None = None,
+        components: tuple[str, ...] = (POLICY,),
     ) -> None:
-        self.inner = inner
+        self.inner, self.components = inner, components
         self._dtype, self._aliases = dtype, aliases or {}
         self._wanted = {meta.name: meta for meta in wanted}
 

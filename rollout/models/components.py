@@ -1,0 +1,93 @@
+"""Several models under one table: the policy, which runs, and what changes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Self
+
+from torch import Tensor
+
+from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.model import Model
+from rollout.models.slot_io import SlotIO
+from rollout.models.weight_table import WeightTable
+from rollout.weights import WeightSlot
+from rollout.weights.components import POLICY, qualified, qualified_names
+from rollout.weights.fused_experts import Spellings
+
+
+class ComponentModels(Model):
+    """The ``policy``, and the ``others`` by component: loaded, digested and committed together.
+
+    Only the policy runs; the others are held for whoever reads them. Their tensors, aliases and
+    prefixes are in ``table`` as ``component:name``, their parameters as ``component.name``.
+    """
+
+    def __init__(self, policy: Model, others: Mapping[str, Model]) -> None:
+        super().__init__(policy.build, policy.max_len)
+        self._models: dict[str, Model] = {POLICY: policy, **others}
+        for component, model in self._models.items():
+            self.add_module(f"component_{component}", model)
+        self.table = _merged({name: model.table for name, model in self._models.items()})
+        self.eval()
+
+    @property
+    def policy(self) -> Model:
+        return self._models[POLICY]
+
+    @property
+    def gives_hidden_states(self) -> bool:  # type: ignore[override]
+        return self.policy.gives_hidden_states
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        logits: Tensor = self.policy(batch, kv)
+        return logits
+
+    def with_hidden_states(
+        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+    ) -> tuple[Tensor, Tensor]:
+        return self.policy.with_hidden_states(batch, kv)
+
+    def empty_like(self) -> Self:
+        fresh = {name: model.empty_like() for name, model in self._models.items()}
+        return type(self)(fresh.pop(POLICY), fresh)
+
+    def after_load(self) -> None:
+        for model in self._models.values():
+            model.after_load()
+
+    def storages(self) -> dict[str, Tensor]:
+        return {
+            f"{component}.{name}": storage
+            for component, model in self._models.items()
+            for name, storage in model.storages().items()
+        }
+
+    def _slot_io(self, slot: WeightSlot) -> SlotIO:
+        component, _, name = slot.param.partition(".")
+        storage = self._models[component].owner.get_parameter(name).data
+        return SlotIO(self.table, {slot.param: storage})
+
+
+def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
+    slots = {
+        qualified(component, source): tuple(
+            WeightSlot(
+                qualified(component, s.source), s.shape, s.take, f"{component}.{s.param}", s.put
+            )
+            for s in found
+        )
+        for component, table in tables.items()
+        for source, found in table.slots.items()
+    }
+    return WeightTable(
+        slots,
+        {f"{c}.{name}": spec for c, table in tables.items() for name, spec in table.params.items()},
+        {a: b for c, t in tables.items() for a, b in qualified_names(c, t.aliases).items()},
+        ignored=tuple(dict.fromkeys(chain(*(table.ignored for table in tables.values())))),
+        spellings=Spellings.of({name: found[0].shape for name, found in slots.items() if found}),
+        prefixes={
+            a: b for c, t in tables.items() for a, b in qualified_names(c, t.prefixes).items()
+        },
+    )

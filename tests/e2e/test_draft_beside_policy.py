@@ -1,0 +1,142 @@
+"""An engine that holds a draft, and a head of unknown kind, beside its policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from start_engines import outcome, start
+from tiny_models import write_tiny
+
+from rollout import Rollout
+from rollout.errors import ConfigError, EngineBroken, WeightMismatch
+from rollout.testing.faults import Fault, Faulty
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory) -> dict[str, Path]:
+    """Two drafts of another architecture, and a head's tensors without any config."""
+    where = tmp_path_factory.mktemp("beside")
+    for name, seed in (("draft_a", 2), ("draft_b", 3)):
+        write_tiny(where / name, "llama", seed=seed, num_layers=1)
+    (where / "head").mkdir()
+    save_file(head(0.5), where / "head" / "mtp.safetensors")
+    return {name: where / name for name in ("draft_a", "draft_b", "head")}
+
+
+def head(value: float) -> dict[str, torch.Tensor]:
+    """Two that are trained, and a map between vocabularies, which is not."""
+    return {
+        "mtp.fc.weight": torch.full((6, 8), value),
+        "mtp.norm.weight": torch.full((6,), -value),
+        "mtp.d2t": torch.arange(5),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def engine(request, checkpoints, beside):
+    components = {"draft": beside["draft_a"], "mtp": str(beside["head"])}
+    with start(checkpoints["a"], request.param, components=components) as rollout:
+        yield rollout
+
+
+def everything(checkpoints, beside, name: str, value: float):
+    return {
+        "policy": weights(checkpoints[name]),
+        "draft": str(beside[f"draft_{name}"]),
+        "mtp": head(value),
+    }
+
+
+def test_policy_draft_and_head_change_together(engine, checkpoints, beside) -> None:
+    assert engine.weight_info().components == ("policy", "draft", "mtp")
+    first = everything(checkpoints, beside, "a", 0.5)
+    assert engine.check_weights(first).equal  # as it was started
+    started = outcome(engine)
+    second = everything(checkpoints, beside, "b", 0.75)
+    assert engine.preflight(second).equal
+    with Rollout.connect(engine.address) as client:
+        receipt = client.update_weights(second, bucket_bytes=1 << 14)
+        assert client.receipts()[-1] == receipt
+        report = client.check_weights({**second, "mtp": head(0.25)})
+    assert set(receipt.components) == {"policy", "draft", "mtp"}
+    assert receipt.components["mtp"].num_tensors == 2
+    assert engine.check_weights(second).equal
+    assert report.differing == ("mtp:mtp.fc.weight", "mtp:mtp.norm.weight")
+    assert outcome(engine) != started
+    engine.rollback()
+    assert engine.check_weights(first).equal
+    assert outcome(engine) == started
+
+
+def test_an_update_that_fails_in_the_draft_changes_no_component(engine, checkpoints, beside):
+    before = outcome(engine)
+    first = everything(checkpoints, beside, "a", 0.5)
+    engine.update_weights(first)
+    version = engine.weight_version
+    second = everything(checkpoints, beside, "b", 0.75)
+    last = Faulty("inline", Fault("flip", bucket=8))  # the draft's: it comes after the policy
+    with pytest.raises(Exception, match=r"draft:|mtp:"):
+        engine.update_weights(second, transport=last, bucket_bytes=1 << 16)
+    wrong = weights(beside["draft_b"])
+    wrong["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(WeightMismatch, match=r"draft:model\.norm\.weight has shape \(3,\)"):
+        engine.update_weights({**second, "draft": wrong})
+    assert engine.weight_version == version
+    assert engine.check_weights(first).equal
+    assert outcome(engine) == before
+
+
+def test_a_head_alone_changes_beside_a_policy_that_stays(engine, checkpoints, beside) -> None:
+    engine.update_weights(everything(checkpoints, beside, "a", 0.5))
+    said = outcome(engine)
+    assert set(engine.update_weights({"mtp": head(2.0)}).components) == {"mtp"}
+    assert engine.check_weights(everything(checkpoints, beside, "a", 2.0)).equal
+    assert outcome(engine) == said
+    engine.update_weights(weights(checkpoints["b"]))  # as a trainer that knows the policy alone
+    want = {**everything(checkpoints, beside, "a", 2.0), "policy": weights(checkpoints["b"])}
+    assert engine.check_weights(want).equal
+
+
+def test_after_their_weights_were_dropped_all_components_have_to_come(engine, checkpoints, beside):
+    engine.sleep(level=2)
+    engine.wake_up()
+    with pytest.raises(EngineBroken, match="full update of policy and draft and mtp"):
+        engine.update_weights(weights(checkpoints["a"]))
+    engine.update_weights(everything(checkpoints, beside, "b", 1.0))
+    assert engine.check_weights(everything(checkpoints, beside, "b", 1.0)).equal
+
+
+def test_a_distributed_policy_and_draft_commit_once(engine, jobs, checkpoints, beside) -> None:
+    engine.update_weights(everything(checkpoints, beside, "a", 0.5))
+    job = jobs["fsdp2"]
+    job.ask(op="load", path=str(checkpoints["b"]))
+    job.ask(op="beside", path=str(beside["draft_b"]))
+    for transport in ("broadcast", "p2p"):  # gathered, and not
+        version = engine.weight_version
+        answers = job.ask(
+            op="update", address=engine.address, transport=transport, timeout=20,
+            bucket_bytes=1 << 15, beside=True,
+        )  # fmt: skip
+        assert answers[0]["receipt"] == answers[1]["receipt"]
+        assert set(answers[0]["receipt"]["components"]) == {"policy", "draft"}
+        assert engine.weight_version == version + 1
+        assert engine.check_weights(everything(checkpoints, beside, "b", 0.5)).equal
+        engine.update_weights(everything(checkpoints, beside, "a", 0.5))
+
+
+def test_a_component_that_cannot_be_is_refused_at_the_start(checkpoints, tmp_path) -> None:
+    for components, match in (
+        ({"policy": "x"}, "cannot name a component"),
+        ({"a:b": "x"}, "cannot name a component"),
+        ({"draft": ""}, "needs a checkpoint directory"),
+        ({"draft": str(tmp_path)}, r"holds no \*\.safetensors"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            start(checkpoints["a"], 1, components=components)
