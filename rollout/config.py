@@ -119,6 +119,16 @@ class EngineConfig:
         least=1,
     )
     enable_prefix_caching: bool = _setting(True, "share the KV blocks of common prefixes")
+    max_images: int = _setting(16, "images of one prompt", least=1)
+    max_image_pixels: int = _setting(
+        1 << 25, "pixels of one image; a larger one is refused before it is decoded", least=1
+    )
+    encoder_cache_bytes: int = _setting(
+        256 << 20, "bytes on each rank for features of images, between engine steps", least=1
+    )
+    allow_remote_images: bool = _setting(
+        False, "fetch images that chats name by http(s) URL (default: refuse all but data: URIs)"
+    )
     staging: str = _setting(
         "auto",
         "where an update waits for its commit: auto, device, host or none",

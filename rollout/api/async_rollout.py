@@ -12,6 +12,7 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.backend import Backend, Outputs
+from rollout.api.image_inputs import has_images, image_prompt, portable, with_images
 from rollout.api.session import AsyncSession
 from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
@@ -20,9 +21,10 @@ from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import (
     EMBED,
+    AnyPrompt,
     ChatOptions,
     EmbeddingOutput,
-    PromptInput,
+    ImagePrompt,
     RequestOutput,
     SamplingParams,
 )
@@ -38,7 +40,7 @@ R = TypeVar("R")
 # Looked up when first served: api imports no server.
 GRPC_SERVER = "rollout.server.grpc.server:serve"
 
-Prompts = PromptInput | Sequence[PromptInput]
+Prompts = AnyPrompt | Mapping[str, Any] | Sequence[AnyPrompt | Mapping[str, Any]]
 OneParams = SamplingParams | Mapping[str, Any]  # a mapping: SamplingParams.from_dict
 Params = OneParams | Sequence[OneParams] | None
 
@@ -130,14 +132,22 @@ class AsyncRollout:
     # ---- generation ----
 
     async def generate(
-        self, prompts: Prompts, params: Params = None, *, request_ids: Sequence[str] | None = None
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        images: Sequence[Any] | None = None,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of ``prompts``.
 
         ``prompts``: a text, a list of token ids, or a list of either. ``params``: one for all, or
-        one each; a dict stands for the ``SamplingParams`` of its keys. One call is admitted as a
+        one each; a dict stands for the ``SamplingParams`` of its keys. ``images``: those of one
+        prompt, or a list of them for each; see ``docs/vision.md``. One call is admitted as a
         whole. Raises a ``RequestError`` or ``EngineError``.
         """
+        if images is not None:
+            prompts = await asyncio.to_thread(with_images, prompts, images)
         outputs = self.stream_many(prompts, params, request_ids=request_ids, stream=False)
         return await in_order(outputs)
 
@@ -176,7 +186,7 @@ class AsyncRollout:
         return [EmbeddingOutput.of(output, normalize=normalize) for output in outputs]
 
     async def stream(
-        self, prompt: PromptInput, params: OneParams | None = None
+        self, prompt: AnyPrompt | Mapping[str, Any], params: OneParams | None = None
     ) -> AsyncGenerator[RequestOutput]:
         """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
         outputs = self.stream_many([prompt], params)
@@ -214,6 +224,8 @@ class AsyncRollout:
         chat = ChatOptions.from_dict(options)
         await self.start()
         each = _as_conversations(messages)
+        if any(has_images(one) for one in each):
+            each = await asyncio.to_thread(lambda: [portable(one) for one in each])
         ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
         outputs = self.backend.chat(each, many, ids, chat, stream=stream)
         async with aclosing(outputs):
@@ -377,10 +389,10 @@ async def in_order(outputs: Outputs) -> list[RequestOutput]:
     return [finished[index] for index in sorted(finished)]
 
 
-def _as_prompts(prompts: Any, max_model_len: int) -> list[PromptInput]:
+def _as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
     """One prompt per entry; a list of ids that is too long is refused before its ids are read."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping | ImagePrompt):
+        prompts = [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(
             f"prompts must be a text, a list of token ids, or a list of either, not "
@@ -388,6 +400,10 @@ def _as_prompts(prompts: Any, max_model_len: int) -> list[PromptInput]:
         )
     each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
     for number, prompt in enumerate(each):
+        if isinstance(prompt, Mapping):
+            prompt = each[number] = image_prompt(prompt, f"prompt {number}")
+        if isinstance(prompt, ImagePrompt):
+            prompt = prompt.prompt
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
         if listed and len(prompt) >= max_model_len:
             raise PromptTooLong(

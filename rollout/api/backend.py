@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
+from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
@@ -47,7 +47,7 @@ class Backend(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[PromptInput],
+        prompts: Sequence[AnyPrompt],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
         *,

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import rollout
 from rollout.api.adapters import MergedAdapters
+from rollout.api.image_inputs import fetched, take_images
 from rollout.api.read_once import ReadOnce
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
+from rollout.engine.images.processor import ImageProcessor
 from rollout.engine.output import Snapshot
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import (
@@ -25,7 +27,16 @@ from rollout.errors import (
     TransferFailed,
     UpdateInProgress,
 )
-from rollout.generation import ChatOptions, PromptInput, Request, RequestOutput, SamplingParams
+from rollout.generation import (
+    AnyPrompt,
+    ChatOptions,
+    ImagePrompt,
+    PlacedImage,
+    PromptInput,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.engine.coordinator import Coordinator
@@ -85,16 +96,19 @@ class EmbeddedBackend:
 
     async def generate(
         self,
-        prompts: Sequence[PromptInput],
+        prompts: Sequence[AnyPrompt],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        ids = await self._token_ids(prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        plain = [p.prompt if isinstance(p, ImagePrompt) else p for p in prompts]
+        ids = await self._token_ids(plain)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
+        files = [p.images if isinstance(p, ImagePrompt) else () for p in prompts]
+        ids, images = await self._placed(ids, files)
         async with contextlib.aclosing(
-            self._run(ids, texts, params, request_ids, stream)
+            self._run(ids, texts, params, request_ids, stream, images)
         ) as outputs:
             async for item in outputs:
                 yield item
@@ -114,15 +128,21 @@ class EmbeddedBackend:
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         tokenizer = self._tokenizer("chat")
 
-        def encode(conversation: Messages) -> tuple[str, list[int]]:
+        def encode(conversation: Messages) -> tuple[str, list[int], list[bytes]]:
+            conversation, parts = take_images(conversation)
+            self._images(parts[0][0]) if parts else None
             text = tokenizer.render_chat(conversation, options)
             tokenizer.check_length(text, self.max_model_len)
-            return text, tokenizer.encode(text, add_special_tokens=False)
+            files = [fetched(url, where, self.config.allow_remote_images) for where, url in parts]
+            return text, tokenizer.encode(text, add_special_tokens=False), files
 
         encoded = await asyncio.to_thread(lambda: [encode(one) for one in conversations])
-        texts, ids = [text for text, _ in encoded], [ids for _, ids in encoded]
+        texts = [text for text, _, _ in encoded]
+        ids, images = await self._placed(
+            [ids for _, ids, _ in encoded], [files for _, _, files in encoded]
+        )
         async with contextlib.aclosing(
-            self._run(ids, texts, params, request_ids, stream)
+            self._run(ids, texts, params, request_ids, stream, images)
         ) as outputs:
             async for item in outputs:
                 yield item
@@ -293,6 +313,32 @@ class EmbeddedBackend:
             )
         return self.core.tokenizer
 
+    async def _placed(
+        self, prompts: Sequence[Sequence[int]], files: Sequence[Sequence[bytes]]
+    ) -> tuple[list[Sequence[int]], list[tuple[PlacedImage, ...]]]:
+        """Prompts with their images in their places, which is nothing to do without any."""
+        if not any(files):
+            return list(prompts), [()] * len(prompts)
+        images = self._images("the prompt")
+
+        def prepare() -> list[tuple[Sequence[int], tuple[PlacedImage, ...]]]:
+            several = len(prompts) > 1
+            return [
+                images.prepare(ids, own, f"prompt {n}" if several else "the prompt")
+                if own
+                else (ids, ())
+                for n, (ids, own) in enumerate(zip(prompts, files, strict=True))
+            ]
+
+        placed = await asyncio.to_thread(prepare)
+        return [ids for ids, _ in placed], [own for _, own in placed]
+
+    def _images(self, where: str) -> ImageProcessor:
+        if self.core.images is None:
+            why = "has no image processor's file" if self.core.model_config.vision else "sees none"
+            raise InvalidRequest(f"{where} has images, but {self.config.model} {why}")
+        return self.core.images
+
     async def _compile(self, params: Sequence[SamplingParams]) -> None:
         """Wait, off the engine's thread, until every grammar of a call is known to be one."""
         grammars = self.core.grammars
@@ -308,10 +354,12 @@ class EmbeddedBackend:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
         stream: bool,
+        images: Sequence[tuple[PlacedImage, ...]],
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        rows = zip(request_ids, prompt_ids, params, texts, images, strict=True)
         requests = [
-            Request(request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text)
-            for i, ids, p, text in zip(request_ids, prompt_ids, params, texts, strict=True)
+            Request(request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, images=own)
+            for i, ids, p, text, own in rows
         ]
         index = {request.request_id: n for n, request in enumerate(requests)}
         if len(index) < len(requests):

@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
@@ -19,7 +19,7 @@ from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed
-from rollout.generation import PromptInput, RequestOutput
+from rollout.generation import AnyPrompt, RequestOutput
 from rollout.rpc.tls import ClientTls
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
@@ -138,7 +138,7 @@ class Rollout:
     preflight = _here(WeightVerbs.preflight)
 
     def stream(
-        self, prompt: PromptInput, params: OneParams | None = None
+        self, prompt: AnyPrompt | Mapping[str, Any], params: OneParams | None = None
     ) -> Iterator[RequestOutput]:
         """Cumulative outputs of one prompt as they grow; leaving the loop aborts the request."""
         outputs = self._async.stream(prompt, params)

@@ -17,7 +17,7 @@ from rollout.engine.sampling.metadata import Ints, SamplingMetadata
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.models.forward import ForwardBatch
 
-_FORWARD = tuple(f.name for f in fields(ForwardBatch))
+_FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name != "visual")
 
 
 def encode_batch(
@@ -48,7 +48,7 @@ def encode_batch(
     scored, targets, scored_top = _prompt_rows(entries, query_starts)
     arrays = {
         "input_ids": np.full(count, -1) if coming else _input_ids(entries, int(query_starts[-1])),
-        "positions": positions,
+        "positions": _turning(entries, positions, query_starts),
         "slot_mapping": pages * block_size + positions % block_size,
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + new).astype(np.int32),
@@ -70,7 +70,7 @@ def decode_batch(
 ) -> tuple[ForwardBatch, SamplingMetadata]:
     """What ``encode_batch`` described, on the CPU; without the tokens of ``previous_rows``."""
     return (
-        ForwardBatch(**{name: tensors[name] for name in _FORWARD}),
+        ForwardBatch(**{name: tensors[name] for name in _FORWARD}, visual=None),
         SamplingMetadata.from_tensors(tensors),
     )
 
@@ -89,6 +89,22 @@ def with_drawn(
     if not torch.equal(rows, torch.arange(len(drawn))):  # else no transfer is needed
         drawn = drawn[to_device(rows, drawn.device)]
     return replace(batch, input_ids=drawn)
+
+
+def _turning(entries: list[ScheduledEntry], places: Ints, query_starts: Ints) -> Ints:
+    """By what each token is turned: its place in the sequence, but for those with images.
+
+    [tokens] where the three positions of each are one, as in steps that only decode; else [3,
+    tokens].
+    """
+    if not any(entry.sequence.image_positions for entry in entries):
+        return places
+    wide = np.tile(places, (3, 1))
+    for entry, start, stop in zip(entries, query_starts[:-1], query_starts[1:], strict=True):
+        if (images := entry.sequence.image_positions) is not None and stop > start:
+            first = int(places[start])
+            wide[:, start:stop] = images.of(first, first + int(stop - start))
+    return wide[0] if (wide == wide[0]).all() else wide
 
 
 def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:

@@ -76,6 +76,11 @@ class BlockManager:
     def version(self) -> int:
         return self.root.version
 
+    @property
+    def chain(self) -> int:
+        """Another number whenever nothing found before may be found again."""
+        return self._chains
+
     def set_version(self, version: int) -> None:
         """Switch the weights' version: only KV it computes from now on matches."""
         self._start_from(replace(self.root, version=version))
@@ -95,7 +100,7 @@ class BlockManager:
         parent = self._root
         size = self.block_size
         for start in range(0, seq.num_tokens - size, size):
-            tokens = tuple(seq.token_ids[start : start + size])
+            tokens = seq.cache_ids(start, start + size)
             digest = _chain(parent, tokens)
             block_id = self._by_hash.get(digest)
             if block_id is None:
@@ -172,7 +177,7 @@ class BlockManager:
             block_id = seq.block_table[index]
             block = self._blocks[block_id]
             start = index * self.block_size
-            block.tokens = tuple(seq.token_ids[start : start + self.block_size])
+            block.tokens = seq.cache_ids(start, start + self.block_size)
             block.parent = parent
             block.hash = parent = _chain(parent, block.tokens)
             self._by_hash.setdefault(parent, block_id)
@@ -182,12 +187,12 @@ class BlockManager:
     def next_digest(self, seq: Sequence) -> bytes | None:
         """By what ``publish`` will make the next full block of ``seq`` addressable, if it will."""
         start = seq.hashed_blocks * self.block_size
-        known = seq.token_ids[start : start + self.block_size]
+        known = seq.cache_ids(start, start + self.block_size)
         if not self.prefix_caching or len(known) < self.block_size:
             return None
         if seq.num_computed and seq.kv_spans.single_version() != self.version:
             return None
-        return _chain(seq.chain_hash or self._root, tuple(known))
+        return _chain(seq.chain_hash or self._root, known)
 
     def release(self, seq: Sequence) -> None:
         """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""

@@ -17,6 +17,8 @@ from rollout.distributed import choose_device
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
+from rollout.engine.images.encoder_cache import EncoderCache
+from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
@@ -38,7 +40,7 @@ from rollout.loader import resolve_model
 from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
-from rollout.wire.frames import Reply
+from rollout.wire.frames import Reply, dtype_from_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,6 +69,8 @@ class EngineCore:
         self.num_kv_blocks = 0
         self.rank_info: list[dict[str, Any]] = []
         self.grammars: Grammars | None = None
+        self.images: ImageProcessor | None = None
+        self._encoder: EncoderCache | None = None
         self._executor = executor
         self._loop: StepLoop | None = None
         self._control: Control | None = None
@@ -90,6 +94,7 @@ class EngineCore:
             self.tokenizer = Tokenizer.load(
                 config.tokenizer or directory, chat_template=config.chat_template
             )
+        self._directory = directory
         with self._closing:  # from here on ``close`` ends the executor
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
@@ -126,6 +131,7 @@ class EngineCore:
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size
             self.grammars = Grammars(self.tokenizer.path, vocab_size, self.eos_ids)
+        self._build_images()
         self.blocks = BlockManager(
             size.num_blocks, config.block_size, salt=self.epoch,
             prefix_caching=config.enable_prefix_caching,
@@ -142,9 +148,22 @@ class EngineCore:
             executor, self.scheduler, self.outputs, block_size=config.block_size,
             step_timeout=config.timeout, runs_ahead=config.async_scheduling,
             first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
-            grammars=self.grammars,
+            grammars=self.grammars, encoder=self._encoder,
         )  # fmt: skip
         self._control = Control(self._loop, self.scheduler, self.outputs, self.call, config.timeout)
+
+    def _build_images(self) -> None:
+        config, vision = self.config, self.model_config.vision
+        if vision is None:
+            return
+        dtype = dtype_from_name(self.rank_info[0]["dtype"])
+        limits = ImageLimits(
+            max_images=config.max_images,
+            max_pixels=config.max_image_pixels,
+            max_tokens=self.max_model_len,
+        )
+        self.images = ImageProcessor.load(self._directory, vision, limits, dtype)
+        self._encoder = EncoderCache(config.encoder_cache_bytes, vision.features * dtype.itemsize)
 
     def close(self) -> None:
         """End everything: pending calls get ``EngineClosed``, ranks end. Idempotent."""
@@ -250,6 +269,7 @@ class EngineCore:
             follow_error=count.follow_error,
             follow_failures_total=count.follow_failures,
             weight_update_errors=tuple(count.update_errors),
+            **({} if self._encoder is None else self._encoder.figures.stats()),
         )
 
     # ---- what an update uses ----

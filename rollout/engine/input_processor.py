@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 
+from rollout.engine.images.positions import ImagePositions
 from rollout.engine.output import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
@@ -141,6 +142,9 @@ class InputProcessor:
             max_len=longest,
             stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
             bad_words=request.bad_words or (),
+            image_positions=(
+                ImagePositions(len(prompt), request.images) if request.images else None
+            ),
         )
         self._next_seq_id += 1
         text = None

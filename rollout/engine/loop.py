@@ -24,6 +24,7 @@ from rollout.distributed.native_thread import NativeThread
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor
+from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.output import OutputProcessor
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import PauseState, Scheduler
@@ -74,6 +75,7 @@ class StepLoop:
         runs_ahead: bool,
         on_broken: Callable[[str], None],
         grammars: Grammars | None = None,
+        encoder: EncoderCache | None = None,
     ) -> None:
         self.pause_state = PauseState(scheduler)
         self.dead: WorkerDied | None = None
@@ -89,6 +91,7 @@ class StepLoop:
         self._most_tokens = 0  # in one of them
         self._on_broken = on_broken
         self._grammars = grammars
+        self._encoder = encoder
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
         self._ended = False
@@ -250,6 +253,8 @@ class StepLoop:
         return True
 
     def _failed(self, batch: ScheduledBatch, error: Exception) -> None:
+        if self._encoder is not None:
+            self._encoder.forget()
         if isinstance(error, WorkerDied):
             self.dead = self.dead or error
             self._outputs.fail(self.dead)
@@ -272,6 +277,9 @@ class StepLoop:
             return None
         try:
             args, tensors = encode_batch(batch, self._block_size)
+            if self._encoder is not None:
+                images, pixels = self._encoder.plan(batch, self._scheduler.blocks.chain)
+                args, tensors = args | images, tensors | pixels
         except Exception:
             bad = self._unencodable(batch)
             if not bad:

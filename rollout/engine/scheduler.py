@@ -335,7 +335,7 @@ class InFlightPrefixes:
 
     def look_up(self, seq: Sequence) -> PrefixHit | None:
         """What the cache has of ``seq``; None: half of the rest or more is being computed."""
-        tokens = tuple(seq.token_ids)
+        tokens = seq.cache_ids()
         if tokens in self._covered and not (seq.block_table or seq.needs_prompt_logprobs):
             return None
         found = self._blocks.find(seq)
@@ -350,9 +350,8 @@ class InFlightPrefixes:
         size = self._blocks.block_size
         shared = found = blocks * size
         last = min(seq.num_tokens - 1, other.num_tokens)
-        while (
-            shared + size <= last
-            and seq.token_ids[shared : shared + size] == other.token_ids[shared : shared + size]
+        while shared + size <= last and seq.cache_ids(shared, shared + size) == other.cache_ids(
+            shared, shared + size
         ):
             shared += size
         return 2 * (shared - found) >= seq.num_tokens - found

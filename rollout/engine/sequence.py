@@ -10,7 +10,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.generation import SamplingParams, VersionSpan
+from rollout.engine.images.positions import ImagePositions
+from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 
 
 class Status(IntEnum):
@@ -26,7 +27,8 @@ class Sequence:
     ``token_ids`` is prompt then output; the KV of positions ``< num_computed`` lies in the blocks
     of ``block_table`` (which may cover more). ``max_len`` tokens are the most there may be;
     ``stop_ids`` end the sequence earlier, and are masked while fewer than ``params.min_tokens``
-    tokens are out; ``bad_words`` are ids that may not come in a row. ``seed`` is already this
+    tokens are out; ``bad_words`` are ids that may not come in a row; ``image_positions``: of a
+    prompt with images. ``seed`` is already this
     sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
@@ -42,10 +44,12 @@ class Sequence:
     max_len: int = sys.maxsize
     stop_ids: frozenset[int] = frozenset()
     bad_words: ReadOnly[tuple[int, ...]] = ()
+    image_positions: ImagePositions | None = None
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
     mask: NDArray[np.int32] | None = None  # of the next step, by its grammar
+    _prompt_cache_ids: list[int] = field(init=False)
     status: Status = Status.WAITING
     num_computed: int = 0
     num_cached_tokens: int = -1  # until first admitted
@@ -67,6 +71,8 @@ class Sequence:
     def __post_init__(self, prompt_token_ids: ReadOnly[int]) -> None:
         params = self.params
         self.token_ids, self.prompt_len = list(prompt_token_ids), len(prompt_token_ids)
+        placed = self.image_positions
+        self._prompt_cache_ids = [] if placed is None else placed.cache_ids(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
         self.top = None if params.logprobs is None else []
@@ -82,6 +88,17 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def images(self) -> ReadOnly[PlacedImage]:
+        return () if self.image_positions is None else self.image_positions.images
+
+    def cache_ids(self, start: int = 0, stop: int | None = None) -> tuple[int, ...]:
+        """The tokens of these positions as the prefix cache tells them apart."""
+        own = self._prompt_cache_ids
+        if not own:
+            return tuple(self.token_ids[start:stop])
+        return (*own[start:stop], *self.token_ids[max(start, len(own)) : stop])
 
     @property
     def output_len(self) -> int:

@@ -2,6 +2,7 @@
 
 from rollout.generation.chat_options import ChatOptions
 from rollout.generation.embedding import EMBED, EmbeddingOutput
+from rollout.generation.images import ImagePrompt, PatchedImage, PlacedImage
 from rollout.generation.outputs import (
     CUT_SHORT,
     NAN_LOGITS,
@@ -13,6 +14,7 @@ from rollout.generation.outputs import (
 from rollout.generation.sampling_params import (
     GREEDY_BELOW,
     TOKEN_PARAMS,
+    AnyPrompt,
     PromptInput,
     Request,
     SamplingParams,
@@ -24,10 +26,14 @@ __all__ = [
     "GREEDY_BELOW",
     "NAN_LOGITS",
     "TOKEN_PARAMS",
+    "AnyPrompt",
     "ChatOptions",
     "Completion",
     "EmbeddingOutput",
+    "ImagePrompt",
     "Logprobs",
+    "PatchedImage",
+    "PlacedImage",
     "PromptInput",
     "Request",
     "RequestOutput",

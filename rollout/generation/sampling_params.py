@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout.errors import InvalidRequest
 from rollout.generation.grammar import grammar
+from rollout.generation.images import ImagePrompt, PlacedImage
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
@@ -265,6 +266,7 @@ TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"
 
 
 PromptInput = str | Sequence[int]
+AnyPrompt = PromptInput | ImagePrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +274,7 @@ class Request:
     """One prompt, tokenised, with how to continue it.
 
     ``bad_words``: the token ids of ``params.bad_words``; None until somebody has made them.
+    ``images``: those of its placeholders, which are as many as their parts.
     """
 
     request_id: str
@@ -279,6 +282,7 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     bad_words: tuple[tuple[int, ...], ...] | None = None
+    images: tuple[PlacedImage, ...] = ()
 
 
 def is_int(value: Any) -> bool:

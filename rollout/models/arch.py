@@ -122,6 +122,18 @@ class LatentArch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionArch:
+    """What encodes images: transformers' own module, under the name ``visual``.
+
+    ``kind``: the ``model_type`` of the whole config. ``levels``: the field of ``vision_config``
+    that lists blocks of the tower whose outputs are added behind the text model's first blocks.
+    """
+
+    kind: str
+    levels: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """One architecture, declared in a file of ``architectures/`` under its Hugging Face name.
 
@@ -156,11 +168,12 @@ class Arch:
     are neighbours. ``partial_rotary``: ``partial_rotary_factor`` holds where positions are not
     scaled, too, and is this where there is none (nor a ``rotary_dim``). ``wide_rope``: cos and sin
     stay float32. ``grown``: queries that are not turned grow with their position, unless
-    ``attn_temperature_tuning`` is off.
+    ``attn_temperature_tuning`` is off. ``mrope``: a position has a time, a row and a column, each
+    turning ``mrope_section`` of a head's pairs, one after the other or "interleaved".
 
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
     them behind the others, and nothing here takes them. ``texts``: it is the text model within a
-    multimodal one, what the ``model_type`` of its ``text_config`` says.
+    multimodal one, what the ``model_type`` of its ``text_config`` says. ``vision``: images, too.
     """
 
     qkv_bias: Switch = ("attention_bias", False)
@@ -197,7 +210,9 @@ class Arch:
     partial_rotary: float | None = None
     wide_rope: bool = False
     grown: bool = False
+    mrope: Literal["sections", "interleaved"] | None = None
     next_layers: str | None = None
     latent: LatentArch | None = None
     moe: MoEArch | None = None
     texts: Mapping[str, Arch] | None = None
+    vision: VisionArch | None = None

@@ -118,7 +118,11 @@ class Decoder(nn.Module):
         ``turns``, ``batches``, ``kv``: each layer's.
         """
         residual: Tensor | None = None
+        visual = batches[0].visual
+        levels = [] if visual is None else list(visual.features[:, 1:].unbind(1))
         for block, turn, batch, pages in zip(self.layers, turns, batches, kv, strict=True):
             x, residual = block(x, residual, turn, batch, pages)
+            if levels and visual is not None:
+                x = x.index_add(0, visual.rows, levels.pop(0))
         assert residual is not None
         return x, residual

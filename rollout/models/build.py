@@ -19,6 +19,7 @@ from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.registry import Registry
 from rollout.models.transformers_lm import TransformersCausalLM
+from rollout.models.vision_lm import VisionCausalLM
 from rollout.models.weight_table import WeightTable
 from rollout.weights import TensorMeta
 
@@ -63,7 +64,7 @@ def build_model(
         return _by_transformers(build, max_len)
     kind = (registry or Registry()).load(config.architecture)
     if isinstance(kind, Arch):
-        kind = CausalLM
+        kind = CausalLM if config.vision is None else VisionCausalLM
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
     foreign = not issubclass(kind, CausalLM)

@@ -61,6 +61,7 @@ class CausalLM(Model):
         blocks = [self.make_block(build, index) for index in range(config.num_layers)]
         self.model = Decoder(build, blocks)
         self.lm_head = None if config.tied else Head(build)
+        self.make_parts(build)
         self.table = build_table(
             self,
             {HEAD: EMBEDDING} if config.tied else {},
@@ -74,6 +75,9 @@ class CausalLM(Model):
         if moe is None or not moe.is_sparse(index):
             return DecoderBlock(build, index, name=build.config.arch.mlp)
         return DecoderBlock(build, index, SparseMoE(build), moe.arch.names.module)
+
+    def make_parts(self, build: Build) -> None:
+        """What a subclass has beside the decoder and the head."""
 
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:
@@ -98,7 +102,11 @@ class CausalLM(Model):
         x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        if self.native_blocks is not None and not are_watched():
+        visual = batch.visual
+        if visual is not None:
+            x = x.index_copy(0, visual.rows, visual.features[:, 0])
+        alone = visual is None or visual.features.shape[1] == 1  # nothing comes between blocks
+        if alone and self.native_blocks is not None and not are_watched():
             x, residual = self.native_blocks(x, *turns[0], batch, kv)
         else:
             block = kv[0].k.shape[2]

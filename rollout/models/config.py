@@ -19,6 +19,7 @@ from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
 from rollout.models.text_config import PREFIXES, text_config
 from rollout.models.transformers_probe import probe
+from rollout.models.vision_config import VisionConfig, read_vision
 
 T = TypeVar("T", bound="ModelConfig")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -32,7 +33,7 @@ class ModelConfig:
     Factors are 1 and caps 0 where there is none. ``prefixes``: what checkpoints put before names,
     or hold for a purpose that is none here (``weights.names.placed``). ``hf_values``: the whole
     file, of a model that runs as transformers' modules (``transformers_lm.py``); None for one of
-    ours.
+    ours. ``vision``: of a model that sees images.
     """
 
     architecture: str
@@ -65,6 +66,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     hf_values: Mapping[str, Any] | None = None
+    vision: VisionConfig | None = None
 
     @classmethod
     def from_hf(
@@ -86,7 +88,8 @@ class ModelConfig:
             return _by_transformers(cls, read, names, registry)
         architecture = registry.choose(names)
         outer = registry.arch(architecture)
-        arch, values = text_config(values, outer, file)
+        whole = values
+        arch, values = text_config(whole, outer, file)
         read = Reader(values, file)
         _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
@@ -130,6 +133,7 @@ class ModelConfig:
             logits_scale=_read_scale(read, arch.logits_scale),
             attention_softcap=_read_softcap(read, arch.attention_softcap),
             logits_softcap=_read_softcap(read, arch.logits_softcap),
+            vision=None if outer.vision is None else read_vision(whole, outer.vision, read),
         )
 
     @classmethod

@@ -1,8 +1,18 @@
 """What one forward pass needs besides weights: the batch of tokens and the paged KV cache."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VisualRows:
+    """The tokens of a step that stand for parts of images, and what the tower made of those."""
+
+    rows: Tensor  # [parts] int64, of the step's tokens
+    features: Tensor  # [parts, 1 + levels, hidden]: embeddings, what is added behind early blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +25,13 @@ class ForwardBatch:
     """
 
     input_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64; [3, tokens] (time, row, column) where there are images
     slot_mapping: Tensor  # [tokens] int64
     query_starts: Tensor  # [sequences + 1] int32
     context_lens: Tensor  # [sequences] int32
     block_tables: Tensor  # [sequences, max_blocks] int32, padded with 0
     logit_rows: Tensor  # [rows] int64: the tokens whose logits are wanted
+    visual: VisualRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # What rope parameters may hold that is no parameter of transformers' functions.
 NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
+# transformers' own, of a file without them; of heads of 128.
+MROPE_SECTIONS = {"sections": (16, 24, 24), "interleaved": (24, 20, 20)}
 SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 
 
@@ -31,13 +33,15 @@ class RopeConfig:
     """Rotary parameters, from either form of ``config.json``.
 
     ``partial`` is the rotated share of a head. ``scaling``: the parameters of a kind other than
-    "default", under transformers' names. The kind "none" turns nothing.
+    "default", under transformers' names. The kind "none" turns nothing. ``axes``: which of three
+    positions (time, row, column) turns each pair of a head; empty where there is but one position.
     """
 
     kind: str
     theta: float = 1e4
     partial: float = 1.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +186,7 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     if kind == "default":
         # transformers ignores the factor for most architectures' unscaled rotary; so do we.
         share = 1.0 if arch.partial_rotary is None else float(partial)
-        return RopeConfig(kind=kind, theta=theta, partial=share)
+        return RopeConfig(kind=kind, theta=theta, partial=share, axes=_read_axes(read, arch, given))
     # A top-level value wins over the one inside, as in transformers.
     own = values.get("original_max_position_embeddings")
     own = own or given.get("original_max_position_embeddings")
@@ -190,4 +194,25 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     scaling = {name: given[name] for name in sorted(given) if name not in NO_SCALING}
     if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
         raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
-    return RopeConfig(kind=kind, theta=theta, partial=float(partial), scaling=scaling)
+    axes = _read_axes(read, arch, given)
+    return RopeConfig(kind=kind, theta=theta, partial=float(partial), scaling=scaling, axes=axes)
+
+
+def _read_axes(read: Reader, arch: Arch, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """The position that turns each pair: ``mrope_section`` counts those of time, row and column."""
+    if arch.mrope is None:
+        return ()
+    sections = given.get("mrope_section") or MROPE_SECTIONS[arch.mrope]
+    pairs = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    if len(sections) != 3 or sum(sections) != pairs // 2:
+        raise ConfigError(
+            f"{read.file}: mrope_section {list(sections)} must be three counts that add up to half "
+            f"of head_dim {pairs}"
+        )
+    if arch.mrope == "sections":
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * (pairs // 2)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return tuple(axes)

@@ -17,8 +17,14 @@ import grpc
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
-from rollout.errors import EngineClosed, EngineRestarted
-from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
+from rollout.errors import EngineClosed, EngineRestarted, InvalidRequest
+from rollout.generation import (
+    AnyPrompt,
+    ChatOptions,
+    ImagePrompt,
+    RequestOutput,
+    SamplingParams,
+)
 from rollout.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
@@ -78,18 +84,21 @@ class RolloutClient:
         self._sync: grpc.Channel | None = None
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
+        self._takes_images = False
 
     # ---- generation (async) ----
 
     def generate(
         self,
-        prompts: Sequence[PromptInput],
+        prompts: Sequence[AnyPrompt],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt."""
+        if any(isinstance(prompt, ImagePrompt) for prompt in prompts) and not self._takes_images:
+            raise InvalidRequest(f"the service at {self.address} is of a version without images")
         request = pb.GenerateRequest(
             prompts=map(prompt_to_proto, prompts, request_ids),
             params=map(params_to_proto, params),
@@ -156,6 +165,7 @@ class RolloutClient:
             raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
         agreed(info.speaks, f"the service at {self.address}")
         self.max_model_len = info.max_model_len
+        self._takes_images = "images" in info.features
 
     @property
     def is_loading(self) -> bool:

@@ -13,10 +13,11 @@ from typing import Any
 
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import (
+    AnyPrompt,
     ChatOptions,
     Completion,
+    ImagePrompt,
     Logprobs,
-    PromptInput,
     RequestOutput,
     SamplingParams,
     VersionSpan,
@@ -47,20 +48,24 @@ def params_from_proto(message: Any) -> SamplingParams:
     return SamplingParams.from_dict(values)
 
 
-def prompt_to_proto(prompt: PromptInput, request_id: str) -> Any:
+def prompt_to_proto(prompt: AnyPrompt, request_id: str) -> Any:
+    given = prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
+    images = prompt.images if isinstance(prompt, ImagePrompt) else ()
     try:
-        if isinstance(prompt, str):
-            return pb.Prompt(text=prompt, request_id=request_id)
-        return pb.Prompt(token_ids=pb.TokenIds(ids=prompt), request_id=request_id)
+        if isinstance(given, str):
+            return pb.Prompt(text=given, request_id=request_id, images=images)
+        ids = pb.TokenIds(ids=given)
+        return pb.Prompt(token_ids=ids, request_id=request_id, images=images)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"prompt of request {request_id}: {error}") from error
 
 
-def prompt_from_proto(message: Any) -> PromptInput:
+def prompt_from_proto(message: Any) -> AnyPrompt:
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("a prompt needs `text` or `token_ids`")
-    return str(message.text) if kind == "text" else list(message.token_ids.ids)
+    given = str(message.text) if kind == "text" else list(message.token_ids.ids)
+    return ImagePrompt(given, tuple(message.images)) if message.images else given
 
 
 def conversation_to_proto(messages: Messages, request_id: str) -> Any:

@@ -22,6 +22,7 @@ GAUGES = (
     ("num_kv_blocks", "kv_blocks", None, "KV blocks of each rank"),
     ("weight_version", "weight_version", None, "Version of the live weights"),
     ("nonfinite_tensors", "nonfinite_tensors", None, "Tensors of the checkpoint with NaN or inf"),
+    ("encoder_cache_bytes", "encoder_cache_bytes", None, "Features of images kept on each rank"),
     ("last_stall_seconds", "last_stall_seconds", None, "Generation pause of the last commit"),
 )
 # field of EngineStats, which is our name, too; vLLM's name or None, help
@@ -32,6 +33,8 @@ COUNTERS = (
     ("preemptions_total", "num_preemptions", "Requests put back to wait"),
     ("prefix_cache_queries_total", "prefix_cache_queries", "Prompt tokens looked up in the cache"),
     ("prefix_cache_hits_total", "prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    ("encoder_cache_queries_total", None, "Images that engine steps needed"),
+    ("encoder_cache_hits_total", None, "Images whose features were kept from an earlier step"),
     ("nan_logits_total", None, "Samples that ended because their logits were NaN"),
     ("weight_updates_total", None, "Committed weight updates"),
     ("weight_updates_failed_total", None, "Aborted weight updates"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.batch import decode_batch, with_drawn
+from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.sampling.fused_sampler import make_sampler
@@ -28,8 +29,9 @@ from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
 from rollout.models.config import ModelConfig
-from rollout.models.forward import ForwardBatch
+from rollout.models.forward import ForwardBatch, VisualRows
 from rollout.models.model import Model
+from rollout.models.vision_lm import VisionCausalLM
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
 from rollout.wire.frames import Reply, dtype_from_name
@@ -73,6 +75,7 @@ class ModelRunner:
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype)
         self.kv = KVCache(shape, self.device)
         self.sampler = make_sampler(self.device)
+        self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
 
@@ -100,6 +103,8 @@ class ModelRunner:
         with torch.inference_mode():
             if "previous_rows" in tensors:
                 batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
+            if "images" in args:
+                batch = replace(batch, visual=self._visual(args["images"], tensors.get("pixels")))
             hidden: Tensor | None = None
             if "hidden_rows" in tensors:
                 live = self.instances.live
@@ -117,6 +122,13 @@ class ModelRunner:
             on_host = output.to_host()
             return lambda: ({"version": version}, on_host().tensors())
 
+    def _visual(self, plan: Mapping[str, Any], pixels: Tensor | None) -> VisualRows:
+        live = self.instances.live.policy
+        assert isinstance(live, VisionCausalLM)
+        if pixels is not None:
+            pixels = to_device(pixels, self.device)
+        return VisualRows(*self._images.follow(plan, live.encode_image, pixels))
+
     def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
         """The tokens of the step before; only rank 0 has drawn them. Collective."""
         if drawn is None or self.tp.size == 1:
@@ -128,7 +140,7 @@ class ModelRunner:
         next call, as a captured graph may have made them. Collective over the ranks.
         """
         live, pages = self.instances.live, self.kv.layers
-        if self._captures:
+        if self._captures and batch.visual is None:
             self.capture()  # again, after a sleep
             found = self._graphs.run(batch) if self._graphs is not None else None
             if found is not None:
@@ -158,6 +170,7 @@ class ModelRunner:
             self._graphs.drop()
             self._graphs = None
         self.kv.free()
+        self._images.clear()
         self.instances.drop_shadow()
         self.sampler = make_sampler(self.device)
         if level == 2:
@@ -172,8 +185,12 @@ class ModelRunner:
         moved = {
             f.name: getattr(batch, f.name).to(self.device, non_blocking=True)
             for f in fields(ForwardBatch)
+            if f.name != "visual"
         }
-        return ForwardBatch(**moved)
+        visual = batch.visual
+        if visual is not None:
+            visual = replace(visual, rows=to_device(visual.rows, self.device))
+        return ForwardBatch(**moved, visual=visual)
 
     def _build(self, device: torch.device) -> Model:
         policy = self._built(self.model_config, device)

@@ -50,10 +50,15 @@ class Rotary:
         angles = torch.cat((angles, angles), dim=-1)[:, : self.dim]  # [max_len, R]
         table = torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
         self.table = table.to(dtype).to(device)
+        self.axes = torch.tensor((*rope.axes, *rope.axes), device=device)[: self.dim]  # [R]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [T] below ``max_len`` -> cos [T, R], sin [T, R]."""
-        cos, sin = self.table.index_select(0, positions).unbind(1)
+        """Positions [T] below ``max_len``, or [3, T] by axis -> cos [T, R], sin [T, R]."""
+        if positions.dim() == 1:
+            cos, sin = self.table.index_select(0, positions).unbind(1)
+        else:
+            pairs = torch.arange(self.dim, device=self.table.device)
+            cos, sin = self.table[positions[self.axes].T, :, pairs].unbind(-1)
         return cos.contiguous(), sin.contiguous()
 
 

@@ -1,0 +1,1 @@
+"""Images of prompts: read, cut into patches, placed among tokens, and their features kept."""

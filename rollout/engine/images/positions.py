@@ -1,0 +1,61 @@
+"""Where images lie within a prompt: for rotary positions, and for the prefix cache's hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.generation import PlacedImage
+
+_WORD = 7  # bytes of a digest that one placeholder stands for
+
+
+class ImagePositions:
+    """The images of one prompt of ``length`` tokens.
+
+    Positions as Qwen-VL has them (mrope): a text's token has its place as time, row and column;
+    parts of an image share the time of its beginning and have rows and columns from there; after
+    it all three go on behind the largest.
+    """
+
+    def __init__(self, length: int, images: Sequence[PlacedImage]) -> None:
+        self.images = tuple(images)
+        self._length = length
+        self._table = np.empty((3, length), np.int64)
+        place = at = 0
+        for image in images:
+            self._text(at, image.start, place)
+            place += image.start - at
+            cells = np.indices(image.image.cells).reshape(3, -1)
+            self._table[:, image.start : image.stop] = cells + place
+            place += max(image.image.cells[1:])
+            at = image.stop
+        self._text(at, length, place)
+        self._behind = place + length - at - length  # what to add to an index after the prompt
+
+    def of(self, start: int, stop: int) -> NDArray[np.int64]:
+        """[3, stop - start]: of the prompt's tokens, and of those generated after it."""
+        known = self._table[:, start:stop]
+        later = np.arange(max(start, self._length), stop) + self._behind
+        return np.concatenate((known, np.broadcast_to(later, (3, len(later)))), axis=1)
+
+    def cache_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """The prompt's ids as the prefix cache compares them.
+
+        A placeholder is a part of its image's digest instead (negative, as no id is): equal ids of
+        different images never match, and four of them hold all of a digest but four bytes.
+        """
+        ids = list(token_ids)
+        for placed in self.images:
+            digest, count = placed.image.digest, placed.image.count
+            words = [
+                -1 - int.from_bytes(digest[at : at + _WORD], "little")
+                for at in range(0, 4 * _WORD, _WORD)
+            ]
+            ids[placed.start : placed.stop] = (words * (count // 4 + 1))[:count]
+        return ids
+
+    def _text(self, start: int, stop: int, place: int) -> None:
+        self._table[:, start:stop] = np.arange(stop - start) + place

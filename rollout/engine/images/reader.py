@@ -1,0 +1,54 @@
+"""Files of images to pixels, with bounds that hold before anything is unpacked."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+from rollout.errors import ConfigError, InvalidRequest
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def open_image(data: bytes, where: str, max_pixels: int) -> Any:
+    """Pillow's image of a file, whose size is known and whose pixels are not read yet.
+
+    Raises ``InvalidRequest`` naming ``where`` for what is no image of ``FORMATS``, and for one of
+    more than ``max_pixels`` pixels.
+    """
+    image_class = pillow()
+    try:
+        image = image_class.open(BytesIO(data), formats=FORMATS)
+    except (image_class.DecompressionBombError, image_class.DecompressionBombWarning):
+        raise InvalidRequest(f"{where} has more than max_image_pixels={max_pixels}") from None
+    except Exception as error:  # noqa: BLE001 - its parsers raise whatever a file makes them raise
+        known = ", ".join(FORMATS)
+        raise InvalidRequest(
+            f"{where} is no image that can be read, of {known} ({type(error).__name__})"
+        ) from None
+    width, height = image.size
+    if not 0 < width * height <= max_pixels:
+        raise InvalidRequest(
+            f"{where} has {width} x {height} pixels, more than max_image_pixels={max_pixels}; send "
+            "a smaller one"
+        )
+    return image
+
+
+def decoded(image: Any, where: str) -> Any:
+    """Its pixels as RGB, of an animation the first picture; raises ``InvalidRequest``."""
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # noqa: BLE001 - as above: a truncated or damaged file
+        raise InvalidRequest(
+            f"{where} cannot be decoded ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
+
+
+def pillow() -> Any:
+    """The module ``PIL.Image``; ``ConfigError`` where Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("images need Pillow: pip install 'rollout[vision]'") from error
+    return Image

@@ -1,0 +1,27 @@
+"""A decoder that sees images: ``CausalLM`` with the tower that encodes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollout.models.causal_lm import CausalLM
+from rollout.models.layers.base import Build
+from rollout.models.vision_tower import VisionTower
+
+
+class VisionCausalLM(CausalLM):
+    """Features of images come into a forward pass as ``ForwardBatch.visual``; ``visual`` makes
+    them, in a call of its own, so that they can be kept.
+    """
+
+    def make_parts(self, build: Build) -> None:
+        vision = build.config.vision
+        assert vision is not None
+        self.visual = VisionTower(build, vision)
+
+    @torch.no_grad()
+    def encode_image(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """[parts, 1 + levels, hidden] of one image; see ``VisionTower``. No rank waits in it."""
+        features: Tensor = self.visual(pixels.to(self.build.dtype), grid)
+        return features

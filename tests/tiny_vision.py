@@ -1,0 +1,135 @@
+"""Tiny random models that see images, written through transformers, and small pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tiny_models import make_tokenizer, randomize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+START, PAD, END = 320, 321, 322  # of an image, and of each of its parts
+VOCABULARY = 331
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+VISION = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 48,
+}
+QWEN3 = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MIXED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [2, 2, 2]}},
+        QWEN3,
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**MIXED, "head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [2, 2, 2]}},
+        QWEN3,
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"rope_parameters": {**ROPE, "mrope_section": [1, 2, 3]}},
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+}
+
+
+def write_vision(
+    path: str | Path | None, kind: str = "qwen3_vl", *, seed: int = 0, tokenizer: bool = False
+) -> Any:
+    """Save a tiny model with its image processor into ``path``; the model, in eval mode."""
+    stem, text, vision = KINDS[kind]
+    config = getattr(transformers, f"{stem}Config")(
+        text_config={**TEXT, **text},
+        vision_config={**VISION, **vision},
+        image_token_id=PAD,
+        video_token_id=323,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{stem}ForConditionalGeneration")(config).eval()
+        randomize(model)
+    if path is not None:
+        model.save_pretrained(path)
+        processor().save_pretrained(path)
+    if tokenizer and path is not None:
+        fast = make_tokenizer(320)
+        fast.add_tokens([f"<unused{n}>" for n in range(320 - len(fast))])
+        fast.add_special_tokens(
+            {"additional_special_tokens": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]}
+        )
+        fast.chat_template = TEMPLATE
+        assert fast.convert_tokens_to_ids("<|image_pad|>") == PAD
+        fast.save_pretrained(path)
+    return model
+
+
+def processor() -> Any:
+    return Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 64, "longest_edge": 2048},
+    )
+
+
+def picture(seed: int, width: int = 21, height: int = 30) -> Image.Image:
+    """Noise: no two are alike, and all of a picture matters."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def reference(model: Any, ids: Sequence[int], pictures: Sequence[Image.Image]) -> torch.Tensor:
+    """transformers' float32 logprobs [tokens, vocabulary] of expanded ``ids``."""
+    given = torch.tensor([list(ids)])
+    kwargs = {}
+    if pictures:
+        kwargs = dict(processor()(images=list(pictures), return_tensors="pt"))
+        kwargs["mm_token_type_ids"] = (given == PAD).int()
+    model.model.rope_deltas = None
+    with torch.no_grad():
+        logits = model(input_ids=given, use_cache=False, **kwargs).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def check_greedy(model: Any, output: Any, pictures: Sequence[Image.Image]) -> None:
+    """Raise AssertionError unless transformers draws the same tokens, with the same logprobs."""
+    prompt, done = output.prompt_token_ids, output.outputs[0]
+    rows = reference(model, [*prompt, *done.token_ids], pictures)[len(prompt) - 1 : -1]
+    assert rows.argmax(-1).tolist() == done.token_ids
+    wanted = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.logprobs.raw), wanted, atol=1e-4, rtol=0)
