@@ -18,6 +18,9 @@ from rollout.engine.executors import Executor
 from rollout.engine.images.processor import ImageProcessor
 from rollout.engine.output import Snapshot
 from rollout.engine.tokenizer import Tokenizer
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.lease import Lease
+from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
     ConfigError,
     EngineClosed,
@@ -39,9 +42,6 @@ from rollout.generation import (
 )
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
-from rollout.weight_sync.engine.coordinator import Coordinator
-from rollout.weight_sync.engine.lease import Lease
-from rollout.weight_sync.engine.vllm_session import VerbSession
 from rollout.weight_sync.protocol.messages import (
     Decision,
     UpdateReceipt,

@@ -17,10 +17,10 @@ from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import WAKE_TAGS
+from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
+from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest, VersionConflict
 from rollout.server.verbs import Size, UpdateInfo
-from rollout.weight_sync.engine.vllm_session import TIMEOUT, VerbSession
-from rollout.weight_sync.engine.vllm_update import PACK_BYTES, Packing
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from rollout.api import AsyncRollout
 from rollout.api.adapters import MAX_NAMES, MAX_RANK
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
+from rollout.engine.updates.repeats import Caller
+from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
+from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
-from rollout.weight_sync.engine.repeats import Caller
-from rollout.weight_sync.engine.vllm_session import DEADLINE, TIMEOUT, VerbSession
-from rollout.weight_sync.engine.vllm_update import PACK_BYTES, Packing
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.lease import Lease
+from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.build import build_model
 from rollout.models.components import ComponentModels
 from rollout.models.config import ModelConfig
-from rollout.weight_sync.engine.coordinator import Coordinator
-from rollout.weight_sync.engine.lease import Lease
-from rollout.weight_sync.engine.rank import RankUpdates
 from rollout.weight_sync.protocol.digests import slot_rows
 
 

@@ -9,8 +9,8 @@ import pytest
 from engine_ranks import Engine, same
 from manual_update import ManualUpdate
 
+from rollout.engine.updates.lease import Lease
 from rollout.errors import VersionConflict
-from rollout.weight_sync.engine.lease import Lease
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.errors import ConfigError, DeadlineExceeded, RolloutError, WorkerDied
+from rollout.errors import ConfigError, DeadlineExceeded, WorkerDied
 from rollout.wire.frames import Reply
 
 
@@ -65,17 +63,19 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocessExecutor(config)
 
 
-def gather_replies(futures: Sequence[Future[Reply]], method: str, timeout: float) -> list[Reply]:
-    """Every rank's answer to ``method``, by rank; a timeout names the rank and the method."""
-    deadline = time.monotonic() + timeout
-    replies = []
-    for rank, future in enumerate(futures):
-        try:
-            replies.append(future.result(max(0.0, deadline - time.monotonic())))
-        except FutureTimeout as error:
-            if isinstance(error, RolloutError):
-                raise
-            raise DeadlineExceeded(
-                f"rank {rank} did not answer {method} within {timeout:g} s"
-            ) from error
-    return replies
+def gather_replies(futures: Sequence[Future[Reply]], phase: str, timeout: float) -> list[Reply]:
+    """Every rank's answer, by rank; a rank's error wins over another rank's silence, at once.
+
+    ``DeadlineExceeded`` names the ranks that are silent, and the ``phase``.
+    """
+    done, _ = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        if future in done and (error := future.exception()) is not None:
+            raise error
+    silent = [rank for rank, future in enumerate(futures) if future not in done]
+    if silent:
+        raise DeadlineExceeded(
+            f"rank {', '.join(map(str, silent))} did not answer within {timeout:g} s "
+            f"(phase: {phase})"
+        )
+    return [future.result() for future in futures]

@@ -30,7 +30,7 @@ from rollout.weights.components import component_of
 
 
 class ModelInstances:
-    """Holds live and shadow; implements ``rollout.weight_sync.engine.rank.UpdateHost``.
+    """Holds live and shadow.
 
     ``commit``, ``go_back`` and ``revert`` are for the main thread, all else for the staging
     thread; the order of calls (a vote before its commit, a commit before the next begin) keeps
@@ -90,7 +90,7 @@ class ModelInstances:
         """What is kept for going back, beside the shadow."""
         return 0 if self._kept is None else self._kept.snapshot.nbytes
 
-    # ---- UpdateHost ----
+    # ---- the staging thread's side ----
 
     def open_shadow(
         self, partial: bool, staging: str = "auto", components: Sequence[str] | None = None

@@ -18,11 +18,11 @@ from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import Rendezvous, TensorParallel, choose_device, join_group
 from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
+from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import resolve_model
 from rollout.models.config import ModelConfig
-from rollout.weight_sync.engine.rank import RankUpdates
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
 from rollout.wire.codec import from_plain, to_plain

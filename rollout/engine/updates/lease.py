@@ -14,15 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
+from rollout.engine.executors import gather_replies
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.ended import Outcome
+from rollout.engine.updates.sealed import Sealed
 from rollout.errors import (
     IncompleteUpdate,
     RolloutError,
     TransferFailed,
     VersionConflict,
 )
-from rollout.weight_sync.engine.coordinator import Coordinator
-from rollout.weight_sync.engine.ended import Outcome
-from rollout.weight_sync.engine.sealed import Sealed
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import (
     combine,
@@ -276,10 +277,10 @@ class Lease:
         kept = request.staging != "none" or of.undo != "shadow"
         self._base_is_whole = kept and of.engine.broken is None
         args = {"request": to_plain(replace(request, metadata=None))}
-        replies = of.ranks.gather("stage_begin", args, request.timeout, phase="begin")
+        replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
         # The ranks go on to meet the sender; their replies are due before the first bucket's.
         self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
-        return _wants(replies, self._accepted.known)
+        return _wants([reply for reply, _ in replies], self._accepted.known)
 
     def _replay(self, request: UpdateRequest, outcome: Outcome) -> Begun:
         """Answer an update that is live already as if it had just come: by what it did then."""
@@ -312,7 +313,8 @@ class Lease:
         started = time.perf_counter()
         try:
             args = {"update_id": request.update_id, "num_buckets": num_buckets}
-            votes = of.ranks.gather("stage_seal", args, request.timeout, phase="seal")
+            replies = gather_replies(of.engine.call("stage_seal", args), "seal", request.timeout)
+            votes = [reply for reply, _ in replies]
             held = combine([vote["digests"] for vote in votes])
             seal = judge(held)
             sealed = Sealed(seal, votes, held, time.perf_counter() - started)
@@ -344,7 +346,7 @@ class Lease:
 
     def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
         try:
-            self._of.ranks.await_all(futures, timeout, phase)
+            gather_replies(futures, phase, timeout)
         except BaseException as error:
             self.abort(str(error))
             raise

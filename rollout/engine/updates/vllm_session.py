@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout.config import DEFAULT_BUCKET_BYTES
+from rollout.engine.executors import gather_replies
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.lease import Lease
+from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
+from rollout.engine.updates.vllm_update import GRACE, Packing, VllmUpdate
 from rollout.errors import ConfigError, InvalidRequest, RolloutError, UpdateInProgress
 from rollout.errors import VersionConflict as Conflict
-from rollout.weight_sync.engine.coordinator import Coordinator
-from rollout.weight_sync.engine.lease import Lease
-from rollout.weight_sync.engine.repeats import Caller, Said, VerbAnswers
-from rollout.weight_sync.engine.vllm_update import GRACE, Packing, VllmUpdate
 from rollout.weight_sync.protocol.messages import (
     Decision,
     UpdateReceipt,
@@ -271,8 +272,8 @@ class VerbSession:
         """Whether every rank is in the group, and the trainer that leads it still there."""
         with suppress(RolloutError):
             args = {"id": self._group_id}
-            replies = self._of.ranks.gather("stage_member", args, timeout, phase="rendezvous")
-            return all(reply["alive"] for reply in replies)
+            asked = self._of.engine.call("stage_member", args)
+            return all(r["alive"] for r, _ in gather_replies(asked, "rendezvous", timeout))
         return False
 
     def _join(self, group: ForeignGroup, timeout: float) -> None:
@@ -282,7 +283,7 @@ class VerbSession:
         try:
             args = {"id": self._group_id, "group": group.to_wire(), "timeout": timeout}
             limit = timeout + START_LIMIT + GRACE
-            self._of.ranks.gather("stage_join", args, limit, phase="rendezvous")
+            gather_replies(self._of.engine.call("stage_join", args), "rendezvous", limit)
         except BaseException:
             self._leave()
             raise

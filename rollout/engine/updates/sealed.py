@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.engine.updates.coordinator import Coordinator
 from rollout.errors import WeightMismatch
-from rollout.weight_sync.engine.coordinator import Coordinator
 from rollout.weight_sync.protocol.digests import check_finite, combine, total
 from rollout.weight_sync.protocol.messages import (
     ComponentReceipt,

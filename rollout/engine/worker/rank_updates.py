@@ -1,20 +1,21 @@
 """One rank's side of an update: receive buckets, load them into the shadow, vote.
 
 The worker calls ``begin``, ``connect``, ``bucket``, ``seal`` and ``abort`` on its staging thread,
-in the order in which the engine announced them; steps go on meanwhile on its main thread. The
-model is reached through ``UpdateHost`` alone.
+in the order in which the engine announced them; steps go on meanwhile on its main thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
+from rollout.models.weight_load import WeightLoad
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
@@ -22,69 +23,19 @@ from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import EngineRank, Receiver
 from rollout.weight_sync.transports.vllm import make_member
 from rollout.weight_sync.transports.vllm_group import Member
-from rollout.weights import Box, TensorPiece, WeightSlot, WeightValue
+from rollout.weights import Box, TensorPiece, WeightSlot
 from rollout.weights.box import disjoint
 from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
-
-
-class LoadSession(Protocol):
-    """A load in progress; see ``rollout.models.weight_load.WeightLoad``."""
-
-    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None: ...
-
-    def finish(self, *, partial: bool = False, components: Sequence[str] | None = None) -> Any: ...
-
-
-class UpdateHost(Protocol):
-    """The rank's model instances, as an update needs them."""
-
-    def open_shadow(
-        self, partial: bool, staging: str, components: Sequence[str] | None = None
-    ) -> LoadSession:
-        """A session on the instance that is not live; ``partial`` brings it to live first, else
-        what is of none of the ``components``.
-
-        ``staging``: auto | device | host, where that instance is to lie.
-        """
-        ...
-
-    def open_live(self, components: Sequence[str] | None = None) -> LoadSession:
-        """A session straight into the live instance (staging="none")."""
-        ...
-
-    def finish_load(self, live: bool) -> None:
-        """The session has finished, and what it loaded has been digested."""
-        ...
-
-    def restore_live(self) -> None:
-        """Undo a session on the live instance that was not committed; raises if nothing can."""
-        ...
-
-    def slots(self) -> Iterable[WeightSlot]:
-        """What this rank takes of every checkpoint tensor; an empty take where it is nothing."""
-        ...
-
-    def digest_slots(
-        self,
-        live: bool,
-        names: frozenset[str] | None = None,
-        nonfinite: list[tuple[WeightSlot, int]] | None = None,
-    ) -> Iterator[tuple[WeightSlot, int]]:
-        """Every slot with the digest of what is held for it, read through the layout.
-
-        ``nonfinite`` is filled with those that hold NaN or infinity, and how many.
-        """
-        ...
 
 
 class RankUpdates:
     """At most one update at a time on this rank; a failed call leaves none."""
 
     def __init__(
-        self, host: UpdateHost, rank: int, device: str, *, check_finite: bool = True
+        self, instances: ModelInstances, rank: int, device: str, *, check_finite: bool = True
     ) -> None:
-        self._host, self._rank, self._device = host, rank, device
+        self._instances, self._rank, self._device = instances, rank, device
         self._check_finite = check_finite
         self._update: _Staging | None = None
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
@@ -133,9 +84,9 @@ class RankUpdates:
             here = EngineRank(self._rank, self._device, self._member)
             receiver = transport.receiver(request, here)
             if live:
-                session = self._host.open_live(request.components)
+                session = self._instances.open_live(request.components)
             else:
-                session = self._host.open_shadow(
+                session = self._instances.open_shadow(
                     builds_on_live, request.staging, request.components
                 )
         self._update = _Staging(request, session, receiver, live)
@@ -183,9 +134,9 @@ class RankUpdates:
             report = update.session.finish(partial=request.partial, components=request.components)
             started = time.perf_counter()
             bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
-            rows = slot_rows(self._host.digest_slots(update.live, nonfinite=bad))
+            rows = slot_rows(self._instances.digest_slots(update.live, nonfinite=bad))
             verify = time.perf_counter() - started
-            self._host.finish_load(update.live)
+            self._instances.finish_load(update.live)
         update.receiver.close()
         self._update = None
         return {
@@ -205,7 +156,7 @@ class RankUpdates:
     def restore(self) -> dict[str, Any]:
         """After an aborted update without staging: the live weights as they were before it."""
         self._drop()
-        self._host.restore_live()
+        self._instances.restore_live()
         return {}
 
     def interrupt(self, update_id: str) -> None:
@@ -214,14 +165,14 @@ class RankUpdates:
         if update is not None and update.request.update_id == update_id:
             update.receiver.close()
 
-    def _wants(self, session: LoadSession, components: Sequence[str]) -> dict[str, tuple[Box, ...]]:
+    def _wants(self, session: WeightLoad, components: Sequence[str]) -> dict[str, tuple[Box, ...]]:
         """The boxes that trainer ranks have to send here, by tensor.
 
         A tensor of which this rank takes nothing is never sent to it: it is complete as it is.
         """
         boxes: dict[str, list[Box]] = {}
         nothing: dict[str, TensorPiece] = {}
-        for slot in self._host.slots():
+        for slot in self._instances.slots():
             if component_of(slot.source) not in components:
                 continue
             boxes.setdefault(slot.source, []).append(slot.take)
@@ -258,7 +209,7 @@ class _Staging:
     """One update being staged on this rank."""
 
     def __init__(
-        self, request: UpdateRequest, session: LoadSession, receiver: Receiver, live: bool
+        self, request: UpdateRequest, session: WeightLoad, receiver: Receiver, live: bool
     ) -> None:
         self.request, self.session, self.receiver, self.live = request, session, receiver, live
         self.next_index = 0

@@ -1,6 +1,6 @@
 """One engine's side of updates: the lease, the state machine, the vote, the commit.
 
-Holds no weights and moves none: ranks are reached through ``EngineControl.call``, generation
+Holds no weights and moves none: ranks are reached through ``EngineCore.call``, generation
 through ``at_step_boundary``. The state machine is drawn in ``protocol/messages.py``.
 """
 
@@ -14,6 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from rollout.engine.core import EngineCore
+from rollout.engine.executors import gather_replies
+from rollout.engine.updates.begin_check import check_request
+from rollout.engine.updates.ended import EndedUpdates
+from rollout.engine.updates.switch import Switch
 from rollout.errors import (
     DeadlineExceeded,
     EngineBroken,
@@ -21,10 +26,6 @@ from rollout.errors import (
     UpdateInProgress,
     VersionConflict,
 )
-from rollout.weight_sync.engine.begin_check import check_request
-from rollout.weight_sync.engine.ended import EndedUpdates
-from rollout.weight_sync.engine.engine_control import EngineControl, Ranks
-from rollout.weight_sync.engine.switch import Switch
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
@@ -65,7 +66,7 @@ class Coordinator:
 
     def __init__(
         self,
-        engine: EngineControl,
+        engine: EngineCore,
         *,
         metadata: Sequence[TensorMeta],
         aliases: Mapping[str, str],
@@ -78,8 +79,7 @@ class Coordinator:
         devices: tuple[str, ...] = (),
         prefixes: Mapping[str, str] | None = None,
     ) -> None:
-        self.engine, self.ranks = engine, Ranks(engine)
-        self.switch = Switch(engine, self.ranks)
+        self.engine, self.switch = engine, Switch(engine)
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
         self.num_ranks = num_ranks
@@ -144,7 +144,8 @@ class Coordinator:
         """
         deadline = time.monotonic() + timeout
         while True:
-            replies = self.ranks.gather("stage_digests", {}, timeout, phase="digest")
+            asked = gather_replies(self.engine.call("stage_digests", {}), "digest", timeout)
+            replies = [reply for reply, _ in asked]
             if len({version for reply in replies for version in reply["versions"]}) == 1:
                 return combine([reply["digests"] for reply in replies])
             if time.monotonic() > deadline:
@@ -274,7 +275,7 @@ class Coordinator:
         None when they are, else why not. For an ``undo`` that has kept what was live.
         """
         try:
-            self.ranks.gather("stage_restore", {}, timeout, phase="restore")
+            gather_replies(self.engine.call("stage_restore", {}), "restore", timeout)
             if self.switch.held is not None and self.digests(timeout) != self.switch.held:
                 return "what was kept of them is damaged"
         except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate

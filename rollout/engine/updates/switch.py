@@ -8,8 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
+from rollout.engine.core import EngineCore
+from rollout.engine.executors import gather_replies
 from rollout.errors import ChecksumMismatch, DeadlineExceeded, EngineBroken, RolloutError
-from rollout.weight_sync.engine.engine_control import EngineControl, Ranks
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import UpdateRequest
 
@@ -22,8 +23,8 @@ class Switch:
     ``held``: digest per tensor of what is live, None where that is not known.
     """
 
-    def __init__(self, engine: EngineControl, ranks: Ranks) -> None:
-        self._engine, self._ranks = engine, ranks
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
         self.held: dict[str, int] | None = None
 
     def run(
@@ -51,9 +52,7 @@ class Switch:
             # already, and looked at once what was kept has been brought back.
             moved = request is None or request.staging != "none"
             try:
-                replies = self._ranks.await_all(
-                    self._engine.call("commit", args), timeout, "commit"
-                )
+                replies = gather_replies(self._engine.call("commit", args), "commit", timeout)
                 moved = any(reply["moved"] for reply, _ in replies)
                 if moved or request is None or live is None:
                     live = self._read_live(held, timeout)
@@ -69,8 +68,8 @@ class Switch:
 
     def _read_live(self, expected: dict[str, int] | None, timeout: float) -> dict[str, int]:
         """Inside a boundary: the digests of what is live, which must be ``expected`` if known."""
-        rows = self._ranks.gather("digests", {}, timeout, phase="digests of a commit")
-        found = combine([reply["digests"] for reply in rows])
+        rows = gather_replies(self._engine.call("digests", {}), "digests of a commit", timeout)
+        found = combine([reply["digests"] for reply, _ in rows])
         wrong = [name for name in found if expected and found[name] != expected.get(name)]
         if wrong:
             raise ChecksumMismatch(
@@ -107,7 +106,7 @@ class Switch:
         Where bytes were ``moved`` for it, or may have been, what is live is read once more.
         """
         try:
-            self._ranks.await_all(self._engine.call("revert", {"version": base}), timeout, "revert")
+            gather_replies(self._engine.call("revert", {"version": base}), "revert", timeout)
             if moved and self._engine.broken is None:
                 self._read_live(self.held, timeout)
         except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate

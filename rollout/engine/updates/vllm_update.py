@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.weight_sync.engine.coordinator import Coordinator
-from rollout.weight_sync.engine.lease import Lease
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.lease import Lease
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.fit import check_metadata, differences
 from rollout.weight_sync.protocol.messages import (
