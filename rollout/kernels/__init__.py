@@ -3,8 +3,10 @@
 from rollout.kernels.add_rms_norm import add_rms_norm
 from rollout.kernels.batch_invariant_linear import batch_invariant_linear
 from rollout.kernels.copy_into_box import copy_into_box
+from rollout.kernels.copy_regions import copy_regions
 from rollout.kernels.diff_update import diff_update
 from rollout.kernels.digest import digest
+from rollout.kernels.digest_regions import DigestedAs, digest_regions
 from rollout.kernels.filter_logits import filter_logits
 from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.gap_codes import decode_gaps, encode_gaps
@@ -21,13 +23,16 @@ from rollout.kernels.silu_mul import silu_mul
 from rollout.kernels.swap_tensors import swap_tensors
 
 __all__ = [
+    "DigestedAs",
     "add_rms_norm",
     "batch_invariant_attention",
     "batch_invariant_linear",
     "copy_into_box",
+    "copy_regions",
     "decode_gaps",
     "diff_update",
     "digest",
+    "digest_regions",
     "encode_gaps",
     "filter_logits",
     "fused_experts",

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
@@ -57,7 +57,10 @@ class Op(Generic[P, R]):
         _ops.add(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        device = cast(Tensor, args[0]).device.type
+        try:
+            device = cast(Tensor, args[0]).device.type
+        except AttributeError:
+            device = cast("Sequence[Tensor]", args[0])[0].device.type
         run = self._by_device.get(device)
         if run is None:
             run = self._find(device) or self.reference
@@ -88,5 +91,5 @@ class Op(Generic[P, R]):
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:
-    """Make ``reference`` an op; its first positional argument is a tensor that names the device."""
+    """Make ``reference`` an op; its first argument, a tensor or several, names the device."""
     return Op(reference)

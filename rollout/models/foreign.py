@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.errors import ConfigError, WeightMismatch
+from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import EMBEDDING, HEAD, Model
@@ -63,7 +64,9 @@ class ForeignCausalLM(Model):
 
     def begin_load(self) -> WeightLoad:
         return _ForeignLoad(
-            self.table, self.storages(), self.build.dtype, self.after_load, loader_of(self.inner)
+            *(self.table, self.storages(), self.build.dtype, self.after_load),
+            loader_of(self.inner),
+            tables=self.region_tables,
         )
 
     def after_load(self) -> None:
@@ -97,9 +100,9 @@ class ForeignCausalLM(Model):
 class _ForeignLoad(WeightLoad):
     """Whole tensors go through the model's own loading, patches and pieces to their slots."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, tables: RegionTables) -> None:
         *ours, self._load = args
-        super().__init__(*ours)
+        super().__init__(*ours, tables=tables)
 
     def _write(self, name: str, value: WeightValue) -> int:
         if isinstance(value, LazyTensor):

@@ -7,6 +7,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.slot_io import SlotIO
@@ -34,6 +35,7 @@ class Model(nn.Module):
         super().__init__()
         build.config.check_tensor_parallel(build.tp.size, build.expert_parallel)
         self.build, self.config, self.tp, self.max_len = build, build.config, build.tp, max_len
+        self.region_tables = RegionTables()
 
     @property
     def policy(self) -> Model:
@@ -63,7 +65,13 @@ class Model(nn.Module):
 
     def begin_load(self) -> WeightLoad:
         """A streaming load into this instance, in place; ``after_load`` runs when it finishes."""
-        return WeightLoad(self.table, self.storages(), self.build.dtype, self.after_load)
+        return WeightLoad(
+            self.table,
+            self.storages(),
+            self.build.dtype,
+            self.after_load,
+            tables=self.region_tables,
+        )
 
     def load_weights(self, items: Iterable[tuple[str, WeightValue]]) -> LoadReport:
         """Load a complete set; ``WeightMismatch`` names everything unknown, wrong or missing."""
@@ -87,6 +95,13 @@ class Model(nn.Module):
     def digest_slot(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
         """The digest of the live values of a slot, as elements of its source; see ``SlotIO``."""
         return self._slot_io(slot).digest(slot, nonfinite)
+
+    def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
+        """As ``digest_slot`` of many, and how many of each one's values are NaN or infinite; on a
+        device in few launches.
+        """
+        storages = {s.param: self.owner.get_parameter(s.param).data for s in slots}
+        return SlotIO(self.table, storages, tables=self.region_tables).digest_all(slots)
 
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
         return SlotIO(self.table, {slot.param: self.owner.get_parameter(slot.param).data})

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.kernels import copy_into_box, digest, scatter_indices
+from rollout.kernels import (
+    DigestedAs,
+    copy_into_box,
+    copy_regions,
+    digest,
+    digest_regions,
+    scatter_indices,
+)
+from rollout.kernels.region_table import RegionTables
 from rollout.models.patch_journal import PatchJournal
-from rollout.models.weight_table import WeightTable
+from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import (
+    PLAIN,
     Box,
     LazyTensor,
     SparsePatch,
@@ -25,7 +35,7 @@ from rollout.weights.positions import Kept, positions_in_whole, positions_inside
 class SlotIO:
     """One rank's parameters, addressed in the coordinates of their sources.
 
-    What is written is noted in ``journal``.
+    What is written is noted in ``journal``. ``tables``: what goes where on a device, between loads.
     """
 
     def __init__(
@@ -33,8 +43,26 @@ class SlotIO:
         table: WeightTable,
         storages: Mapping[str, Tensor],
         journal: PatchJournal | None = None,
+        tables: RegionTables | None = None,
     ) -> None:
         self._table, self._storages, self._journal = table, storages, journal
+        self._tables = tables or RegionTables()
+        self._later: list[tuple[Tensor, Tensor]] | None = None  # (target, source) on a device
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is written inside from a device's own memory is copied at the end, in few launches.
+
+        The values have to stay as they are until then.
+        """
+        later = self._later = []
+        try:
+            yield
+        finally:
+            self._later = None
+        if later:
+            targets, sources = zip(*later, strict=True)
+            copy_regions(targets, sources, self._tables)
 
     def write(self, slot: WeightSlot, value: WeightValue) -> int:
         """Write what ``value`` holds of ``slot``; returns the number of elements written.
@@ -78,6 +106,19 @@ class SlotIO:
         values, shape, box = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
         return digest(values, shape, box, nonfinite)
 
+    def digest_all(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
+        """For each slot its digest, and how many values are NaN or infinite, in few launches."""
+        values, places = [], []
+        for slot in slots:
+            spec, storage = self._table.params[slot.param], self._storages[slot.param]
+            if slot.take.numel:
+                seen = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
+            else:
+                seen = storage.new_empty(slot.take.shape), slot.shape, slot.take
+            values.append(seen[0])
+            places.append(DigestedAs(seen[1], seen[2], storage.dtype))
+        return digest_regions(values, places, self._tables) if values else []
+
     def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Kept, Tensor]:
         """Which of the source's ascending flat ``positions`` lie in the slot, and their values."""
         storage = self._storages[slot.param]
@@ -91,20 +132,26 @@ class SlotIO:
             self._journal.note_whole(slot.param)
         lead = max(0, len(slot.put.starts) - len(slot.take.starts))
         if box == slot.take:
-            copy_into_box(storage, spec.shape, slot.put, value, spec.layout)
+            self._put(storage, spec, slot.put, value)
         elif slot.put.shape == (1,) * lead + slot.take.shape:
             # The same shape, or one index of a stack of it.
             pairs = zip(slot.put.starts[lead:], slot.take.starts, strict=True)
             put = box.shifted(tuple(to - start for to, start in pairs))
             starts, stops = slot.put.starts[:lead], slot.put.stops[:lead]
             put = Box((*starts, *put.starts), (*stops, *put.stops))
-            copy_into_box(storage, spec.shape, put, value, spec.layout)
+            self._put(storage, spec, put, value)
         else:
             # A slot that reshapes: part of its box is no box of the parameter.
             everything = torch.arange(box.numel, device=value.device)
             everything = positions_in_whole(everything, box, slot.shape)
             self._patch(slot, everything, value.reshape(-1))
         return box.numel
+
+    def _put(self, storage: Tensor, spec: ParamSpec, put: Box, value: Tensor) -> None:
+        if self._later is None or spec.layout is not PLAIN or storage.device.type == "cpu":
+            copy_into_box(storage, spec.shape, put, value, spec.layout)
+        else:
+            self._later.append((storage[put.slices], value.reshape(put.shape)))
 
     def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]

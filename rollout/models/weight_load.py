@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
+from rollout.kernels.region_table import RegionTables
 from rollout.models.alias_check import AliasCheck
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import SlotIO
@@ -53,10 +55,12 @@ class WeightLoad:
         storages: Mapping[str, Tensor],
         dtype: torch.dtype,
         after_load: Callable[[], None] = lambda: None,
+        *,
+        tables: RegionTables | None = None,
     ) -> None:
         self._table, self._dtype, self._after_load = table, dtype, after_load
         self.journal = PatchJournal()  # what has been written so far
-        self._io = SlotIO(table, storages, self.journal)
+        self._io = SlotIO(table, storages, self.journal, tables)
         self._aliases = AliasCheck(table, self._io)
         self._splitter = Splitter(table.spellings)
         self._seen: set[str] = set()
@@ -64,9 +68,14 @@ class WeightLoad:
         self._problems: list[str] = []
         self._nbytes = 0
 
-    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None:
-        """Write each item; consumes all of them, then raises if any was refused."""
-        self._consume(items)
+    def feed(self, items: Iterable[tuple[str, WeightValue]], *, together: bool = False) -> None:
+        """Write each item; consumes all of them, then raises if any was refused.
+
+        ``together``: every value stays as it is until this returns, so that those on the device
+        may be copied at once.
+        """
+        with self._io.together() if together else nullcontext():
+            self._consume(items)
         self._raise_problems()
 
     def finish(

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from rollout.kernels.digest_regions import DigestedAs
 from rollout.kernels.gpu_launch import Launch, recorded
 from rollout.weights import PLAIN, Box
 
@@ -57,6 +58,12 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     box = Box((0, 0), (3, 4096))
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box)
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box, [0])
+    for wide in (x, x.float()):
+        many, place = [wide, wide[:, 7:]], DigestedAs((3, 4096), box, BF16)
+        part = DigestedAs((3, 4096), Box((0, 7), (3, 4096)), BF16)
+        yield "copy_regions", lambda m=many: kernel("copy_regions")([x, x[:, 7:]], m)
+        at = [place, part]
+        yield "digest_regions", lambda m=many, a=at: kernel("digest_regions")(m, a)
     yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 128256, dtype=BF16))
     warm = torch.ones(2)
     yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 32000), warm)

@@ -116,7 +116,8 @@ class RankUpdates:
             started = time.perf_counter()
             sparse = update.request.encoding == "delta"
             limit = update.request.bucket_bytes
-            update.session.feed(unpack(header, payload, sparse=sparse, inflate=limit))
+            values = unpack(header, payload, sparse=sparse, inflate=limit)
+            update.session.feed(values, together=True)
             update.seconds += time.perf_counter() - started
             update.next_index += 1
         return {"index": header.index}

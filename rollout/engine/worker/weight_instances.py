@@ -28,6 +28,8 @@ from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
 from rollout.weights.components import component_of
 
+_AT_ONCE = 1 << 31  # elements digested in one go on a device: a sleep waits for at most these
+
 
 class ModelInstances:
     """Holds live and shadow.
@@ -170,20 +172,32 @@ class ModelInstances:
     ) -> Iterator[tuple[WeightSlot, int]]:
         """Every slot of this rank with the digest of its values; ``names`` are sources.
 
-        Reads beside the main thread: a slot at a time, between which the weights may be parked or
-        dropped; then it raises. ``nonfinite``: where given, it is filled with the slots that hold
-        NaN or infinity, and how many.
+        Reads beside the main thread: some slots at a time, between which the weights may be
+        parked or dropped; then it raises. ``nonfinite``: where given, it is filled with the slots
+        that hold NaN or infinity, and how many.
         """
-        for source, slots in self._digested(live).table.slots.items():
-            if names is not None and source not in names:
-                continue
-            for slot in slots:
-                found = None if nonfinite is None else [0]
-                with self._reading:
-                    value = self._digested(live).digest_slot(slot, found)
-                if nonfinite is not None and found is not None and found[0]:
-                    nonfinite.append((slot, found[0]))
+        model = self._digested(live)
+        every, alone = model.table.slots, model.build.device.type == "cpu"
+        wanted = [
+            slot for source in every if names is None or source in names for slot in every[source]
+        ]
+        for slots in _parts(wanted, 1 if alone else _AT_ONCE):
+            with self._reading:
+                found = self._read(self._digested(live), slots, nonfinite is not None)
+            for slot, (value, bad) in zip(slots, found, strict=True):
+                if nonfinite is not None and bad:
+                    nonfinite.append((slot, bad))
                 yield slot, value
+
+    @staticmethod
+    def _read(model: Model, slots: list[WeightSlot], finite: bool) -> list[tuple[int, int]]:
+        if model.build.device.type != "cpu":
+            return model.digest_slots(slots)
+        found = []
+        for slot in slots:
+            bad = [0] if finite else None
+            found.append((model.digest_slot(slot, bad), bad[0] if bad else 0))
+        return found
 
     def nonfinite(self) -> tuple[str, ...]:
         """The sources of the live weights that hold NaN or infinity; takes as long as digests."""
@@ -373,6 +387,20 @@ class _Kept:
     def exchange(self, live: Model) -> None:
         self.snapshot.exchange(live)
         self.leads_to, self.leads_from = self.leads_from, self.leads_to
+
+
+def _parts(slots: list[WeightSlot], numel: int) -> Iterator[list[WeightSlot]]:
+    """Some slots at a time, of at least ``numel`` elements but for the last ones."""
+    part: list[WeightSlot] = []
+    size = 0
+    for slot in slots:
+        part.append(slot)
+        size += slot.take.numel
+        if size >= numel:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _exchange(a: Model, b: Model) -> None:

@@ -1,0 +1,121 @@
+"""Triton ``copy_regions``: one launch for each pair of dtypes, over a table of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.digest.strides import collapse, offsets
+from rollout.kernels.gpu_launch import FLOATS, launch, narrow
+from rollout.kernels.native import address
+from rollout.kernels.region_table import BLOCK, MOST_ROWS, RegionTables, Row, is_too_narrow
+
+_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def copy_regions(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], tables: RegionTables | None = None
+) -> None:
+    tables = tables or RegionTables()
+    groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
+    for target, source in zip(targets, sources, strict=True):
+        assert target.shape == source.shape, f"{target.shape} and {source.shape} differ"
+        if not target.numel():
+            continue
+        rows = _rows(target, source)
+        if rows is None:
+            target.copy_(source)
+            continue
+        group = groups.setdefault((source.dtype, target.dtype), _Group())
+        for row, blocks in rows:
+            group.rows.append(row)
+            group.blocks.append(blocks)
+    for (given, wanted), group in groups.items():
+        same = given == wanted
+        table = tables.table(group.rows, group.blocks, [0] * len(group.rows), targets[0].device)
+        launch(
+            _copy,
+            table.grid,
+            *(table.rows, table.owners, table.firsts),
+            SOURCE=_BITS[given.itemsize] if same else _FLOATS[given],
+            TARGET=_BITS[wanted.itemsize] if same else _FLOATS[wanted],
+            CAST=not same,
+            BLOCK=BLOCK,
+            ROUNDS=table.rounds,
+            warps=2,
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    rows: list[Row] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+def _rows(target: Tensor, source: Tensor) -> list[tuple[Row, int]] | None:
+    """What the kernel reads of one copy, and its blocks; None where it has to go by itself."""
+    if target.dtype != source.dtype and not (target.dtype in FLOATS and source.dtype in FLOATS):
+        return None
+    if target.device != source.device:
+        return None
+    strides = zip(target.shape, source.stride(), target.stride(), strict=True)
+    *outer, lines, columns = collapse(list(strides))
+    if columns[1] != 1 or columns[2] != 1 or is_too_narrow(lines[0], columns[0]):
+        return None
+    places = [x for _, x in zip(range(MOST_ROWS + 1), offsets(outer), strict=False)]
+    if len(places) > MOST_ROWS:
+        return None
+    # ``address`` refuses what does not lie in its memory: a bad one would cost the process its
+    # context, and with it the weights that are live.
+    reads, writes = address(source), address(target)
+    per_line = -(-columns[0] // BLOCK)
+    return [
+        (
+            (
+                reads + a * source.element_size(),
+                writes + b * target.element_size(),
+                *(lines[0], columns[0], per_line, lines[1], lines[2]),
+            ),
+            lines[0] * per_line,
+        )
+        for a, b in places
+    ]
+
+
+@triton.jit
+def _copy(
+    table,
+    owners,
+    firsts,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """A row: source, target, lines, columns, blocks of a line, and both strides of the lines."""
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program).to(tl.int64) * 7
+    source = tl.load(row).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(TARGET))
+    lines, columns, per_line = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    source_stride, target_stride = tl.load(row + 5), tl.load(row + 6)
+    first = tl.load(firsts + program)
+    line = first // per_line
+    block = first - line * per_line
+    for _ in range(ROUNDS):
+        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        live = at < tl.where(line < lines, columns, 0)
+        value = tl.load(source + line * source_stride + at, mask=live, other=0)
+        if CAST:
+            value = narrow(value.to(tl.float32), TARGET)
+        tl.store(target + line * target_stride + at, value, mask=live)
+        block += 1
+        line += (block == per_line).to(tl.int64)
+        block = tl.where(block == per_line, 0, block)

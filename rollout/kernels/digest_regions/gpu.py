@@ -1,0 +1,159 @@
+"""Triton ``digest_regions``: one launch for each pair of dtypes, one transfer of all sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.digest import EXPONENTS
+from rollout.kernels.digest.gpu import digest
+from rollout.kernels.digest.strides import collapse, offsets, row_major
+from rollout.kernels.digest_regions import DigestedAs
+from rollout.kernels.gpu_launch import FLOATS, launch, narrow
+from rollout.kernels.native import address
+from rollout.kernels.region_table import BLOCK, MOST_ROWS, RegionTables, Row, is_too_narrow
+
+_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def digest_regions(
+    values: Sequence[Tensor],
+    places: Sequence[DigestedAs],
+    tables: RegionTables | None = None,
+) -> list[tuple[int, int]]:
+    tables = tables or RegionTables()
+    device = values[0].device
+    alone: dict[int, tuple[int, int]] = {}
+    groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
+    for index, (value, place) in enumerate(zip(values, places, strict=True)):
+        assert tuple(value.shape) == place.box.shape, f"{value.shape} do not fill {place.box}"
+        assert place.box.fits(place.shape), f"{place.box} is not inside {place.shape}"
+        if not value.numel():
+            continue
+        rows = _rows(value, place)
+        if rows is None:
+            count = [0]
+            total = digest(value.to(place.dtype), place.shape, place.box, count)
+            alone[index] = total, count[0]
+            continue
+        group = groups.setdefault((value.dtype, place.dtype), _Group())
+        for row, blocks in rows:
+            group.rows.append(row)
+            group.blocks.append(blocks)
+            group.regions.append(index)
+    found = torch.zeros((2, len(values)), dtype=torch.int64, device=device)
+    for (given, wanted), group in groups.items():
+        _launch(group, given, wanted, found, tables)
+    sums, counts = found.tolist()
+    return [
+        alone.get(index, (total % 2**64, count))
+        for index, (total, count) in enumerate(zip(sums, counts, strict=True))
+    ]
+
+
+@dataclass(slots=True)
+class _Group:
+    rows: list[Row] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    regions: list[int] = field(default_factory=list)
+
+
+def _launch(
+    group: _Group, given: torch.dtype, wanted: torch.dtype, found: Tensor, tables: RegionTables
+) -> None:
+    table = tables.table(group.rows, group.blocks, group.regions, found.device)
+    parts = torch.empty((2, *table.grid), dtype=torch.int64, device=found.device)
+    same = given == wanted
+    launch(
+        _digest,
+        table.grid,
+        *(table.rows, table.owners, table.firsts, parts),
+        SOURCE=_BITS[given.itemsize] if same else _FLOATS[given],
+        TARGET=_FLOATS.get(wanted, tl.float32),
+        BITS=_BITS[wanted.itemsize],
+        CAST=not same,
+        EXPONENT=EXPONENTS.get(wanted, 0),
+        BLOCK=BLOCK,
+        ROUNDS=table.rounds,
+        warps=4,
+    )
+    for sums, per_program in zip(found, parts, strict=True):
+        sums.index_add_(0, table.regions, per_program)  # integers: their order changes nothing
+
+
+def _rows(value: Tensor, place: DigestedAs) -> list[tuple[Row, int]] | None:
+    """What the kernel reads of one region, and its blocks; None where it has to go by itself."""
+    if value.dtype != place.dtype and not (value.dtype in FLOATS and place.dtype in FLOATS):
+        return None
+    strides = row_major(place.shape)
+    *outer, lines, columns = collapse(list(zip(value.shape, value.stride(), strides, strict=True)))
+    if columns[1] != 1 or is_too_narrow(lines[0], columns[0]):
+        return None
+    bases = [x for _, x in zip(range(MOST_ROWS + 1), offsets(outer), strict=False)]
+    if len(bases) > MOST_ROWS:
+        return None
+    start, per_line = address(value), -(-columns[0] // BLOCK)
+    position = sum(a * s for a, s in zip(place.box.starts, strides, strict=True))
+    return [
+        (
+            (
+                start + memory * value.element_size(),
+                position + ahead,
+                *(lines[0], columns[0], per_line, lines[1], lines[2]),
+            ),
+            lines[0] * per_line,
+        )
+        for memory, ahead in bases
+    ]
+
+
+@triton.jit
+def _digest(
+    table,
+    owners,
+    firsts,
+    parts,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    CAST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """A row: address, position, lines, columns, blocks of a line, the lines' strides of both."""
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program).to(tl.int64) * 7
+    source = tl.load(row).to(tl.pointer_type(SOURCE))
+    position = tl.load(row + 1) + 1
+    lines, columns, per_line = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    stride, line_positions = tl.load(row + 5), tl.load(row + 6)
+    first = tl.load(firsts + program)
+    total = tl.zeros([BLOCK], tl.uint64)
+    found = tl.zeros([BLOCK], tl.int32)
+    line = first // per_line
+    block = first - line * per_line
+    for _ in range(ROUNDS):
+        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        live = at < tl.where(line < lines, columns, 0)
+        value = tl.load(source + line * stride + at, mask=live, other=0)
+        if CAST:
+            value = narrow(value.to(tl.float32), TARGET).to(BITS, bitcast=True)
+        bits = value.to(tl.uint64)
+        x = (position + line * line_positions + at).to(tl.uint64) * 0x9E3779B97F4A7C15 + bits
+        x = (x & 0xFFFFFFFF) * (x >> 32) + x
+        x = (x & 0xFFFFFFFF) * (x >> 32) + x
+        total += tl.where(live, x, 0)
+        if EXPONENT != 0:
+            found += ((bits & EXPONENT) == EXPONENT).to(tl.int32)
+        block += 1
+        line += (block == per_line).to(tl.int64)
+        block = tl.where(block == per_line, 0, block)
+    tl.store(parts + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
+    tl.store(parts + tl.num_programs(0) + program, tl.sum(found, 0).to(tl.int64))

@@ -1,0 +1,84 @@
+"""Which part of which region a program works on: one launch for many regions of memory.
+
+A region is lines of consecutive columns; ``blocks`` of ``BLOCK`` columns are counted through its
+lines, and every program takes ``ROUNDS`` of them, one after the other. The table holds addresses:
+who makes its rows has checked that all they name lies inside the memory behind the tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK, ROUNDS = 512, 16  # with 2 warps the best of 27 shapes that were measured on an H100
+MOST_ROWS = 64  # of one region: what is cut up more goes by itself
+NARROW, MOST_NARROW = 64, 64  # lines of fewer columns leave a block idle: so many, and no more
+_KEPT = 8
+
+Row = tuple[int, ...]  # what a kernel reads of one run of lines
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTable:
+    """On the device. ``owners[p]``: the row of program p; ``firsts[p]``: its first block;
+    ``regions[p]``: the region that the row is of. ``rounds``: blocks of a program."""
+
+    rows: Tensor  # [rows, words] int64
+    owners: Tensor  # [programs] int32
+    firsts: Tensor  # [programs] int64
+    regions: Tensor  # [programs] int64
+    rounds: int
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (len(self.owners),)
+
+
+class RegionTables:
+    """Makes tables and keeps the last few: an update like the one before finds its own again."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[object, ...], RegionTable] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def table(
+        self, rows: Sequence[Row], blocks: Sequence[int], regions: Sequence[int], at: torch.device
+    ) -> RegionTable:
+        """Of ``rows`` of ``blocks`` blocks each, which are of ``regions``."""
+        key = (tuple(rows), tuple(blocks), tuple(regions), at)
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                found = _make(rows, blocks, regions, at)
+            self._kept[key] = found
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return found
+
+
+def is_too_narrow(lines: int, columns: int) -> bool:
+    """Whether most of every block of such lines would be idle."""
+    return columns < NARROW and lines > MOST_NARROW
+
+
+def _make(
+    rows: Sequence[Row], blocks: Sequence[int], regions: Sequence[int], at: torch.device
+) -> RegionTable:
+    rounds = min(ROUNDS, 1 << (max(blocks) - 1).bit_length())
+    programs = -(-torch.tensor(blocks) // rounds)
+    owners = torch.repeat_interleave(programs)
+    before = programs.cumsum(0) - programs
+    firsts = (torch.arange(len(owners)) - before[owners]) * rounds
+    # Copies that are waited for: another stream may use the table next.
+    return RegionTable(
+        torch.tensor(rows).to(at),
+        owners.int().to(at),
+        firsts.to(at),
+        torch.tensor(regions)[owners].to(at),
+        rounds,
+    )
