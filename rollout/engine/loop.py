@@ -41,6 +41,7 @@ from rollout.wire.frames import Reply
 
 T = TypeVar("T")
 _SETTLE_WAIT = 3.0  # seconds for the other ranks once one has failed a step
+_MASK_GRACE = 0.05  # seconds that a step waits, once for each token, for what follows grammars
 _CLOSE_WAIT = 5.0  # seconds for a step under way to end before its ranks are ended
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class StepLoop:
         self._on_broken = on_broken
         self._grammars = grammars
         self._encoder = encoder
+        if grammars is not None:
+            grammars.on_answer = self._wake
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
         self._ended = False
@@ -165,9 +168,12 @@ class StepLoop:
         self.at_boundary(shut).add_done_callback(refused)
         return Asked(drained, f"{gate}: running requests", timeout, give_up)
 
+    def _wake(self) -> None:
+        self._inbox.put((lambda: None, Future()))
+
     def _tell_to_end(self) -> None:
         self.closed = True
-        self._inbox.put((lambda: None, Future()))
+        self._wake()
 
     # ---- in the thread ----
 
@@ -236,8 +242,8 @@ class StepLoop:
             return False
         try:
             begun = begun or self._begin(batch)
-            if begun is None:
-                return True
+            if begun is None:  # work there is if somebody has ended; masks wake the inbox
+                return len(batch.rows_running) < len(batch.entries)
             batch = begun.batch
             if self.runs_ahead and self._inbox.empty():
                 ahead = self._scheduler.schedule_ahead(batch)
@@ -293,21 +299,29 @@ class StepLoop:
         return _Begun(batch, self._executor.call("step", args, tensors))
 
     def _constrained(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch with masks where grammars are followed; what cannot go on by one ends."""
-        drawing = (entry.sequence for entry in batch.entries if entry.samples)
-        bound = [seq for seq in drawing if seq.params.structured_outputs is not None]
+        """The batch without the rows whose grammars have not said yet what may be drawn.
+
+        They go into a later step, and nobody waits for them but for a moment. What cannot go on by
+        its grammar ends.
+        """
+        bound = [entry for entry in batch.entries if entry.sequence.waits_for_mask]
         if not bound or self._grammars is None:
             return batch
-        for seq, verdict in self._grammars.follow(bound):
-            if seq.status is not Status.RUNNING:
-                continue  # its call ended a moment ago, with another of its samples
+        followed = self._grammars.followed
+        new = followed.ask([entry.sequence for entry in bound])
+        drawing = {entry.sequence.seq_id for entry in bound if entry.samples}
+        followed.wait([seq for seq in new if seq.seq_id in drawing], _MASK_GRACE)
+        for seq, verdict in followed.take():
+            if seq.status is Status.FINISHED:
+                continue  # its call ended a moment ago
             if verdict is None:
                 self._outputs.complete(seq)
             elif isinstance(verdict, Exception):
                 self._outputs.fail(verdict, [seq.request_id])
             else:
                 seq.mask = verdict
-        return batch.rows(batch.rows_running)
+        ready = [not (entry.samples and entry.sequence.waits_for_mask) for entry in batch.entries]
+        return batch.rows([row for row in batch.rows_running if ready[row]])
 
     def _begin_ahead(self, batch: ScheduledBatch) -> _Begun | None:
         """What cannot be encoded waits for its turn, when its sequences may be ended."""

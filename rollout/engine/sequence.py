@@ -48,8 +48,8 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
-    mask: NDArray[np.int32] | None = None  # of the next step, by its grammar
     _prompt_cache_ids: list[int] = field(init=False)
+    mask: NDArray[np.int32] | None = None  # over the next token, by its grammar
     status: Status = Status.WAITING
     num_computed: int = 0
     num_cached_tokens: int = -1  # until first admitted
@@ -84,6 +84,11 @@ class Sequence:
         """Whether what may be drawn depends on the tokens before: no step is begun without them."""
         structured = self.params.structured_outputs is not None
         return self.penalised or structured or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Whether its grammar has not yet said what its next token may be."""
+        return self.mask is None and self.params.structured_outputs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -121,6 +126,7 @@ class Sequence:
 
     def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
         """Add one sampled token, whose logits the weights of ``version`` gave."""
+        self.mask = None
         self.token_ids.append(token)
         self.raw.append(raw)
         self.processed.append(processed)

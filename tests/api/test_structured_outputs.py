@@ -155,23 +155,25 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request_alone(engine: Rollou
     assert texts(engine, {"choice": ["no"]}) == ["no"]
 
 
-@pytest.mark.more
-def test_a_process_that_has_died_is_replaced(engine: Rollout, strangers: set[int]) -> None:
-    assert texts(engine, {"choice": ["no"]}) == ["no"]
-    os.kill(_process(strangers), signal.SIGKILL)
-    assert texts(engine, {"choice": ["yes"]}) == ["yes"]
-
-
-@pytest.mark.more
-def test_a_process_that_does_not_answer_costs_the_request_it_was_about(
-    engine: Rollout, strangers: set[int]
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.more)]
+)
+def test_while_the_process_is_replaced_the_others_go_on_and_nobody_is_blamed(
+    engine: Rollout, strangers: set[int], sent: signal.Signals
 ) -> None:
-    asked = SamplingParams(max_tokens=400, structured_outputs={"regex": "[0-9]{300}"})
-    outputs = engine.stream("Hello", asked)
-    next(outputs)
-    os.kill(_process(strangers), signal.SIGSTOP)
-    with pytest.raises(InvalidRequest, match="could not be followed within 3 s"):
-        list(outputs)
+    others = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
+    asked = SamplingParams(max_tokens=400, seed=4, structured_outputs={"regex": "[0-9]{200}"})
+    expected = engine.generate("Hello", others)[0].outputs[0].token_ids
+    bound = engine.stream("Hello", asked)
+    assert next(bound).outputs[0].text
+    process = _process(strangers)
+    os.kill(process, sent)
+    [beside] = engine.generate("Hello", others)
+    assert beside.outputs[0].token_ids == expected
+    assert process in _processes() - strangers or sent is signal.SIGKILL  # it has not been replaced
+    *_, last = bound
+    assert re.fullmatch("[0-9]{200}", last.outputs[0].text)
+    assert process not in _processes()
     assert texts(engine, {"choice": ["no"]}) == ["no"]
 
 

@@ -220,12 +220,19 @@ def test_a_sample_ends_by_name_where_its_logits_are_no_numbers(start: Start) -> 
 class OneTooSlow:
     """Of each step's grammars the first takes too long, and the others have come to their end."""
 
-    def follow(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, Exception | None]]:
-        for row, sequence in enumerate(sequences):
-            yield sequence, None if row else InvalidRequest("too ambiguous")
+    def __init__(self) -> None:
+        self.followed, self._asked = self, []
 
-    def close(self) -> None:
-        """Nothing runs."""
+    def ask(self, sequences: list[Sequence]) -> list[Sequence]:
+        self._asked = sequences
+        return sequences
+
+    def wait(self, sequences: list[Sequence], seconds: float) -> None:
+        """All are answered."""
+
+    def take(self) -> list[tuple[Sequence, Exception | None]]:
+        slow = InvalidRequest("too ambiguous")
+        return [(sequence, None if row else slow) for row, sequence in enumerate(self._asked)]
 
 
 def test_a_sample_whose_grammar_fails_beside_one_that_ends_costs_its_own_call_alone(

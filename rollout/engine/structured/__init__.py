@@ -1,11 +1,14 @@
 """Outputs that follow a grammar: compiled and followed by xgrammar in a process of its own.
 
 A regular expression of twenty characters can keep xgrammar busy for minutes, and nothing interrupts
-it there. In a process of its own it has a deadline: who wrote the grammar gets an error, the engine
+it there. In a process of its own it has a limit: who wrote the grammar gets an error, the engine
 and all other requests go on.
 
-    caller's thread --- compile(spec) ------> main thread: compiles, caches
-    engine's thread --- masks(sequences) ---> follower: tokens in, a bit for each that may come
+    callers         --- compile(spec) ---> CompileQueue ---> main thread: compiles, caches
+                                              ^ urgent
+    engine's thread --- ask(sequences) ---> FollowQueue ---> follower: tokens in, a bit for each
+                    <-- masks --------------'                that may come
 
-The process is a cache: what it does not know any more it is told again, from the beginning.
+The engine's thread waits a moment for masks, then steps without the rows that have none yet. The
+process is a cache: a new one is told everything again, from the beginning, grammars first.
 """

@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-from rollout.engine.structured.process import DONE, FOLLOWS, REFUSED, SLOW, mask_width
+from rollout.engine.structured.process import (
+    DONE,
+    FOLLOWS,
+    NO_ROW,
+    PROGRESS,
+    REFUSED,
+    SLOW,
+    mask_width,
+)
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import InvalidRequest, RolloutError, to_wire
 from rollout.wire.frames import recv_frame, send_frame
@@ -46,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     compiler = Compiler(**first[0])
     _bound_memory()
     progress = mmap.mmap(options.progress_fd, mmap.PAGESIZE)
-    follower = Follower(compiler, progress)
-    threading.Thread(target=_serve_masks, args=(steps, follower), daemon=True).start()
+    follower, following = Follower(compiler, progress), threading.Event()
+    args = (steps, follower, following)
+    threading.Thread(target=_serve_masks, args=args, daemon=True).start()
+    following.wait()
     send_frame(calls, {})
     while (frame := recv_frame(calls)) is not None:
         try:
@@ -57,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             send_frame(calls, {"error": to_wire(error)})
 
 
-def _serve_masks(steps: socket.socket, follower: Follower) -> None:
+def _serve_masks(steps: socket.socket, follower: Follower, following: threading.Event) -> None:
     """Ends the process with the engine's end of the socket, or at a defect."""
     try:
+        follower.show(NO_ROW)
+        following.set()
         while (frame := recv_frame(steps)) is not None:
             states, masks = follower.step(frame[0]["rows"], frame[0]["forget"])
             send_frame(steps, {"states": states}, {"masks": masks})
@@ -132,7 +144,7 @@ class Compiler:
 
 
 class Follower:
-    """Where each sequence is in its grammar. ``progress``: eight bytes, the row under way."""
+    """Where each sequence is in its grammar; ``progress`` shows the row under way."""
 
     def __init__(self, compiler: Compiler, progress: mmap.mmap) -> None:
         self._compiler, self._progress = compiler, progress
@@ -141,6 +153,9 @@ class Follower:
         vocab = torch.zeros(mask_width(compiler.vocab_size) * 32, dtype=torch.bool)
         vocab[: compiler.vocab_size] = True
         self._inside = _packed(vocab)
+
+    def show(self, row: int) -> None:
+        PROGRESS.pack_into(self._progress, 0, row, threading.get_native_id())
 
     def step(
         self, rows: Sequence[Mapping[str, Any]], forget: Sequence[int]
@@ -152,8 +167,9 @@ class Follower:
         masks = torch.zeros(len(rows), self._compiler.mask_width, dtype=torch.int32)
         states = []
         for number, row in enumerate(rows):
-            self._progress[:8] = number.to_bytes(8, "little")
+            self.show(number)
             states.append(self._bounded(row, masks[number : number + 1]))
+        self.show(NO_ROW)
         masks = masks[:, : len(self._inside)] & self._inside
         none_left = ~masks.any(1)
         states = [DONE if s == FOLLOWS and none_left[n] else s for n, s in enumerate(states)]
