@@ -68,6 +68,8 @@ def table() -> Iterable[str]:
 def _attention(arch: Arch) -> str:
     if arch.latent is not None:
         return "latent"
+    if arch.delta is not None:
+        return "gated delta nets, gated full"
     found = ["full"] if arch.slides is None else ["windows as the file says"]
     found += ["chunks"] if arch.chunked else []
     found += ["sinks"] if arch.sinks else []

@@ -118,6 +118,15 @@ class EngineConfig:
         "of what is free after the shadow)",
         least=1,
     )
+    state_cache_bytes: int | None = _setting(
+        None,
+        "bytes of recurrent states of each rank, where the model has them: half for the sequences "
+        "that run, the rest for snapshots (default: two for each of max_num_seqs, if they fit)",
+        least=1,
+    )
+    state_snapshot_blocks: int = _setting(
+        16, "KV blocks between two snapshots of a sequence's recurrent states", least=1
+    )
     enable_prefix_caching: bool = _setting(True, "share the KV blocks of common prefixes")
     max_images: int = _setting(16, "images of one prompt", least=1)
     max_image_pixels: int = _setting(

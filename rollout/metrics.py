@@ -51,7 +51,9 @@ class EngineStats:
     ``kv_usage`` in [0, 1]; prefix figures are tokens; ``time_to_first_token`` is per request,
     ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
     broken | dead | closed. ``seed``: of requests that bring none.
-    ``nan_logits_total``: samples that ended because their logits were NaN. ``nonfinite_tensors``:
+    ``state_snapshots``: of recurrent states, that a prefix can be found by; a hit is one that a
+    sequence went on from. ``nan_logits_total``: samples that ended because their logits were NaN.
+    ``nonfinite_tensors``:
     of the live weights, as a cold start found them; 0 where nothing looked. ``following`` is the
     directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
     once a version has become live since. ``weight_update_errors``: "UPDATE_ID: REASON" of the last
@@ -80,6 +82,10 @@ class EngineStats:
     last_stall_seconds: float
     time_to_first_token: HistogramSnapshot
     inter_token: HistogramSnapshot
+    state_snapshots: int = 0
+    state_snapshot_hits_total: int = 0
+    state_snapshot_saves_total: int = 0
+    state_snapshot_evictions_total: int = 0
     weight_updates_nonfinite_total: int = 0
     nonfinite_tensors: int = 0
     following: str = ""

@@ -90,6 +90,7 @@ MIXTURES = {
     "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
     "olmoe": "Olmoe",
+    "qwen3_next": "Qwen3Next",
 }
 for _name, _stem in [*((name, stem) for name, (stem, _) in DENSE.items()), *MIXTURES.items()]:
     _config = f"{_stem}{'Text' if _name in ('gemma3', 'llama4') else ''}Config"
@@ -190,6 +191,17 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
+# Two gated delta nets, then a layer of attention; odd sizes, value heads that share keys.
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS["qwen3_next"] = {**EXPERTS["qwen2_moe"], **DELTA, "mlp_only_layers": [1]}
 EXPERTS["glm4_moe_lite"] = {
     **{key: value for key, value in EXPERTS["deepseek_v3"].items() if key[:5] != "first"},
     "mlp_layer_types": ["sparse", "dense"],

@@ -61,6 +61,8 @@ def encode_batch(
     drawing = [sequences[i] for i in np.flatnonzero(samples)]
     if hidden := [row for row, s in enumerate(drawing) if s.needs_hidden_state]:
         tensors["hidden_rows"] = torch.tensor(hidden)
+    if sequences and sequences[0].state_slot >= 0:
+        tensors |= _state_tensors(batch)
     tensors |= SamplingMetadata.of(drawing, coming, targets, scored_top).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
 
@@ -70,7 +72,7 @@ def decode_batch(
 ) -> tuple[ForwardBatch, SamplingMetadata]:
     """What ``encode_batch`` described, on the CPU; without the tokens of ``previous_rows``."""
     return (
-        ForwardBatch(**{name: tensors[name] for name in _FORWARD}, visual=None),
+        ForwardBatch(**{name: tensors[name] for name in _FORWARD if name in tensors}, visual=None),
         SamplingMetadata.from_tensors(tensors),
     )
 
@@ -105,6 +107,22 @@ def _turning(entries: list[ScheduledEntry], places: Ints, query_starts: Ints) ->
             first = int(places[start])
             wide[:, start:stop] = images.of(first, first + int(stop - start))
     return wide[0] if (wide == wide[0]).all() else wide
+
+
+def _state_tensors(batch: ScheduledBatch) -> dict[str, Tensor]:
+    """Of a model with recurrent states: each sequence's slot, and pairs of slots (from, to), to be
+    copied before the step and after it."""
+    slots = [entry.sequence.state_slot for entry in batch.entries]
+    saves: list[tuple[int, int]] = []
+    if batch.previous_rows is None:  # else ``saving`` is of the step before
+        for entry in batch.entries:
+            if (snapshot := entry.sequence.saving) is not None:
+                saves.append((entry.sequence.state_slot, snapshot.slot))
+    return {
+        "state_slots": torch.tensor(slots, dtype=torch.int32),
+        "state_restores": torch.tensor(batch.restores).view(-1, 2),
+        "state_saves": torch.tensor(saves).view(-1, 2),
+    }
 
 
 def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:

@@ -7,6 +7,7 @@ weights can never match. A freed block stays addressable until it is reused.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 from rollout.engine.cache_root import CacheRoot
 from rollout.engine.sequence import Sequence
+from rollout.engine.snapshot import Snapshot
+from rollout.engine.state_slots import StateSlots
 
 _DIGEST_BYTES = 16
 
@@ -36,10 +39,15 @@ class Block:
 
 
 class PrefixHit(NamedTuple):
-    """What the cache has of a sequence that holds no block."""
+    """What the cache has of a sequence that holds no block.
+
+    Where there are recurrent states, up to the last ``snapshot``; ``known`` blocks in all.
+    """
 
     blocks: list[int]
     missing: bytes = b""  # by what the next block would be found, if another one may be
+    snapshot: Snapshot | None = None
+    known: int = 0
 
 
 class BlockManager:
@@ -47,14 +55,22 @@ class BlockManager:
 
     A prefix hit never covers a sequence's last token, so that at least one is computed. Only
     blocks whose whole chain, from position 0 on, was computed by one version are hashed.
+    ``states``: of a model that has recurrent states, too; a sequence has both or neither.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, salt: int = 0, prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        salt: int = 0,
+        prefix_caching: bool = True,
+        states: StateSlots | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.states = states
         self.query_tokens = 0
         self.hit_tokens = 0
         self._salt = salt
@@ -95,6 +111,7 @@ class BlockManager:
     def find(self, seq: Sequence) -> PrefixHit:
         """The cached blocks of the longest known prefix; tokens are compared after each hit."""
         hits: list[int] = []
+        digests: list[bytes] = []
         if not self.prefix_caching or seq.needs_prompt_logprobs or seq.block_table:
             return PrefixHit(hits)
         parent = self._root
@@ -104,13 +121,20 @@ class BlockManager:
             digest = _chain(parent, tokens)
             block_id = self._by_hash.get(digest)
             if block_id is None:
-                return PrefixHit(hits, digest)
+                return self._hit(hits, digests, digest)
             block = self._blocks[block_id]
             if block.tokens != tokens or block.parent != parent:
                 break
             hits.append(block_id)
+            digests.append(digest)
             parent = digest
-        return PrefixHit(hits)
+        return self._hit(hits, digests)
+
+    def _hit(self, blocks: list[int], digests: list[bytes], missing: bytes = b"") -> PrefixHit:
+        if self.states is None:
+            return PrefixHit(blocks, missing)
+        count, snapshot = self.states.nearest(digests)
+        return PrefixHit(blocks[:count], missing, snapshot, len(blocks))
 
     def admit(self, seq: Sequence, found: PrefixHit, margin: int = 0) -> bool:
         """Give ``seq`` blocks for all its known tokens, reusing cached ones, or change nothing.
@@ -136,7 +160,43 @@ class BlockManager:
             self.query_tokens += seq.num_tokens
             self.hit_tokens += seq.num_computed
         seq.block_table.extend(self._allocate() for _ in range(need))
+        if self.states is not None:
+            seq.branch = found.known if found.known > len(hits) else 0
+            self.states.admit(seq, found.snapshot)
+            if seq.forks and found.snapshot and seq.num_computed == self._prompt_end(seq):
+                self.states.hold(seq, found.snapshot)
         return True
+
+    def cut(self, seq: Sequence, count: int) -> int:
+        """How many of its next ``count`` tokens a step computes: up to where a snapshot is due.
+
+        That it is made then is planned here, and booked by ``book_state``.
+        """
+        point = self.next_snapshot(seq)
+        if self.states is None or point > seq.num_computed + count:
+            return count
+        self.states.plan(seq)
+        return point - seq.num_computed
+
+    def next_snapshot(self, seq: Sequence, coming: int = 0) -> int:
+        """After which position the next snapshot is due, ``coming`` tokens from now; see
+        ``state_slots``."""
+        done, points = seq.num_computed + coming, []
+        if self.states is None or not self.states.num_snapshots:
+            return sys.maxsize
+        if self.prefix_caching and (not done or seq.kv_spans.single_version() == self.version):
+            every = self.states.every * self.block_size
+            points += [(done // every + 1) * every, seq.branch * self.block_size]
+        if points or seq.forks:
+            points.append(self._prompt_end(seq))
+        return min((point for point in points if point > done), default=sys.maxsize)
+
+    def book_state(self, seq: Sequence) -> None:
+        """The step is over that saved the state of ``seq``; called after ``publish``."""
+        assert self.states is not None
+        hashed = seq.hashed_blocks * self.block_size == seq.num_computed
+        forks = seq.forks and seq.num_computed == self._prompt_end(seq)
+        self.states.book(seq, seq.chain_hash if hashed else b"", forks)
 
     def grow(self, seq: Sequence, coming: int = 0) -> bool:
         """Make room for all known and ``coming`` tokens, or change nothing and say False."""
@@ -150,12 +210,17 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's full prompt blocks, all but the prompt's last token, with ``child``.
 
-        The rest of the prompt is computed again by the child. The parent has computed its prompt.
+        The rest of the prompt is computed again by the child, from the state that the parent holds
+        where there are states. The parent has computed its prompt.
         """
         assert not child.block_table
-        count = (child.prompt_len - 1) // self.block_size
+        count = self._prompt_end(child) // self.block_size
         if not count:
             return
+        if self.states is not None:
+            if parent.held_state is None:
+                return  # there was no slot to save it in: the child computes all
+            self.states.hold(child, parent.held_state)
         child.block_table = parent.block_table[:count]
         for block in child.block_table:
             self._take(block)
@@ -203,12 +268,17 @@ class BlockManager:
                 self._free[block_id] = None
                 if not block.hash:  # nothing to find in it: reuse it before the cached ones
                     self._free.move_to_end(block_id, last=False)
+        if self.states is not None:
+            self.states.release(seq)
         seq.forget_kv()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the books agree with the tables of all live sequences."""
         held: Counter[int] = Counter()
-        for seq in sequences:
+        live = list(sequences)
+        if self.states is not None:
+            self.states.check_integrity(live)
+        for seq in live:
             assert len(set(seq.block_table)) == len(seq.block_table), f"{seq}: a block twice"
             assert len(seq.block_table) >= self._blocks_for(seq.num_computed), f"{seq}: too few"
             assert seq.kv_spans.length == seq.num_computed, f"{seq}: spans do not cover its KV"
@@ -222,6 +292,8 @@ class BlockManager:
 
     def _start_from(self, root: CacheRoot) -> None:
         self._chains += 1
+        if self.states is not None:
+            self.states.forget()
         self.root = root
         self._root = root.digest(self._salt, self._chains, _DIGEST_BYTES)
 
@@ -231,6 +303,8 @@ class BlockManager:
         if block.hash:
             if self._by_hash.get(block.hash) == block_id:
                 del self._by_hash[block.hash]
+                if self.states is not None:
+                    self.states.forget(block.hash)
             block.forget()
         block.ref_count = 1
         return block_id
@@ -240,6 +314,10 @@ class BlockManager:
         if block.ref_count == 0:
             del self._free[block_id]
         block.ref_count += 1
+
+    def _prompt_end(self, seq: Sequence) -> int:
+        """Where the last full block ends within a prompt but for its last token."""
+        return (seq.prompt_len - 1) // self.block_size * self.block_size
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

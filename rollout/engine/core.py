@@ -20,10 +20,11 @@ from rollout.engine.executors import Executor, gather_replies, make_executor
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
-from rollout.engine.kv_cache import MemoryPlan, plan_memory, size_kv
+from rollout.engine.kv_cache import KVSize, MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import Call, OutputProcessor, Sink
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.state_slots import StateSlots
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
@@ -64,6 +65,7 @@ class EngineCore:
         self.counters = EngineCounters()
         self.model_config: ModelConfig
         self.memory: MemoryPlan
+        self.kv_size: KVSize
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         self.num_kv_blocks = 0
@@ -103,7 +105,8 @@ class EngineCore:
             executor.start()
             self.rank_info = [reply for reply, _ in self._ask("info", {}, config.start_timeout)]
             self._build(executor)
-            self._ask("init_kv", {"num_blocks": self.num_kv_blocks}, config.start_timeout)
+            sizes = {"num_blocks": self.num_kv_blocks, "num_states": self.kv_size.num_states}
+            self._ask("init_kv", sizes, config.start_timeout)
         except BaseException:
             self.close()
             raise
@@ -115,9 +118,11 @@ class EngineCore:
 
     def _build(self, executor: Executor) -> None:
         config = self.config
-        size = size_kv(config, self.model_config.max_position_embeddings, self.rank_info)
+        size = self.kv_size = size_kv(
+            config, self.model_config.max_position_embeddings, self.rank_info
+        )
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
-        self.memory = plan_memory(config, size.num_blocks, self.rank_info)
+        self.memory = plan_memory(config, size, self.rank_info)
         log.info("memory %s; seed %d", self.memory, self.seed)
         self._warn_of_nonfinite()
         self.eos_ids = self._eos_ids()
@@ -132,12 +137,15 @@ class EngineCore:
             vocab_size = self.model_config.vocab_size
             self.grammars = Grammars(self.tokenizer.path, vocab_size, self.eos_ids)
         self._build_images()
+        states = None
+        if size.running:
+            states = StateSlots(size.running, size.snapshots, config.state_snapshot_blocks)
         self.blocks = BlockManager(
             size.num_blocks, config.block_size, salt=self.epoch,
-            prefix_caching=config.enable_prefix_caching,
+            prefix_caching=config.enable_prefix_caching, states=states,
         )  # fmt: skip
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=config.max_num_seqs,
+            self.blocks, max_num_seqs=size.running or config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )  # fmt: skip
         self.outputs = OutputProcessor(
@@ -253,6 +261,7 @@ class EngineCore:
             preemptions_total=self.scheduler.preemptions,
             prefix_cache_queries_total=self.blocks.query_tokens,
             prefix_cache_hits_total=self.blocks.hit_tokens,
+            **self._state_stats(),
             requests_finished=dict(count.finished),
             nan_logits_total=count.nan_logits,
             epoch=self.epoch,
@@ -271,6 +280,17 @@ class EngineCore:
             weight_update_errors=tuple(count.update_errors),
             **({} if self._encoder is None else self._encoder.figures.stats()),
         )
+
+    def _state_stats(self) -> dict[str, int]:
+        states = self.blocks.states
+        if states is None:
+            return {}
+        return {
+            "state_snapshots": states.num_kept,
+            "state_snapshot_hits_total": states.hits,
+            "state_snapshot_saves_total": states.saved,
+            "state_snapshot_evictions_total": states.evicted,
+        }
 
     # ---- what an update uses ----
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from rollout.config import EngineConfig
+from rollout.engine.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.config import ModelConfig
 from rollout.models.forward import LayerKV
@@ -18,7 +19,7 @@ from rollout.models.forward import LayerKV
 class KVShape:
     """What one block holds on this rank: keys and values of ``block_size`` positions.
 
-    ``tensors``: 2, or 1 where values are a part of the keys.
+    ``num_layers``: those that have pages. ``tensors``: 2, or 1 where values are a part of the keys.
     """
 
     num_layers: int
@@ -34,8 +35,8 @@ class KVShape:
         model.check_blocks(block_size)
         tensors, heads, elements = model.cached_heads(ranks)
         return cls(
-            num_layers=model.num_layers, tensors=tensors, kv_heads=heads, block_size=block_size,
-            head_dim=elements, dtype=dtype,
+            num_layers=model.num_layers - len(model.recurrent_layers), tensors=tensors,
+            kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
         )  # fmt: skip
 
     @property
@@ -45,13 +46,15 @@ class KVShape:
 
 
 class KVCache:
-    """Allocates the pages, and drops and takes them again around a sleep.
+    """Allocates the pages, and drops and takes them again around a sleep; so with ``states``.
 
     Contents are uninitialised and do not survive a sleep. Allocated once, not per step.
     """
 
-    def __init__(self, shape: KVShape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
+    def __init__(
+        self, shape: KVShape, device: torch.device, states: StateCache | None = None
+    ) -> None:
+        self.shape, self.device, self.states = shape, device, states
         self.num_blocks = 0
         self._layers: list[LayerKV] = []
 
@@ -62,8 +65,8 @@ class KVCache:
             raise EngineClosed("this rank has no KV cache: the engine is asleep or not started")
         return self._layers
 
-    def allocate(self, num_blocks: int) -> None:
-        """Take ``num_blocks`` blocks in place of any there were."""
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
+        """Take ``num_blocks`` blocks, and as many slots of states, in place of any there were."""
         shape = self.shape
         self.free()
         pages = (num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
@@ -79,16 +82,22 @@ class KVCache:
                 f"no memory for {num_blocks} KV blocks ({need / 2**20:.0f} MiB); set a smaller "
                 f"kv_cache_bytes or num_kv_blocks ({error})"
             ) from error
+        if self.states is not None:
+            self.states.allocate(num_states)
+            for layer, slots in sorted(self.states.layers.items()):
+                self._layers.insert(layer, slots)
         self.num_blocks = num_blocks
 
     def free(self) -> None:
         """Drop the pages; ``num_blocks`` remembers how many to take again."""
         self._layers = []
+        if self.states is not None:
+            self.states.free()
 
     def restore(self) -> None:
         """After ``free``: take as many blocks as before."""
         if not self._layers and self.num_blocks:
-            self.allocate(self.num_blocks)
+            self.allocate(self.num_blocks, 0 if self.states is None else self.states.num_slots)
 
 
 CPU_DEFAULT_BYTES = 4 << 30
@@ -98,40 +107,66 @@ DEVICE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """``num_blocks`` per rank, and the ``max_model_len`` that they can hold for one sequence."""
+    """``num_blocks`` per rank, and the ``max_model_len`` that they can hold for one sequence.
+
+    Of recurrent states, where there are any: slots of ``running`` sequences, which are the most
+    that run at a time, and of ``snapshots``.
+    """
 
     num_blocks: int
     max_model_len: int
+    running: int = 0
+    snapshots: int = 0
+
+    @property
+    def num_states(self) -> int:
+        return self.running + self.snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of the largest rank. ``undo`` is the most it can be, and always in host memory."""
+    """Bytes of the largest rank. ``undo`` is the most it can be, and always in host memory.
+
+    ``states``: of the recurrent states of ``running`` sequences and of ``snapshots``.
+    """
 
     weights: int
     staging: int
     undo: int
     kv: int
+    states: int
+    running: int
+    snapshots: int
     where: str  # the device of the weights
     staging_where: str
     undo_by: str
 
     def to_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("weights", "staging", "undo", "kv")}
+        names = ("weights", "staging", "undo", "kv", *(("states",) if self.states else ()))
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         undo = f"{mib(self.undo)} of host memory at most" if self.undo else "nothing more"
         return (
             f"of each rank: {mib(self.weights)} of weights on {self.where}, {mib(self.staging)} "
             f"for staging on {self.staging_where}, undo={self.undo_by!r} takes {undo}, "
-            f"{mib(self.kv)} of KV cache"
+            f"{mib(self.kv)} of KV cache" + self._of_states
+        )
+
+    @property
+    def _of_states(self) -> str:
+        if not self.states:
+            return ""
+        return (
+            f", {mib(self.states)} of recurrent states: {self.running} of sequences, "
+            f"{self.snapshots} snapshots"
         )
 
 
 def plan_memory(
-    config: EngineConfig, num_blocks: int, ranks: Sequence[Mapping[str, Any]]
+    config: EngineConfig, size: KVSize, ranks: Sequence[Mapping[str, Any]]
 ) -> MemoryPlan:
-    """What each use takes, with the ranks' start replies and the KV blocks decided on."""
+    """What each use takes, with the ranks' start replies and the sizes decided on."""
     where = str(ranks[0]["device"])
     on_cpu = where.startswith("cpu")
     weights = max(int(reply["weight_bytes"]) for reply in ranks)
@@ -140,7 +175,10 @@ def plan_memory(
         weights=weights,
         staging=0 if config.staging == "none" else weights,
         undo=_undo_bytes(config, weights),
-        kv=num_blocks * max(int(reply["kv_block_bytes"]) for reply in ranks),
+        kv=size.num_blocks * max(int(reply["kv_block_bytes"]) for reply in ranks),
+        states=size.num_states * _slot_bytes(ranks),
+        running=size.running,
+        snapshots=size.snapshots,
         where=where,
         staging_where="cpu" if host or on_cpu else where,
         undo_by=config.undo,
@@ -151,8 +189,9 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
     """Decide from the settings, the model's own ``longest`` context and the ranks' start replies.
 
     A reply has ``free_bytes`` (now, with the weights loaded), ``weight_bytes``, ``kv_block_bytes``
-    and ``device``; on a device of its own also ``host_free_bytes``. The shadow's bytes are reserved
-    first unless ``staging="none"``, and those of ``undo``. A ``max_model_len`` that was asked for
+    and ``device``; on a device of its own also ``host_free_bytes``, of a model with recurrent
+    states ``state_slot_bytes``. The shadow's bytes are reserved first unless ``staging="none"``,
+    and those of ``undo``, then those of states. A ``max_model_len`` that was asked for
     must fit; one that was not is cut to what fits. Raises ``ConfigError`` with the sizes.
     """
     for reply in ranks:
@@ -162,6 +201,9 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
         raise ConfigError(
             f"max_model_len {wanted} is above the model's own maximum of {longest} tokens"
         )
+    running, snapshots = _state_slots(config, ranks)
+    taken = (running + snapshots) * _slot_bytes(ranks)
+    ranks = [{**reply, "state_bytes": taken} for reply in ranks]
     blocks = config.num_kv_blocks or min(_affordable(config, reply, len(ranks)) for reply in ranks)
     _check_asked(config, blocks, ranks)
     most = -(-wanted // config.block_size) * config.max_num_seqs
@@ -179,7 +221,41 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
                 "kv_cache_bytes / num_kv_blocks"
             )
         wanted = room
-    return KVSize(blocks, wanted)
+    return KVSize(blocks, wanted, running, snapshots)
+
+
+def _slot_bytes(ranks: Sequence[Mapping[str, Any]]) -> int:
+    return max(int(reply.get("state_slot_bytes", 0)) for reply in ranks)
+
+
+def _state_slots(config: EngineConfig, ranks: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Slots of recurrent states: of running sequences, and as many or more of snapshots.
+
+    By default one of each for ``max_num_seqs``, if they fit beside a KV cache; fewer slots are
+    fewer sequences that run at a time.
+    """
+    each, asked = _slot_bytes(ranks), config.state_cache_bytes
+    if not each:
+        return 0, 0
+    spare = min(_spare(config, reply, len(ranks)) for reply in ranks)
+    if asked is not None and not 2 * each <= asked <= spare:
+        raise ConfigError(
+            f"state_cache_bytes={asked} must be from {2 * each} (the states of one sequence and "
+            f"one snapshot) to the {mib(spare)} that are free beside the weights, staging and undo"
+        )
+    share = spare // 4 if asked is None else asked
+    if asked is None and _on_cpu(ranks[0]):
+        share = min(CPU_DEFAULT_BYTES, share)
+    slots = share // each
+    if asked is None:
+        slots = min(slots, 2 * config.max_num_seqs)
+    if slots < 2:
+        raise ConfigError(
+            f"too little memory for recurrent states: a sequence takes {mib(each)} per rank, and "
+            f"a quarter of {mib(spare)} is theirs; use more ranks, or set state_cache_bytes"
+        )
+    running = min(config.max_num_seqs, slots // 2)
+    return running, slots - running
 
 
 def _check_asked(config: EngineConfig, blocks: int, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -212,16 +288,17 @@ def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> in
     weights = int(reply["weight_bytes"])
     shadow = 0 if config.staging == "none" else weights
     undo = _undo_bytes(config, weights)
+    states = int(reply.get("state_bytes", 0))
     if _on_cpu(reply):  # ranks of one host share its memory; each device has its own
         free = int(reply["free_bytes"]) // num_ranks
         _check_room(config, shadow, undo, free, "")
-        return free - shadow - undo
+        return free - shadow - undo - states
     free = int(reply["free_bytes"])
     host_free = int(reply.get("host_free_bytes", 0)) // num_ranks
     on_host = shadow if config.staging == "host" else 0
     _check_room(config, shadow - on_host, 0, free, f" on {reply['device']}")
     _check_room(config, on_host, undo, host_free, " of host memory")
-    return free - (shadow - on_host)
+    return free - (shadow - on_host) - states
 
 
 def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: str) -> None:

@@ -70,7 +70,7 @@ class Scheduler:
         for seq in samples:
             self._waiting[seq.seq_id] = seq
         if others:
-            self._unforked[first.seq_id] = others
+            self._unforked[first.seq_id], first.forks = others, True
 
     def schedule(self) -> ScheduledBatch:
         """The next step's work, with blocks reserved for it; no entries when nothing can run."""
@@ -82,6 +82,8 @@ class Scheduler:
         budget = self._schedule_running(batch.entries)
         if self.preemptions == before:
             self._admit(batch.entries, budget)
+        if self.blocks.states is not None:
+            batch.restores = self.blocks.states.take_restores()
         return batch
 
     def schedule_ahead(self, last: ScheduledBatch) -> ScheduledBatch:
@@ -103,6 +105,8 @@ class Scheduler:
             seq = entry.sequence
             if seq.reads_tokens or seq.seq_id in self._unforked or not entry.draws_alone:
                 return batch
+            if self.blocks.next_snapshot(seq, coming=1) == seq.num_computed + 2:
+                return batch  # what a step saves is booked before the next
             if seq.num_tokens + 1 < seq.max_len:
                 going_on.append((row, seq))
         if all(self.blocks.grow(seq, coming=1) for _, seq in going_on):
@@ -119,6 +123,8 @@ class Scheduler:
             seq.advance(entry.num_new, batch.version)
             if seq.num_computed - seq.hashed_blocks * size >= size:
                 self.blocks.publish(seq)
+            if seq.saving is not None:
+                self.blocks.book_state(seq)
             if (
                 self._unforked
                 and seq.seq_id in self._unforked
@@ -140,6 +146,7 @@ class Scheduler:
             self._wait_again(siblings[0])
             if siblings[1:]:
                 self._unforked[siblings[0].seq_id] = siblings[1:]
+                siblings[0].forks = True
 
     def recompute(self) -> None:
         """Drop the KV of all sequences."""
@@ -173,12 +180,17 @@ class Scheduler:
             if known - seq.num_computed > 1:
                 prefills.append(seq)
             elif known <= len(seq.block_table) * size or self._make_room(seq):
-                entries.append(ScheduledEntry(seq, 1))
+                entries.append(ScheduledEntry(seq, self.blocks.cut(seq, 1)))
                 budget -= 1
         for seq in prefills:
             if budget:  # none of these was preempted since: the victims are newer
-                budget -= _schedule_chunk(entries, seq, budget)
+                budget -= self._schedule_chunk(entries, seq, budget)
         return budget
+
+    def _schedule_chunk(self, entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
+        count = self.blocks.cut(seq, min(seq.num_tokens - seq.num_computed, budget))
+        entries.append(ScheduledEntry(seq, count))
+        return count
 
     def _admit(self, entries: list[ScheduledEntry], budget: int) -> None:
         if not budget or len(self.running) >= self._max_seqs or self._next_heap() is None:
@@ -201,7 +213,7 @@ class Scheduler:
             del self._waiting[seq.seq_id]
             seq.status = Status.RUNNING
             insort(self.running, seq, key=_BY_ID)
-            budget -= _schedule_chunk(entries, seq, budget)
+            budget -= self._schedule_chunk(entries, seq, budget)
             in_flight.add(seq)
         for heap, seq in put_off:
             heapq.heappush(heap, (seq.seq_id, seq))
@@ -259,6 +271,9 @@ class Scheduler:
             if seq.status is Status.WAITING:
                 self.blocks.fork(first, seq)
                 self._wait_again(seq)
+        first.forks = False
+        if self.blocks.states is not None:
+            self.blocks.states.drop_hold(first)
 
 
 class PauseState:
@@ -361,9 +376,3 @@ def _top(heap: list[tuple[int, Sequence]]) -> Sequence | None:
     while heap and heap[0][1].status is not Status.WAITING:
         heapq.heappop(heap)
     return heap[0][1] if heap else None
-
-
-def _schedule_chunk(entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
-    count = min(seq.num_tokens - seq.num_computed, budget)
-    entries.append(ScheduledEntry(seq, count))
-    return count

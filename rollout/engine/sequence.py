@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.images.positions import ImagePositions
+from rollout.engine.snapshot import Snapshot
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 
 
@@ -33,6 +34,11 @@ class Sequence:
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
     plus the leading None. ``hidden_state``: of the prompt's last token, once it is computed.
+
+    Of a model with recurrent states: ``state_slot`` is this sequence's while it runs,
+    ``held_state`` a snapshot that it or its forks go on from, ``saving`` one that the step at hand
+    makes, ``branch`` the blocks of a known prefix that ended in none; ``forks``: other samples go
+    on from this one's prompt.
     """
 
     seq_id: int
@@ -56,6 +62,11 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     hashed_blocks: int = 0  # how many leading blocks are in the hash chain
     chain_hash: bytes = b""
+    state_slot: int = -1
+    held_state: Snapshot | None = None
+    saving: Snapshot | None = None
+    branch: int = 0
+    forks: bool = False
     kv_spans: SpanBuilder = field(default_factory=lambda: SpanBuilder())
     weight_versions: SpanBuilder = field(default_factory=lambda: SpanBuilder())
     raw: list[float] = field(default_factory=list)
@@ -198,13 +209,14 @@ class ScheduledBatch:
     ``number`` counts up by one from step to step. ``previous_rows``, of a step that is begun before
     the one ahead of it has ended: for each entry (which all have one token) the row of that step
     that draws it. Until that step is booked, ``start``, ``stop`` and the lengths of its sequences
-    are less than they will be.
+    are less than they will be. ``restores``: slots of recurrent states to be copied first.
     """
 
     entries: list[ScheduledEntry] = field(default_factory=list)
     version: int = 0
     number: int = 0
     previous_rows: list[int] | None = None
+    restores: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def rows_running(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from rollout.kernels.add_rms_norm import add_rms_norm
 from rollout.kernels.batch_invariant_linear import batch_invariant_linear
+from rollout.kernels.causal_conv import causal_conv
 from rollout.kernels.copy_into_box import copy_into_box
 from rollout.kernels.copy_regions import copy_regions
 from rollout.kernels.diff_update import diff_update
@@ -10,6 +11,7 @@ from rollout.kernels.digest_regions import DigestedAs, digest_regions
 from rollout.kernels.filter_logits import filter_logits
 from rollout.kernels.fused_experts import fused_experts
 from rollout.kernels.gap_codes import decode_gaps, encode_gaps
+from rollout.kernels.gated_delta_rule import gated_delta_rule
 from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
 from rollout.kernels.nontemporal_copy import nontemporal_copy
@@ -27,6 +29,7 @@ __all__ = [
     "add_rms_norm",
     "batch_invariant_attention",
     "batch_invariant_linear",
+    "causal_conv",
     "copy_into_box",
     "copy_regions",
     "decode_gaps",
@@ -36,6 +39,7 @@ __all__ = [
     "encode_gaps",
     "filter_logits",
     "fused_experts",
+    "gated_delta_rule",
     "gated_linear",
     "linear",
     "nontemporal_copy",

@@ -134,6 +134,18 @@ class VisionArch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaArch:
+    """Gated delta nets in the layers that ``layer_types`` calls linear; their sizes have one name
+    everywhere.
+
+    ``fused``: files have all projections in two tensors, head by head, ``in_proj_qkvz`` and
+    ``in_proj_ba``, instead of part by part in four.
+    """
+
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """One architecture, declared in a file of ``architectures/`` under its Hugging Face name.
 
@@ -171,9 +183,12 @@ class Arch:
     ``attn_temperature_tuning`` is off. ``mrope``: a position has a time, a row and a column, each
     turning ``mrope_section`` of a head's pairs, one after the other or "interleaved".
 
+    ``gated``: ``q_proj`` has a gate behind each head, whose sigmoid multiplies what it attends to.
+
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
-    them behind the others, and nothing here takes them. ``texts``: it is the text model within a
-    multimodal one, what the ``model_type`` of its ``text_config`` says. ``vision``: images, too.
+    them behind the others, and nothing here takes them. ``passed_over``: how the names of others
+    begin that nothing here takes. ``texts``: it is the text model within a multimodal one, what the
+    ``model_type`` of its ``text_config`` says. ``vision``: images, too.
     """
 
     qkv_bias: Switch = ("attention_bias", False)
@@ -212,7 +227,10 @@ class Arch:
     grown: bool = False
     mrope: Literal["sections", "interleaved"] | None = None
     next_layers: str | None = None
+    passed_over: tuple[str, ...] = ()
     latent: LatentArch | None = None
+    delta: DeltaArch | None = None
+    gated: bool = False
     moe: MoEArch | None = None
     texts: Mapping[str, Arch] | None = None
     vision: VisionArch | None = None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention, Turn
 from rollout.models.layers.base import Build
+from rollout.models.layers.delta_net import GatedDeltaNet
 from rollout.models.layers.embedding import Embedding
 from rollout.models.layers.latent_attention import LatentAttention
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
@@ -37,7 +38,8 @@ class GatedMLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention and feed-forward, with norms before or after each as ``BlockNorms`` has them.
+    """Attention, or what mixes tokens in its place, and feed-forward, with norms before or after
+    each as ``BlockNorms`` has them.
 
     The residual sum travels beside the last block's output. ``feed_forward`` (default: a
     ``GatedMLP``) is the submodule ``name``, as the checkpoint has it.
@@ -53,8 +55,9 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.names, self.parallel = build.config.arch.norms, build.config.arch.parallel
         self.scale = build.config.residual_scale
-        latent = build.config.latent is not None
-        self.self_attn = LatentAttention(build) if latent else Attention(build, index)
+        recurrent = index in build.config.recurrent_layers
+        self.mixer_name = "linear_attn" if recurrent else "self_attn"
+        self.add_module(self.mixer_name, _mixer(build, index))
         self.mlp_name = name
         self.add_module(name, feed_forward or GatedMLP(build))
         names = self.names
@@ -69,7 +72,7 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         names = self.names
         x, residual = self._before(names.before_attention, x, residual)
-        out = self.self_attn(x, turn, batch, kv)
+        out = getattr(self, self.mixer_name)(x, turn, batch, kv)
         if self.parallel:
             return self._scaled(out + getattr(self, self.mlp_name)(x)), residual
         x = self._scaled(self._after(names.after_attention, out))
@@ -95,6 +98,13 @@ class DecoderBlock(nn.Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x * self.scale
+
+
+def _mixer(build: Build, index: int) -> nn.Module:
+    config = build.config
+    if index in config.recurrent_layers:
+        return GatedDeltaNet(build)
+    return LatentAttention(build) if config.latent is not None else Attention(build, index)
 
 
 class Decoder(nn.Module):

@@ -109,8 +109,10 @@ class CausalLM(Model):
         if alone and self.native_blocks is not None and not are_watched():
             x, residual = self.native_blocks(x, *turns[0], batch, kv)
         else:
-            block = kv[0].k.shape[2]
-            of = {c: within_chunks(batch, c, block) if c else batch for c in set(self.chunk_of)}
+            of = {
+                c: within_chunks(batch, c, kv[0].k.shape[2]) if c else batch
+                for c in set(self.chunk_of)
+            }
             batches = [of[chunk] for chunk in self.chunk_of]
             x, residual = self.model(x, [turns[i] for i in self.rotary_of], batches, kv)
         rows = batch.logit_rows

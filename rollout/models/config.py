@@ -13,6 +13,7 @@ import torch
 from rollout.errors import ConfigError
 from rollout.models.arch import Arch, Scale
 from rollout.models.config_reader import Reader
+from rollout.models.delta_config import DeltaConfig, read_delta
 from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, read_layers
 from rollout.models.moe_config import MoEConfig, read_moe
@@ -56,6 +57,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
     arch: Arch = field(default_factory=Arch)
     activation: str = "silu"
@@ -123,6 +125,7 @@ class ModelConfig:
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             latent=latent,
+            delta=None if arch.delta is None else read_delta(read),
             moe=None if arch.moe is None else read_moe(read, arch.moe),
             prefixes=_prefixes(read, arch, outer.texts is not None),
             arch=arch,
@@ -191,11 +194,21 @@ class ModelConfig:
                 f"Number of key/value heads ({self.num_kv_heads}) must be divisible by tensor "
                 f"parallel size ({size}), or divide it (they are then replicated)."
             )
+        if self.delta is not None and self.delta.key_heads % size:
+            raise ConfigError(
+                f"Number of linear attention key heads ({self.delta.key_heads}) must be divisible "
+                f"by tensor parallel size ({size})."
+            )
         if self._has_dense_layers and self.intermediate_size % size:
             raise ConfigError(
                 f"Intermediate size ({self.intermediate_size}) must be divisible by tensor "
                 f"parallel size ({size})."
             )
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that carry a state instead of keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent)
 
     @property
     def _has_dense_layers(self) -> bool:
@@ -276,6 +289,7 @@ def _refuse_unsupported(read: Reader) -> None:
 
 def _prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
     found = dict(PREFIXES) if nested else {}
+    found |= dict.fromkeys(arch.passed_over, "")
     if arch.next_layers:
         first = read.count("num_hidden_layers")
         further = read.count(arch.next_layers, 0, least=0)

@@ -31,6 +31,7 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
         f"tensor_parallel_size={build.tp.size} (at most {MAX_RANKS})": build.tp.size > MAX_RANKS,
         "mixtures of experts": config.moe is not None,
         "latent attention": config.latent is not None,
+        "layers with a recurrent state": bool(config.recurrent_layers),
         f"{foreign}, a model class from elsewhere": foreign is not None,
         f"attention heads of {config.head_dim}, {config.num_heads} over "
         f"{config.num_kv_heads} (at most {MAX_DIM}, {MAX_GROUP} to one)": wide,

@@ -32,11 +32,17 @@ class ForwardBatch:
     block_tables: Tensor  # [sequences, max_blocks] int32, padded with 0
     logit_rows: Tensor  # [rows] int64: the tokens whose logits are wanted
     visual: VisualRows | None = None
+    state_slots: Tensor | None = None  # [sequences] int32: of recurrent states, where there are any
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's pages, written in place; of latent attention one tensor, which is both."""
+    """What one layer keeps, written in place: pages; of latent attention one tensor, which is both.
+
+    Of a layer with a recurrent state ``k`` is the inputs that its convolution still needs, ``v``
+    the state, of each slot: [slots, channels of this rank, width - 1], and float32
+    [slots, heads of this rank, key_dim, dim].
+    """
 
     k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]
     v: Tensor  # the same

@@ -26,6 +26,7 @@ NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_
 # transformers' own, of a file without them; of heads of 128.
 MROPE_SECTIONS = {"sections": (16, 24, 24), "interleaved": (24, 20, 20)}
 SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,14 @@ class LayerConfig:
     """The attention of one layer; ``window``: the keys a query sees, itself included, 0 for all.
 
     ``chunk``: of the positions it sees those since the last multiple of that; 0 for all.
+    ``recurrent``: it does not attend, but carries a state from token to token.
     """
 
     window: int
     rope: RopeConfig
     chunk: int = 0
     growth: QueryGrowth | None = None
+    recurrent: bool = False
 
 
 def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
@@ -80,6 +83,7 @@ def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
             rope=ropes[kind] if turn else RopeConfig(kind="none"),
             chunk=chunk if kind == CHUNKED else 0,
             growth=growth if every or not turn else None,
+            recurrent=kind == LINEAR,
         )
         for kind, turn in zip(types, turns, strict=True)
     )
@@ -110,11 +114,17 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
             f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(given)} "
             "layers; make them agree"
         )
+    if arch.delta is not None:
+        every = read.count("full_attention_interval", 4)
+        made = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+        return _known(read, LINEAR, FULL) if given else made
     if arch.chunked:
         if not values.get("attention_chunk_size"):
             return [FULL] * layers
         turns = _turning(read, arch, layers)
-        return _known(read) if given else [CHUNKED if turn else FULL for turn in turns]
+        return (
+            _known(read, CHUNKED, FULL) if given else [CHUNKED if turn else FULL for turn in turns]
+        )
     slides = bool(values.get("sliding_window", arch.sliding_window))
     if arch.slides == "switched":
         slides = slides and read.flag("use_sliding_window")
@@ -123,7 +133,7 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
     if arch.slides == "always":
         return [SLIDES] * layers
     if given is not None:
-        return _known(read)
+        return _known(read, SLIDES, FULL)
     if arch.slides == "switched":
         first = read.count("max_window_layers", 0, least=0)
         return [SLIDES if layer >= first else FULL for layer in range(layers)]
@@ -131,10 +141,10 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
     return [FULL if every and (i + 1) % every == 0 else SLIDES for i in range(layers)]
 
 
-def _known(read: Reader) -> list[str]:
-    """``layer_types``."""
+def _known(read: Reader, *kinds: str) -> list[str]:
+    """``layer_types``, each one of ``kinds``."""
     types = read.names("layer_types")
-    if unknown := [kind for kind in types if kind not in (SLIDES, FULL, CHUNKED)]:
+    if unknown := [kind for kind in types if kind not in kinds]:
         raise ConfigError(f"{read.file}: layer_types has {unknown[0]!r}, which nothing here is")
     return types
 

@@ -129,6 +129,8 @@ def knows(arch: Arch) -> bool:
         and arch.no_rope is None
         and arch.moe is None
         and arch.latent is None
+        and arch.delta is None
+        and not arch.gated
     )
 
 

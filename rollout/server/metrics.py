@@ -18,6 +18,7 @@ from rollout.metrics import EngineStats, HistogramSnapshot
 GAUGES = (
     ("running", "running_requests", "num_requests_running", "Requests being generated"),
     ("waiting", "waiting_requests", "num_requests_waiting", "Requests waiting to be admitted"),
+    ("state_snapshots", "state_snapshots", None, "Snapshots of recurrent states"),
     ("kv_usage", "kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
     ("num_kv_blocks", "kv_blocks", None, "KV blocks of each rank"),
     ("weight_version", "weight_version", None, "Version of the live weights"),
@@ -35,6 +36,9 @@ COUNTERS = (
     ("prefix_cache_hits_total", "prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     ("encoder_cache_queries_total", None, "Images that engine steps needed"),
     ("encoder_cache_hits_total", None, "Images whose features were kept from an earlier step"),
+    ("state_snapshot_hits_total", None, "Sequences that went on from a snapshot of states"),
+    ("state_snapshot_saves_total", None, "Snapshots of states made"),
+    ("state_snapshot_evictions_total", None, "Snapshots of states that made room for others"),
     ("nan_logits_total", None, "Samples that ended because their logits were NaN"),
     ("weight_updates_total", None, "Committed weight updates"),
     ("weight_updates_failed_total", None, "Aborted weight updates"),

@@ -13,6 +13,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import choose_device
 from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
+from rollout.engine.state_cache import StateShape
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import library, native_status
@@ -80,6 +81,7 @@ def check(config: EngineConfig) -> Preflight:
         "host_free_bytes": available_bytes(torch.device("cpu")),
         "weight_bytes": weight_bytes,
         "kv_block_bytes": kv.block_bytes,
+        "state_slot_bytes": StateShape.of(model, ranks, dtype).slot_bytes,
         "device": str(device),
     }
     size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
@@ -91,7 +93,7 @@ def check(config: EngineConfig) -> Preflight:
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
         kv_bytes_per_token=kv.block_bytes // config.block_size, free_bytes=free,
-        memory=plan_memory(config, size.num_blocks, [rank]),
+        memory=plan_memory(config, size, [rank]),
         kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
     )  # fmt: skip
 

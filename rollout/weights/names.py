@@ -18,8 +18,9 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 ADAPTER = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"})
 # Derived from the configuration, never trained; some old checkpoints and models still carry it.
 DERIVED = frozenset({"inv_freq"})
-# Added to scores in float32, and held so by trainers: steps of its training are lost in bfloat16.
-WIDE = frozenset({"e_score_correction_bias"})
+# Held in float32 by trainers, and read so here: steps of their training are lost in bfloat16. They
+# are added to scores, or say how fast a state decays.
+WIDE = frozenset({"e_score_correction_bias", "A_log", "dt_bias"})
 
 
 def file_form(name: str) -> str:

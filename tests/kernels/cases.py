@@ -45,6 +45,7 @@ def all_cases() -> Iterator[Case]:
     yield from _scans()
     yield from _filters()
     yield from _experts()
+    yield from _deltas()
     yield from _exchanges()
     yield from _draws()
 
@@ -333,6 +334,54 @@ def _experts() -> Iterator[Case]:
             return x, w13, w2, *rest, b13, b2, (1.7, 0.6)
 
         yield Case("fused_experts", f"{size}, biased, clamped, transposed", biased)
+
+
+def scanned(
+    sequences: list[tuple[int, int]], seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slots, starts and lengths of (new tokens, context) pairs, and how many tokens there are."""
+    count = len(sequences)
+    slots = torch.randperm(count + 2, generator=torch.Generator().manual_seed(seed))[:count].int()
+    starts = torch.tensor([0, *(n for n, _ in sequences)]).cumsum(0).int()
+    lengths = torch.tensor([context for _, context in sequences], dtype=torch.int32)
+    return slots, starts, lengths, starts[-1]
+
+
+def delta(
+    sequences: list[tuple[int, int]], key_heads: int, heads: int, key_dim: int, dim: int,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of ``gated_delta_rule``; q, k and v are views of one tensor."""
+    slots, starts, lengths, tokens = scanned(sequences)
+    columns = 2 * key_heads * key_dim, heads * dim
+    mixed = _randn(int(tokens), sum(columns) + 3).to(dtype)
+    keys = mixed[:, : columns[0]].unflatten(1, (2, key_heads, key_dim))
+    v = mixed[:, columns[0] : sum(columns)].unflatten(1, (heads, dim))
+    gates = -_randn(int(tokens), heads, seed=1).exp() / 2
+    betas = _randn(int(tokens), heads, seed=2).sigmoid()
+    states = _randn(len(sequences) + 2, heads, key_dim, dim, seed=3)
+    return keys[:, 0], keys[:, 1], v, gates, betas, states, slots, starts, lengths
+
+
+def _deltas() -> Iterator[Case]:
+    mixes = {
+        "chunks and decodes": [(5, 5), (1, 9), (7, 30), (1, 1)],
+        "one token": [(1, 40)],
+        "nothing": [],
+    }
+    for name, sequences in mixes.items():
+        for channels, width in ((37, 4), (128, 2)):
+
+            def conv(t: torch.dtype, s=sequences, c=channels, w=width) -> tuple[Any, ...]:
+                slots, starts, lengths, tokens = scanned(s)
+                x, states = _randn(int(tokens), c + 5), _randn(len(s) + 2, c, w - 1, seed=1)
+                weight = _randn(c, w, seed=2)
+                return x.to(t)[:, 2 : c + 2], weight.to(t), states.to(t), slots, starts, lengths
+
+            yield Case("causal_conv", f"{name}, {channels}x{width}", conv, (2,), returns=True)
+        for shape in ((2, 4, 16, 16), (1, 3, 20, 37), (2, 2, 128, 128)):
+            made = lambda t, s=sequences, h=shape: delta(s, *h, t)  # noqa: E731
+            yield Case("gated_delta_rule", f"{name}, {shape}", made, (5,), returns=True)
 
 
 def _exchanges() -> Iterator[Case]:

@@ -72,7 +72,11 @@ class Session:
         tensors, heads, elements = config.cached_heads(tp.size)
         shape = (self.tables.numel(), heads, BLOCK, elements)
         self.kv = []
-        for _ in range(config.num_layers):
+        self.slots = torch.arange(len(sequences), dtype=torch.int32).flip(0) + 1
+        for layer in range(config.num_layers):
+            if layer in config.recurrent_layers:
+                self.kv.append(_states(model, len(sequences) + 2))
+                continue
             k = torch.full(shape, 7.0, dtype=model.build.dtype)
             self.kv.append(LayerKV(k, k if tensors == 1 else k.clone()))
 
@@ -107,4 +111,13 @@ class Session:
             torch.tensor(lengths, dtype=torch.int32),
             self.tables[active],
             torch.arange(len(ids)),
+            state_slots=self.slots[active],
         )
+
+
+def _states(model: Model, slots: int) -> LayerKV:
+    """One layer's states, holding what nothing may read."""
+    assert model.config.delta is not None
+    inputs, state = model.config.delta.state_shapes(model.tp.size)
+    k = torch.full((slots, *inputs), 7.0, dtype=model.build.dtype)
+    return LayerKV(k, torch.full((slots, *state), 7.0))

@@ -39,6 +39,7 @@ SHAPES = {
         "attention_bias": True,
     },
     "minimax_m2": {},
+    "qwen3_next": {},
     "olmoe": {},
     "deepseek_v3": {},
     "deepseek_v3, queries of the hidden state, one dense layer, yarn": {

@@ -10,7 +10,7 @@ from engine_ranks import Engine, same
 from manual_update import ManualUpdate
 
 from rollout.config import EngineConfig
-from rollout.engine.kv_cache import plan_memory, size_kv
+from rollout.engine.kv_cache import KVSize, plan_memory, size_kv
 from rollout.engine.worker.rollback import RollbackSnapshot
 from rollout.errors import (
     ChecksumMismatch,
@@ -302,12 +302,14 @@ def test_what_undo_takes_is_planned_and_refused_where_it_does_not_fit() -> None:
             size_kv(config(undo), 64, [gpu, gpu])
     with pytest.raises(ConfigError, match="staging='host'"):
         size_kv(config("shadow", "host"), 64, [gpu, gpu])
-    plan = plan_memory(config("host"), 4, [cpu, cpu])
+    plan = plan_memory(config("host"), KVSize(4, 64), [cpu, cpu])
     assert plan.to_dict() == {
         "weights": 10 * mib, "staging": 10 * mib, "undo": 10 * mib, "kv": 4 * mib
     }  # fmt: skip
     assert "undo='host' takes 10.0 MiB of host memory at most" in str(plan)
-    assert "undo='shadow' takes nothing more" in str(plan_memory(config("shadow"), 4, [cpu]))
+    assert "undo='shadow' takes nothing more" in str(
+        plan_memory(config("shadow"), KVSize(4, 64), [cpu])
+    )
 
 
 def weight_bytes(rank) -> int:

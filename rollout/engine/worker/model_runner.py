@@ -20,6 +20,7 @@ from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.sampling.fused_sampler import make_sampler
+from rollout.engine.state_cache import StateCache, StateShape
 from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.weight_instances import ModelInstances
@@ -66,14 +67,15 @@ class ModelRunner:
         self.gives_hidden_states = live.gives_hidden_states
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
-        own = isinstance(live.policy, CausalLM)
+        own = isinstance(live.policy, CausalLM) and not self.model_config.recurrent_layers
         self._captures = wants_graphs(config, self.device, own)
         self._graphs: DecodeGraphs | None = None
         self.instances = ModelInstances(
             live, self._build, shadow, config.undo, pinned=self._captures
         )
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype)
-        self.kv = KVCache(shape, self.device)
+        self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
+        self.kv = KVCache(shape, self.device, self.states)
         self.sampler = make_sampler(self.device)
         self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
@@ -84,6 +86,7 @@ class ModelRunner:
         return {
             "weight_bytes": self.weight_bytes,
             "kv_block_bytes": self.kv.shape.block_bytes,
+            "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
             "host_free_bytes": available_bytes(torch.device("cpu")),
             "seconds": self.load_seconds,
@@ -105,6 +108,7 @@ class ModelRunner:
                 batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
             if "images" in args:
                 batch = replace(batch, visual=self._visual(args["images"], tensors.get("pixels")))
+            self.states.copy(tensors.get("state_restores"))
             hidden: Tensor | None = None
             if "hidden_rows" in tensors:
                 live = self.instances.live
@@ -112,6 +116,7 @@ class ModelRunner:
                 hidden = states[to_device(tensors["hidden_rows"], self.device)].float()
             else:
                 logits = self.forward(batch)
+            self.states.copy(tensors.get("state_saves"))
             if self.tp.rank:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
                 return lambda: ({"version": version}, {})
@@ -185,7 +190,7 @@ class ModelRunner:
         moved = {
             f.name: getattr(batch, f.name).to(self.device, non_blocking=True)
             for f in fields(ForwardBatch)
-            if f.name != "visual"
+            if f.name != "visual" and getattr(batch, f.name) is not None
         }
         visual = batch.visual
         if visual is not None:

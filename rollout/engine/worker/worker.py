@@ -157,8 +157,8 @@ class Worker:
         return self.info(args)
 
     def init_kv(self, args: Args) -> dict[str, Any]:
-        """Allocate ``num_blocks`` KV blocks."""
-        self.runner.kv.allocate(int(args["num_blocks"]))
+        """Allocate ``num_blocks`` KV blocks, and ``num_states`` slots of recurrent states."""
+        self.runner.kv.allocate(int(args["num_blocks"]), int(args.get("num_states", 0)))
         self.runner.capture()
         return {}
 

@@ -38,6 +38,7 @@ class Attention(nn.Module):
         self.growth = config.layers[index].growth
         self.attend = batch_invariant_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
+        self.gated = config.arch.gated
         inputs = config.num_heads * config.head_dim
         self.o_proj = RowLinear(build, inputs, config.hidden_size, config.o_bias)
         normalised = config.qk_norm
@@ -48,7 +49,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        wide = self.heads * (2 if self.gated else 1)
+        q, k, v = heads.split((wide, self.kv_heads, self.kv_heads), dim=1)
+        if self.gated:
+            q, gate = q.unflatten(1, (self.heads, 2)).unbind(2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normalise(q, k)
         if self.turned:
@@ -70,6 +74,8 @@ class Attention(nn.Module):
             self.softcap,
             None if self.sinks is None else self.sinks(),
         )  # [T, heads, head_dim]
+        if self.gated:
+            out = out * torch.sigmoid(gate)
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
 

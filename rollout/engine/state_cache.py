@@ -1,0 +1,83 @@
+"""The recurrent states of one rank's sequences, beside its KV pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from rollout.engine.memory import to_device
+from rollout.errors import ConfigError
+from rollout.models.config import ModelConfig
+from rollout.models.forward import LayerKV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What one slot holds on this rank, in each of ``layers``: of one sequence or snapshot."""
+
+    layers: tuple[int, ...]  # their numbers
+    inputs: tuple[int, ...]  # of a convolution, in ``dtype``
+    state: tuple[int, ...]  # float32: what is rounded would differ by how often it was stored
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, ranks: int, dtype: torch.dtype) -> Self:
+        """Of each of ``ranks``; a model without such layers has slots of no bytes."""
+        inputs, state = ((), ()) if model.delta is None else model.delta.state_shapes(ranks)
+        layers = model.recurrent_layers
+        return cls(layers=layers, inputs=inputs, state=state, dtype=dtype)
+
+    @property
+    def slot_bytes(self) -> int:
+        each = prod(self.inputs) * self.dtype.itemsize + prod(self.state) * 4
+        return len(self.layers) * each
+
+
+class StateCache:
+    """Allocates the slots, copies one to another, and drops and takes them around a sleep.
+
+    Contents are uninitialised and do not survive a sleep. Addresses are fixed while allocated.
+    """
+
+    def __init__(self, shape: StateShape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.num_slots = 0
+        self.layers: dict[int, LayerKV] = {}
+
+    def allocate(self, num_slots: int) -> None:
+        """Take ``num_slots`` slots in place of any there were."""
+        shape = self.shape
+        self.free()
+        try:
+            for layer in shape.layers:
+                inputs = torch.empty(
+                    (num_slots, *shape.inputs), dtype=shape.dtype, device=self.device
+                )
+                state = torch.empty((num_slots, *shape.state), device=self.device)
+                self.layers[layer] = LayerKV(inputs, state)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.free()
+            need = num_slots * shape.slot_bytes
+            raise ConfigError(
+                f"no memory for the states of {num_slots} sequences ({need / 2**20:.0f} MiB); set "
+                f"a smaller state_cache_bytes or max_num_seqs ({error})"
+            ) from error
+        self.num_slots = num_slots
+
+    def free(self) -> None:
+        """Drop the slots; ``num_slots`` remembers how many to take again."""
+        self.layers = {}
+
+    def copy(self, pairs: Tensor | None) -> None:
+        """Each of the ``pairs`` [n, 2] of slots (from, to): none is in both columns, and none is
+        copied to twice."""
+        if pairs is None or not len(pairs):
+            return
+        source, target = to_device(pairs, self.device).long().unbind(1)
+        for layer in self.layers.values():
+            for states in (layer.k, layer.v):
+                states[target] = states[source]

@@ -1,0 +1,140 @@
+"""Which slot of the recurrent states belongs to which sequence, and which snapshots are kept.
+
+A recurrent state has no positions: a prefix can be taken up only where a snapshot was made. One is
+made where a block ends, at every so many blocks, at the last one within a prompt, and where a
+prompt was seen to leave a known path (the scheduler ends a chunk there); it is found by the hash of
+that block, as the block is, and what holds for blocks (one version, one ``CacheRoot``) holds for
+it. The nearest at or below the known blocks is a hit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from rollout.engine.sequence import Sequence
+from rollout.engine.snapshot import Snapshot
+
+
+class StateSlots:
+    """Bookkeeping of ``num_running`` slots for sequences and ``num_snapshots`` behind them.
+
+    Touches no tensor: what is to be copied travels with the steps. ``every``: blocks between the
+    snapshots of a long sequence. The least recently used snapshot makes room for the next.
+    """
+
+    def __init__(self, num_running: int, num_snapshots: int, every: int) -> None:
+        self.num_running, self.num_snapshots, self.every = num_running, num_snapshots, every
+        self.hits = self.saved = self.evicted = 0
+        self.restores: list[tuple[int, int]] = []  # for the next step, before it computes
+        self._free = list(range(num_running))[::-1]
+        self._spare = list(range(num_running, num_running + num_snapshots))[::-1]
+        self._found: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
+
+    @property
+    def num_kept(self) -> int:
+        """Snapshots that can be found."""
+        return len(self._found)
+
+    def nearest(self, digests: list[bytes]) -> tuple[int, Snapshot | None]:
+        """How many of a chain's blocks the last snapshot on it covers, and that snapshot."""
+        for count in range(len(digests), 0, -1):
+            if (snapshot := self._found.get(digests[count - 1])) is not None:
+                return count, snapshot
+        return 0, None
+
+    def admit(self, seq: Sequence, found: Snapshot | None) -> None:
+        """A slot for ``seq``, which goes on from ``found``, or from what it holds, or from zero."""
+        start = found or seq.held_state
+        seq.state_slot = self._free.pop()
+        if start is None:
+            return
+        self.restores.append((start.slot, seq.state_slot))
+        if found is not None:
+            self.hits += 1
+            self._found.move_to_end(found.digest)
+        self.drop_hold(seq)
+
+    def hold(self, seq: Sequence, snapshot: Snapshot) -> None:
+        """Keep ``snapshot`` for ``seq``, in place of what it held."""
+        snapshot.holders += 1
+        self.drop_hold(seq)
+        seq.held_state = snapshot
+
+    def drop_hold(self, seq: Sequence) -> None:
+        held, seq.held_state = seq.held_state, None
+        if held is not None:
+            held.holders -= 1
+            self._free_unheld(held)
+
+    def plan(self, seq: Sequence) -> None:
+        """Have the state of ``seq`` after the next step saved, if a slot can be had for it."""
+        if not self._spare:
+            oldest = next((s for s in self._found.values() if not s.holders), None)
+            if oldest is None:
+                return
+            self.evicted += 1
+            self._unlink(oldest)
+        seq.saving = Snapshot(self._spare.pop())
+
+    def book(self, seq: Sequence, digest: bytes, hold: bool) -> None:
+        """What was planned is saved, after the block found by ``digest`` (empty: by nothing).
+
+        ``hold``: keep it for ``seq``, too, which is to be forked there.
+        """
+        snapshot, seq.saving = seq.saving, None
+        if snapshot is None:
+            return
+        self.saved += 1
+        if digest and digest not in self._found:
+            snapshot.digest = digest
+            self._found[digest] = snapshot
+        if hold:
+            self.hold(seq, snapshot)
+        else:
+            self._free_unheld(snapshot)
+
+    def release(self, seq: Sequence) -> None:
+        """Take back the slot of ``seq``, what it holds, and what was to be saved of it."""
+        if seq.state_slot >= 0:
+            self._free.append(seq.state_slot)
+        saving, seq.state_slot, seq.saving = seq.saving, -1, None
+        if saving is not None:
+            self._free_unheld(saving)
+        self.drop_hold(seq)
+
+    def forget(self, digest: bytes | None = None) -> None:
+        """The snapshot of ``digest``, or none at all (None), is found again."""
+        if digest is None:
+            for snapshot in list(self._found.values()):
+                self._unlink(snapshot)
+        elif digest in self._found:
+            self._unlink(self._found[digest])
+
+    def take_restores(self) -> list[tuple[int, int]]:
+        """What the step that is made now copies first."""
+        taken, self.restores = self.restores, []
+        return taken
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every slot is one sequence's, a snapshot's or free."""
+        live = list(sequences)
+        running = [seq.state_slot for seq in live if seq.state_slot >= 0]
+        assert sorted(running + self._free) == list(range(self.num_running)), "running slots"
+        kept = {id(s): s for s in self._found.values()}
+        kept |= {id(s): s for seq in live for s in (seq.held_state, seq.saving) if s is not None}
+        slots = [snapshot.slot for snapshot in kept.values()]
+        total = range(self.num_running, self.num_running + self.num_snapshots)
+        assert sorted(slots + self._spare) == list(total), "snapshot slots"
+        for snapshot in kept.values():
+            holders = sum(seq.held_state is snapshot for seq in live)
+            assert snapshot.holders == holders, f"{snapshot.slot}: wrong number of holders"
+
+    def _unlink(self, snapshot: Snapshot) -> None:
+        del self._found[snapshot.digest]
+        snapshot.digest = b""
+        self._free_unheld(snapshot)
+
+    def _free_unheld(self, snapshot: Snapshot) -> None:
+        if not snapshot.holders and not snapshot.digest:
+            self._spare.append(snapshot.slot)
