@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
 from rollout.engine.updates.begin_check import check_request
+from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
-from rollout.engine.updates.switch import Switch
 from rollout.errors import (
     DeadlineExceeded,
     EngineBroken,

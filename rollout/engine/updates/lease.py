@@ -15,20 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from rollout.engine.executors import gather_replies
+from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.ended import Outcome
-from rollout.engine.updates.sealed import Sealed
-from rollout.errors import (
-    IncompleteUpdate,
-    RolloutError,
-    TransferFailed,
-    VersionConflict,
-)
+from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
 from rollout.weight_sync.protocol.bucket import check_size
-from rollout.weight_sync.protocol.digests import (
-    combine,
-    compare,
-)
+from rollout.weight_sync.protocol.digests import compare
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -216,7 +208,8 @@ class Lease:
         started = time.perf_counter()
         try:
             self._drain(request)
-            receipt = self._sealed.receipt(of, request)  # nothing may fail once it is live
+            # Nothing may fail once it is live.
+            receipt = self._sealed.receipt(of.metadata, of.engine.epoch, request)
             self._enter("committing")
             of.advance(self, "committing")
             held = self._sealed.held
@@ -310,19 +303,11 @@ class Lease:
         request, of = self._live("seal"), self._of
         for index in sorted(self._waiting):
             self.wait(index, request.timeout)
-        started = time.perf_counter()
         try:
-            args = {"update_id": request.update_id, "num_buckets": num_buckets}
-            replies = gather_replies(of.engine.call("stage_seal", args), "seal", request.timeout)
-            votes = [reply for reply, _ in replies]
-            held = combine([vote["digests"] for vote in votes])
-            seal = judge(held)
-            sealed = Sealed(seal, votes, held, time.perf_counter() - started)
-            sealed.check_finite(of)
+            self._sealed = take_votes(of.engine, request, num_buckets, judge)
         except BaseException as error:
             self.abort(str(error))
             raise
-        self._sealed = sealed
         of.advance(self, "staged")
 
     def _live(self, phase: str) -> UpdateRequest:

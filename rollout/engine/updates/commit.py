@@ -1,20 +1,126 @@
-"""The commit: what was staged becomes live on all ranks between two steps, or nothing changes."""
+"""The vote and the commit: what was staged becomes live on all ranks between two steps, or none."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
-from rollout.errors import ChecksumMismatch, DeadlineExceeded, EngineBroken, RolloutError
-from rollout.weight_sync.protocol.digests import combine
-from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    EngineBroken,
+    RolloutError,
+    WeightMismatch,
+)
+from rollout.weight_sync.protocol.digests import check_finite, combine, total
+from rollout.weight_sync.protocol.messages import (
+    ComponentReceipt,
+    RankReceipt,
+    Seal,
+    UpdateReceipt,
+    UpdateRequest,
+)
+from rollout.weights import TensorMeta
+from rollout.weights.components import component_of
 
 T = TypeVar("T")
+
+
+def take_votes(
+    engine: EngineCore,
+    request: UpdateRequest,
+    num_buckets: int,
+    judge: Callable[[Mapping[str, int]], Seal],
+) -> Sealed:
+    """Every rank's vote, and ``judge``'s on the digests they hold; either can refuse.
+
+    What the ranks, as they digested it, found to be no number is refused, too; copies count once.
+    """
+    started = time.perf_counter()
+    args = {"update_id": request.update_id, "num_buckets": num_buckets}
+    replies = gather_replies(engine.call("stage_seal", args), "seal", request.timeout)
+    votes = [reply for reply, _ in replies]
+    held = combine([vote["digests"] for vote in votes])
+    seal, seconds = judge(held), time.perf_counter() - started
+    try:
+        check_finite(combine([vote["nonfinite"] for vote in votes]))
+    except WeightMismatch:
+        engine.record_nonfinite()
+        raise
+    return Sealed(seal, votes, held, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What all ranks have voted for; ``held``: digest per tensor of all that they will hold."""
+
+    seal: Seal
+    votes: list[dict[str, Any]]
+    held: dict[str, int]
+    seconds: float
+
+    def receipt(
+        self, metadata: Mapping[str, TensorMeta], epoch: int, request: UpdateRequest
+    ) -> UpdateReceipt:
+        """All of the receipt but for the times of the commit."""
+        seal = self.seal
+        names = [name for name in seal.digests if name in metadata]
+        assert request.version is not None
+        return UpdateReceipt(
+            components=self._components(metadata, names),
+            version=request.version,
+            epoch=epoch,
+            digest=total(seal.digests[name] for name in names),
+            num_tensors=len(names),
+            num_bytes=sum(metadata[name].nbytes for name in names),
+            wire_bytes=seal.wire_bytes,
+            timings={
+                "gather": seal.gather_seconds,
+                "transfer": seal.transfer_seconds,
+                "stage": max(vote["stage_seconds"] for vote in self.votes),
+                "verify": self.seconds,
+            },
+            ranks=tuple(
+                RankReceipt(
+                    rank=rank,
+                    version=request.version,
+                    digest=total(row[3] for row in vote["digests"]),
+                    num_bytes=vote["num_bytes"],
+                )
+                for rank, vote in enumerate(self.votes)
+            ),
+            update_id=request.update_id,
+            transport=request.transport,
+            label=request.label,
+            details={
+                **seal.details,
+                "rank_digest_seconds": f"{max(v['verify_seconds'] for v in self.votes):.6f}",
+            },
+        )
+
+    def _components(
+        self, metadata: Mapping[str, TensorMeta], names: list[str]
+    ) -> dict[str, ComponentReceipt]:
+        """What was sent, by component; nothing where the engine has but one."""
+        if len({component_of(name) for name in metadata}) == 1:
+            return {}
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            parts.setdefault(component_of(name), []).append(name)
+        return {
+            component: ComponentReceipt(
+                digest=total(self.seal.digests[name] for name in found),
+                num_tensors=len(found),
+                num_bytes=sum(metadata[name].nbytes for name in found),
+            )
+            for component, found in parts.items()
+        }
 
 
 class Switch:
