@@ -324,6 +324,12 @@ class EngineCore:
         """Memory from which a tensor of a call reaches the ranks without a copy, if there is."""
         return None if self._executor is None else self._executor.room(nbytes)
 
+    @property
+    def reads_on(self) -> str:
+        """The device of the only rank, where it runs in this process; else ""."""
+        inside = self._executor is not None and self._executor.runs_here
+        return str(self.rank_info[0]["device"]) if inside else ""
+
     def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
         """Run ``fn`` in the engine's thread between two steps; boundaries keep their order."""
         return self.loop.at_boundary(fn)

@@ -12,6 +12,7 @@ import torch
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.errors import ChecksumMismatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +53,7 @@ def _engine(path: Path, **settings: Any) -> Rollout:
         "max_num_seqs": 4,
         "cuda_graph_sizes": (4,),
     }
-    return Rollout(str(path), dtype="float32", **{"device": "cuda", **options, **settings})
+    return Rollout(str(path), **{"dtype": "float32", "device": "cuda", **options, **settings})
 
 
 def _model(path: Path) -> Any:
@@ -206,6 +207,52 @@ def test_another_process_on_the_same_gpu_updates_the_engine(
         assert done.stdout.split()[-1] == wanted
         assert engine.weight_version == 1
         assert _tokens(engine) != before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_on_the_engines_own_device_reads_the_tensors_where_they_lie(
+    tiny_qwen3: Path, trained: Any, dtype: str
+) -> None:
+    """Cast on the way; what is not contiguous, or elsewhere, is packed, and the receipt says so."""
+    held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
+    with _engine(tiny_qwen3, dtype=dtype) as engine:
+        engine.update_weights(trained)  # from the host
+        wanted = _tokens(engine)
+        for _ in range(2):  # the second finds the tables of the first
+            receipt = engine.update_weights(held)
+            assert receipt.details["read_in_place"] == f"{receipt.num_tensors} tensors"
+            assert "packed_because" not in receipt.details
+            assert _tokens(engine) == wanted
+        odd = {
+            name: x.mT.contiguous().mT if name.endswith("q_proj.weight") else x
+            for name, x in held.items()
+        }
+        receipt = engine.update_weights(
+            {**odd, "model.norm.weight": held["model.norm.weight"].cpu()}
+        )
+        assert receipt.details["read_in_place"] == f"{receipt.num_tensors - 2} tensors"
+        assert receipt.details["packed_because"] == "it is not contiguous"
+        assert _tokens(engine) == wanted
+        assert not engine.check_weights(trained).differing
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(tiny_qwen3: Path, trained: Any) -> None:
+    """A digest is taken before the copy, and of the copy: what came between shows."""
+    from rollout.weight_sync.transports.inline import InlineSender
+
+    held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
+    announce = InlineSender.in_place
+
+    def late(self: Any, channel: Any, header: Any, regions: Any) -> None:
+        held["model.norm.weight"][3] += 1
+        announce(self, channel, header, regions)
+
+    with _engine(tiny_qwen3) as engine, pytest.MonkeyPatch.context() as patch:
+        before = _tokens(engine)
+        patch.setattr(InlineSender, "in_place", late)
+        with pytest.raises(ChecksumMismatch, match=r"model\.norm\.weight"):
+            engine.update_weights(held)
+        assert _tokens(engine) == before
 
 
 def test_deterministic_decoding_does_not_depend_on_the_batch(tiny_qwen3: Path) -> None:

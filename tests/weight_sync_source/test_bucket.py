@@ -16,9 +16,11 @@ from rollout.weight_sync.protocol.bucket import (
     ALIGNMENT,
     BucketPacker,
     check_size,
+    read_in_place,
     unpack,
 )
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
+from rollout.weight_sync.transports.inline import InlineReceiver
 from rollout.weights import Box, TensorPiece
 from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import DTYPES
@@ -166,6 +168,54 @@ def test_a_malformed_entry_is_refused_before_memory_is_touched(
     list(unpack(BucketHeader(0, (ENTRY,), 128), payload))
     with pytest.raises(TransferFailed, match="bucket 0"):
         unpack(BucketHeader(0, (dataclasses.replace(ENTRY, **change),), 128), payload)
+
+
+LYING = BucketEntry("t", torch.float32, (4, 4), Box((1, 0), (3, 4)), 64, 32, region=1)
+
+
+def test_an_entry_is_read_where_it_lies_in_its_region() -> None:
+    regions = [torch.zeros(8, dtype=torch.uint8), torch.arange(32.0).view(torch.uint8)]
+    [(name, piece)] = read_in_place(BucketHeader(0, (LYING,), 0), regions)
+    assert (name, piece.box) == ("t", LYING.box)
+    assert torch.equal(piece.values, torch.arange(16.0, 24.0).view(2, 4))
+    assert piece.values.data_ptr() == regions[1].data_ptr() + 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 97},
+        {"offset": 100},
+        {"offset": 65},
+        {"offset": 1 << 62},
+        {"region": 0},
+        {"region": 2},
+        {"region": None},
+        {"sparse": 1},
+        {"nbytes": 28},
+        {"box": Box((0, 0), (4, 4))},
+        {"dtype": torch.float16},
+        {"name": ""},
+    ],
+)
+def test_an_entry_that_reaches_beyond_its_region_is_refused(change: dict[str, object]) -> None:
+    regions = [torch.zeros(16, dtype=torch.uint8), torch.arange(32.0).view(torch.uint8)]
+    header = BucketHeader(3, (dataclasses.replace(LYING, **change),), 0)
+    with pytest.raises(TransferFailed, match="bucket 3"):
+        read_in_place(header, regions)
+
+
+def test_a_bucket_that_carries_bytes_has_no_entry_elsewhere() -> None:
+    with pytest.raises(TransferFailed, match="lies elsewhere"):
+        unpack(BucketHeader(0, (LYING,), 128), torch.zeros(128, dtype=torch.uint8))
+
+
+def test_tensors_of_another_process_are_not_read_in_place() -> None:
+    receiver = InlineReceiver()
+    header = BucketHeader(0, (LYING,), 0)
+    for carried in ({}, {"payload": torch.zeros(96, dtype=torch.uint8)}):
+        with pytest.raises(TransferFailed, match="without the tensors"):
+            receiver.regions(header, carried)
 
 
 def test_overlapping_entries_and_payloads_of_another_length_are_refused() -> None:

@@ -23,6 +23,7 @@ class Executor(Protocol):
     """
 
     size: int
+    runs_here: bool  # the only rank is in this process, and reads memory of its callers
     on_death: Callable[[WorkerDied], None] | None
 
     def start(self) -> None:

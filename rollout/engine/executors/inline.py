@@ -30,6 +30,7 @@ class InlineExecutor:
     """
 
     size = 1
+    runs_here = True
 
     def __init__(self, config: EngineConfig) -> None:
         if config.tensor_parallel_size != 1:

@@ -32,6 +32,8 @@ class MultiprocessExecutor:
     ``shared_memory`` False keeps them on sockets.
     """
 
+    runs_here = False
+
     def __init__(self, config: EngineConfig, *, shared_memory: bool = True) -> None:
         self.size = config.tensor_parallel_size
         self.on_death: Callable[[WorkerDied], None] | None = None

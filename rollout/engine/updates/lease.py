@@ -122,13 +122,23 @@ class Lease:
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         if self._replays is not None or self._comes_again(header, payload):
             return
+        self._announce(header, None if payload is None else {"payload": payload})
+
+    @property
+    def reads_on(self) -> str:
+        return self._of.engine.reads_on
+
+    def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
+        assert self.reads_on, "its rank is elsewhere"
+        self._announce(header, {str(index): region for index, region in enumerate(regions)})
+
+    def _announce(self, header: BucketHeader, carried: Mapping[str, Tensor] | None) -> None:
         request = self._live("bucket")
         if self._accepted.bounded:
             check_size(header, request.bucket_bytes)
         while len(self._waiting) >= _AHEAD * self._accepted.senders + _AHEAD:
             self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
         args = {"update_id": request.update_id, "header": to_plain(header)}
-        carried = None if payload is None else {"payload": payload}
         self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
 
     def wait(self, index: int, timeout: float) -> None:

@@ -7,7 +7,7 @@ in the order in which the engine announced them; steps go on meanwhile on its ma
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
 from rollout.models.weight_load import WeightLoad
-from rollout.weight_sync.protocol.bucket import unpack
+from rollout.weight_sync.protocol.bucket import Unpacked, read_in_place, unpack
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 from rollout.weight_sync.transports import find
-from rollout.weight_sync.transports.base import EngineRank, Receiver
+from rollout.weight_sync.transports.base import EngineRank, InPlaceReceiver, Receiver
 from rollout.weight_sync.transports.vllm import make_member
 from rollout.weight_sync.transports.vllm_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot
@@ -111,12 +111,8 @@ class RankUpdates:
                     f"rank {self._rank}: bucket {header.index} came where "
                     f"{update.next_index} was due"
                 )
-            carried = tensors.get("payload")
-            payload = update.receiver.receive(header, carried, update.request.timeout)
+            values = update.values(header, tensors)
             started = time.perf_counter()
-            sparse = update.request.encoding == "delta"
-            limit = update.request.bucket_bytes
-            values = unpack(header, payload, sparse=sparse, inflate=limit)
             update.session.feed(values, together=True)
             update.seconds += time.perf_counter() - started
             update.next_index += 1
@@ -215,6 +211,19 @@ class _Staging:
         self.request, self.session, self.receiver, self.live = request, session, receiver, live
         self.next_index = 0
         self.seconds = 0.0
+
+    def values(
+        self, header: BucketHeader, carried: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Unpacked]]:
+        """What an announced bucket holds, once it has been received or where the sender has it."""
+        receiver, request = self.receiver, self.request
+        if not header.is_in_place:
+            payload = receiver.receive(header, carried.get("payload"), request.timeout)
+            sparse, limit = request.encoding == "delta", request.bucket_bytes
+            return unpack(header, payload, sparse=sparse, inflate=limit)
+        if not isinstance(receiver, InPlaceReceiver):
+            raise TransferFailed(f"{request.transport} carries buckets, and reads nothing in place")
+        return read_in_place(header, receiver.regions(header, carried))
 
 
 class _DropOnError:

@@ -144,6 +144,27 @@ class BucketPacker:
         self.num_tensors += 1
         self.num_bytes += at
 
+    def in_place(
+        self, parts: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[tuple[BucketHeader, Sequence[Tensor]]]:
+        """One bucket of contiguous tensors that are read where they lie, each a region of its own.
+
+        What was begun before it must have been flushed.
+        """
+        assert not self._entries
+        regions = [flat_bytes(tensor) for _, tensor in parts]
+        entries = []
+        for index, (name, tensor) in enumerate(parts):
+            _check(name, tensor)
+            shape, size = tuple(tensor.shape), regions[index].numel()
+            box = Box.full(shape)
+            entries.append(BucketEntry(name, tensor.dtype, shape, box, 0, size, region=index))
+            self.num_tensors += 1
+            self.num_bytes += size
+        header = BucketHeader(self.num_buckets, tuple(entries), 0)
+        self.num_buckets += 1
+        yield header, regions
+
     def add_delta(self, name: str, delta: CodedDelta) -> Iterator[tuple[BucketHeader, Tensor]]:
         """Copy changes in, at most ``bucket_bytes`` of them; they are never cut."""
         assert delta.nbytes <= self.bucket_bytes
@@ -245,6 +266,36 @@ def unpack(
     return _views(header, payload)
 
 
+def read_in_place(
+    header: BucketHeader, regions: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor | TensorPiece]]:
+    """The tensors of a bucket whose entries lie in ``regions`` (uint8, flat), as views of them.
+
+    Everything is checked before the first view is made: an entry that would reach beyond its
+    region is a ``TransferFailed``, not a bad address.
+    """
+    where = f"bucket {header.index}"
+    if header.nbytes or len(header.entries) > MAX_ENTRIES:
+        raise TransferFailed(f"{where}: length or number of entries is out of bounds")
+    for entry in header.entries:
+        if wrong := _problem_in_place(entry, regions):
+            raise TransferFailed(f"{where}, {entry.name!r:.200}: {wrong}")
+    return _views_in_place(header, regions)
+
+
+def _views_in_place(
+    header: BucketHeader, regions: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor | TensorPiece]]:
+    for entry in header.entries:
+        assert entry.region is not None
+        raw = regions[entry.region][entry.offset : entry.offset + entry.nbytes]
+        values = raw.view(entry.dtype).view(entry.box.shape)
+        if entry.box == Box.full(entry.shape):
+            yield entry.name, values
+        else:
+            yield entry.name, TensorPiece(entry.shape, entry.dtype, entry.box, values)
+
+
 def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Unpacked]]:
     for entry in header.entries:
         raw = payload[entry.offset : entry.offset + entry.nbytes]
@@ -284,14 +335,10 @@ def check_header(header: BucketHeader) -> None:
 
 
 def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
-    if not entry.name or len(entry.name) > MAX_NAME:
-        return "empty or overlong name"
-    if entry.dtype not in _DTYPES:
-        return f"dtype {entry.dtype} has no wire form"
-    if len(entry.shape) > MAX_DIMS or any(n < 0 or n >= 1 << 48 for n in entry.shape):
-        return f"shape {entry.shape} is out of bounds"
-    if not entry.box.fits(entry.shape):
-        return f"box {entry.box.starts}:{entry.box.stops} lies outside shape {entry.shape}"
+    if wrong := _problem_of_any(entry):
+        return wrong
+    if entry.region is not None:
+        return "it lies elsewhere, in a bucket that carries its bytes"
     if entry.sparse:
         if wrong := problem(entry):
             return wrong
@@ -301,6 +348,35 @@ def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
         return f"offset {entry.offset} is not a multiple of {ALIGNMENT}"
     if entry.offset < end or entry.offset + entry.nbytes > length:
         return f"bytes {entry.offset}+{entry.nbytes} overlap or lie outside {length}"
+    return None
+
+
+def _problem_in_place(entry: BucketEntry, regions: Sequence[Tensor]) -> str | None:
+    if wrong := _problem_of_any(entry):
+        return wrong
+    if entry.region is None or entry.region >= len(regions) or entry.sparse:
+        return "it lies in no region of this bucket"
+    region = regions[entry.region]
+    if entry.nbytes != entry.box.numel * entry.dtype.itemsize:
+        return f"{entry.nbytes} bytes are not {entry.box.shape} of {entry.dtype}"
+    if region.dtype != torch.uint8 or region.dim() != 1 or not region.is_contiguous():
+        return f"its region is {region.dtype} {list(region.shape)}, expected flat uint8"
+    if entry.offset + entry.nbytes > region.numel():
+        return f"bytes {entry.offset}+{entry.nbytes} lie outside its region of {region.numel()}"
+    if entry.nbytes and (region.data_ptr() + entry.offset) % entry.dtype.itemsize:
+        return f"its address is no multiple of {entry.dtype.itemsize}"
+    return None
+
+
+def _problem_of_any(entry: BucketEntry) -> str | None:
+    if not entry.name or len(entry.name) > MAX_NAME:
+        return "empty or overlong name"
+    if entry.dtype not in _DTYPES:
+        return f"dtype {entry.dtype} has no wire form"
+    if len(entry.shape) > MAX_DIMS or any(n < 0 or n >= 1 << 48 for n in entry.shape):
+        return f"shape {entry.shape} is out of bounds"
+    if not entry.box.fits(entry.shape):
+        return f"box {entry.box.starts}:{entry.box.stops} lies outside shape {entry.shape}"
     return None
 
 

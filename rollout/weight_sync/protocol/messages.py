@@ -13,8 +13,9 @@ but for one that was sealed with a ``fence``: it is PREPARED then and waits for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from msgspec import Meta
@@ -144,7 +145,8 @@ class BucketEntry:
 
     ``sparse`` is 0 for a box of values. Else the entry overwrites ``count`` elements of the box,
     whose gaps are coded in ``sparse`` bytes each; see ``delta``. ``inflated`` is the length before
-    compression, 0 where there is none.
+    compression, 0 where there is none. ``region``: where the values lie row-major from ``offset``
+    of that region of the bucket, which is read in place, and not in the payload.
     """
 
     name: Text
@@ -156,6 +158,7 @@ class BucketEntry:
     sparse: Annotated[int, Meta(ge=0, le=8)] = 0
     count: Count = 0
     inflated: Count = 0
+    region: Count | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,11 @@ class BucketHeader:
     entries: Many[BucketEntry]
     nbytes: Count
     messages: Many[Message] = ()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether nothing was packed: all entries lie in regions of the sender's memory."""
+        return bool(self.entries) and all(entry.region is not None for entry in self.entries)
 
     def share(self, rank: int) -> BucketHeader:
         """This bucket as engine rank ``rank`` receives it."""
@@ -281,6 +289,23 @@ class WeightChannel(Protocol):
 
     def close(self) -> None:
         """End the lease; an update that has not committed is aborted. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class InPlaceChannel(Protocol):
+    """A channel to a rank that may read tensors of this process where they lie on a device."""
+
+    @property
+    def reads_on(self) -> str:
+        """The device of the only rank, where it runs in this process; else ""."""
+        ...
+
+    def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
+        """Announce a bucket whose entries lie in ``regions``, uint8 and flat, on that device.
+
+        What was asked of the device for them is done; they stay as they are until ``wait``.
+        """
         ...
 
 

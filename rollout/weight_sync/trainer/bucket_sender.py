@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -22,8 +22,9 @@ from rollout.weight_sync.protocol.messages import BucketHeader, Seal, WeightChan
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.base import Sender
-from rollout.weights import Shape
+from rollout.weights import CASTABLE, Shape
 
+IN_PLACE_BYTES = 2 << 30  # announced at once: the ranks copy while the next are digested
 MIN_ZERO_COPY = 4 << 20  # bytes; shorter tensors are copied together into one bucket
 
 Packed = Iterator[tuple[BucketHeader, Tensor]]
@@ -78,12 +79,13 @@ class BucketSender:
     while the next bucket is gathered.
     ``digests``: whether to digest buckets as they are sent. ``zero_copy``: whether large tensors
     may be read where they lie. ``joined``: this is not the update's first stream, and ends alone.
+    ``wire``: the dtype that a tensor of that name and dtype is digested as.
     """
 
     def __init__(
         self, channel: WeightChannel, sender: Sender, stats: TransferStats, *,
         bucket_bytes: int, timeout: float, digests: bool = False, zero_copy: bool = False,
-        joined: bool = False,
+        joined: bool = False, wire: Callable[[str, torch.dtype], torch.dtype] | None = None,
     ) -> None:  # fmt: skip
         self._channel, self._sender, self._stats = channel, sender, stats
         self._timeout, self._joined = timeout, joined
@@ -99,6 +101,11 @@ class BucketSender:
         self._worker = BackgroundWorker("update-sender")
         self._given_out = 0  # the address of the last memory that a tensor may be gathered to
         self._gave_up: str | None = None
+        self._wire = wire or (lambda name, dtype: dtype)
+        self._stays = False
+        self._left: list[tuple[str, Tensor]] = []  # not announced yet
+        self.read_in_place = 0  # tensors
+        self.packed_because = ""  # of the first that stayed where it was and had to be packed
         self.failure: RolloutError | None = None
 
     def connect(self) -> None:
@@ -122,6 +129,22 @@ class BucketSender:
             return None
         finally:
             self._stats.gather_seconds -= time.perf_counter() - started  # waits inside a gather
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which the source leaves where and as it is, will be read there.
+
+        Asked of every tensor before it is added: it need not be cast then.
+        """
+        self._stays = False
+        if tensor.device.type == "cpu" or self.failure is not None or not tensor.numel():
+            return False
+        if not self._digests or tensor.dtype not in CASTABLE:
+            why: str | None = "it is not a full update of plain floats by one rank"
+        else:
+            why = self._sender.why_packed(self._channel, tensor)
+        self.packed_because = self.packed_because or why or ""
+        self._stays = why is None
+        return self._stays
 
     def add(self, name: str, part: Piece | CodedDelta) -> None:
         """Pack a piece, or what changed of it, and have full buckets sent."""
@@ -185,9 +208,33 @@ class BucketSender:
     def _packed(self, name: str, part: Piece | CodedDelta) -> Packed:
         if isinstance(part, CodedDelta):
             return self._packer.add_delta(name, part)
+        if self._stays:
+            return self._where_it_lies(name, part.values)
         if self._reads_in_place(part.values):
             return self._in_place(name, part.values)
         return self._packer.add(name, part.values, (part.shape, part.box))
+
+    def _where_it_lies(self, name: str, tensor: Tensor) -> Packed:
+        self._left.append((name, tensor))
+        self._stays = False
+        self.read_in_place += 1
+        if sum(each.nbytes for _, each in self._left) >= IN_PLACE_BYTES:
+            yield from self._packer.flush()
+            self._announce_in_place()
+
+    def _announce_in_place(self) -> None:
+        """Have what was put aside digested, announced and read; nothing else is under way here."""
+        parts, self._left = self._left, []
+        for header, regions in self._packer.in_place(parts) if parts else ():
+            self._later(partial(self._ship_in_place, header, regions, parts))
+
+    def _ship_in_place(
+        self, header: BucketHeader, regions: Sequence[Tensor], parts: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        self._stats.digest_all([(n, x, self._wire(n, x.dtype)) for n, x in parts])
+        started = time.perf_counter()
+        self._sender.in_place(self._channel, header, regions)
+        self._count(header, sum(entry.nbytes for entry in header.entries), started)
 
     def _reads_in_place(self, tensor: Tensor) -> bool:
         """Whether the engine, in this process, is to read the tensor where it lies."""
@@ -209,6 +256,7 @@ class BucketSender:
 
     def _flush(self) -> None:
         self._ship_all(self._packer.flush())
+        self._announce_in_place()
         self._worker.wait()
         count = self._stats.num_buckets
         for index in range(max(0, count - 2), count):
@@ -235,11 +283,15 @@ class BucketSender:
         self._send(header, payload)
 
     def _send(self, header: BucketHeader, payload: Tensor) -> None:
-        stats, started = self._stats, time.perf_counter()
+        started = time.perf_counter()
         self._sender.send(self._channel, header, payload)
+        self._count(header, header.nbytes, started)
+
+    def _count(self, header: BucketHeader, nbytes: int, started: float) -> None:
+        stats = self._stats
         stats.num_buckets = header.index + 1
         stats.changed += sum(e.count if e.sparse else e.box.numel for e in header.entries)
-        stats.wire_bytes += header.nbytes
+        stats.wire_bytes += nbytes
         stats.transfer_seconds += time.perf_counter() - started
 
     def _wait_free(self, index: int) -> None:

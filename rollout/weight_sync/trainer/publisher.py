@@ -46,7 +46,8 @@ def publish(
     stream of its own. ``base``: what this rank last committed there, for deltas (None: every update
     is full). ``plans``: what goes where, between updates.
     """
-    timeout, stats, plans = options.timeout, TransferStats(), plans or PlanCache()
+    timeout, plans = options.timeout, plans or PlanCache()
+    stats = TransferStats(tables=plans.tables)
     found = _detected(obj, plans)
     with ExitStack() as stack:
         group = stack.enter_context(closing(found.rank_group(timeout)))

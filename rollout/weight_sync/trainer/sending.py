@@ -110,6 +110,8 @@ class Sending:
         gathered, options = self._plan.pieces == "gathered", self._options
         if gathered and self._first is not None and self._plan.encoding.name == "full":
             self._source.place_by(partial(_buffer_for, self._first, watch))
+            if not self._plan.encoding.keeps:  # a copy for deltas would have the wrong dtype
+                self._source.leave(self._first.stays)
         walk = Walk(
             self._source.pieces() if gathered else self._own.pieces(),
             self._group,

@@ -34,6 +34,7 @@ from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_rendezvous import job_address
 from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
+from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, asked, ways
@@ -127,6 +128,10 @@ class UpdateSession:
         """What the receipt says about how it went."""
         stats, encoding = self.stats, self.plan.encoding
         details = {"sent_bytes": ",".join(map(str, sent))} if sent else {}
+        if self.buckets.read_in_place:
+            details["read_in_place"] = f"{self.buckets.read_in_place} tensors"
+        if self.buckets.packed_because:
+            details["packed_because"] = self.buckets.packed_because
         if encoding.name == "delta":
             details["sent_elements"] = str(stats.changed)
         own = self.plan.own_digests
@@ -243,6 +248,7 @@ class Opener:
                 timeout=options.timeout,
                 digests=full and not plan.own_digests,
                 zero_copy=full and plan.pieces == "gathered",
+                wire=lambda name, dtype: wire_dtype(name, dtype, self.info.dtype),
             )
             undo.callback(buckets.close)
             if boxes is None:  # else every trainer rank connects, after it has been told where

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import RolloutError
+from rollout.kernels.region_table import RegionTables
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -78,6 +79,7 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
+        self.tables = RegionTables()  # of what is digested where it lies on a device
         self.wants_digest = ""  # as the engine gave it
         self._wants: Wants = ()
         self._found: ShardLayout | None = None

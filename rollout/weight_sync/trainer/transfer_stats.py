@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rollout.kernels import digest
+from rollout.kernels import DigestedAs, digest, digest_regions
+from rollout.kernels.region_table import RegionTables
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.sources.base import Piece
@@ -28,6 +30,7 @@ class TransferStats:
     gather_seconds: float = 0.0
     transfer_seconds: float = 0.0
     digest_seconds: float = 0.0
+    tables: RegionTables = field(default_factory=RegionTables)  # kept between updates
 
     def digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> None:
         started = time.perf_counter()
@@ -38,6 +41,15 @@ class TransferStats:
         """Nothing of one without values: another rank has them."""
         if not piece.values.is_meta:
             self.digest(piece.name, piece.values, piece.shape, piece.box)
+
+    def digest_all(self, tensors: Sequence[tuple[str, Tensor, torch.dtype]]) -> None:
+        """The digests of whole tensors on one device, each as it is once cast to its dtype."""
+        started = time.perf_counter()
+        places = [DigestedAs(tuple(x.shape), Box.full(tuple(x.shape)), t) for _, x, t in tensors]
+        found = digest_regions([x for _, x, _ in tensors], places, self.tables)
+        for (name, _, _), place, (value, _) in zip(tensors, places, found, strict=True):
+            self.digests[name, place.box] = value
+        self.digest_seconds += time.perf_counter() - started
 
     def digest_bucket(self, header: BucketHeader, payload: Tensor) -> None:
         """The digests of a bucket that holds whole tensors and boxes of them, no changes."""

@@ -8,10 +8,10 @@ moves its bytes; a rank posts its receive when it sees the announcement.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -113,6 +113,16 @@ class Sender:
         """What the source has yielded, as it is to be packed."""
         return tensor
 
+    def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
+        """Why a tensor that stays where it is has to be packed; None where ranks read it there."""
+        return "it is not read in place"
+
+    def in_place(
+        self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
+    ) -> None:
+        """Announce a bucket of what ``why_packed`` allows; all of it stays until ``wait``."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Let go at once; peers blocked on it see an error. Idempotent."""
 
@@ -127,6 +137,18 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class InPlaceReceiver(Receiver, Protocol):
+    """A rank's end that also knows the sender's memory."""
+
+    def regions(self, header: BucketHeader, carried: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """The regions, flat uint8, that the entries of a bucket lie in; valid until the next call.
+
+        ``carried``: the tensors that came with the announcement.
+        """
+        ...
 
 
 class Transport:

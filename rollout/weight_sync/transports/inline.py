@@ -8,15 +8,18 @@ is cut.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
+    InPlaceChannel,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
@@ -48,6 +51,23 @@ class InlineSender(Sender):
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, payload.cpu())
 
+    def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
+        on = channel.reads_on if isinstance(channel, InPlaceChannel) else ""
+        if not on.startswith("cuda"):
+            return "no rank of this process runs on a GPU"
+        if tensor.device != torch.device(on):
+            return f"it lies on {tensor.device}, the rank runs on {on}"
+        return None if tensor.is_contiguous() else "it is not contiguous"
+
+    def in_place(
+        self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
+    ) -> None:
+        assert isinstance(channel, InPlaceChannel)
+        if regions:
+            # The rank's stream knows nothing of ours.
+            torch.cuda.current_stream(regions[0].device).synchronize()
+        channel.in_place(header, regions)
+
 
 class InlineReceiver:
     """Takes the payload that came with the announcement."""
@@ -62,6 +82,13 @@ class InlineReceiver:
                 f"bucket {header.index} announced {header.nbytes} bytes but carried {got}"
             )
         return carried
+
+    def regions(self, header: BucketHeader, carried: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Tensors of this process; nothing that came over a connection can name any."""
+        found = [carried[key] for key in map(str, range(len(carried))) if key in carried]
+        if len(found) != len(carried) or not found:
+            raise TransferFailed(f"bucket {header.index} came without the tensors that it names")
+        return found
 
     def close(self) -> None:
         return None

@@ -92,6 +92,17 @@ class PlacingSource(WeightSource, Protocol):
         ...
 
 
+@runtime_checkable
+class StayingSource(WeightSource, Protocol):
+    """A source whose tensors stay where they are until its owner changes them."""
+
+    def leave(self, stays: Callable[[Tensor], bool]) -> None:
+        """On the sender, before it iterates: a tensor of which ``stays`` says so will be read where
+        it lies until the update ends, and is yielded as it is, in its own dtype.
+        """
+        ...
+
+
 class BoundSource:
     """What the sources of modules share: tensors under the names that the engine knows."""
 

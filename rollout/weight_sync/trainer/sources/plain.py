@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,25 @@ class PlainSource(BoundSource):
         check_all(items)
         super().__init__(weights, items, aliases, dtype, agreement, name_of)
         self._place: BufferFor = lambda dtype, shape: None
+        self._stays: Callable[[Tensor], bool] = lambda tensor: False
 
     def place_by(self, buffer_for: BufferFor) -> None:
         self._place = buffer_for
+
+    def leave(self, stays: Callable[[Tensor], bool]) -> None:
+        self._stays = stays
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():
             dtype = wire_dtype(name, tensor.dtype, self._dtype)
             if not self.agreement.is_sender:
                 yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
+            elif self._stays(plain := readable(name, tensor)):
+                yield name, plain
             elif dtype == tensor.dtype or (cast := self._place(dtype, tuple(tensor.shape))) is None:
-                yield name, readable(name, tensor).to(dtype)
+                yield name, plain.to(dtype)
             else:
-                yield name, cast.copy_(readable(name, tensor))
+                yield name, cast.copy_(plain)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]

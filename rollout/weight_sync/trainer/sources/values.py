@@ -6,7 +6,7 @@ was announced; native code reads by address and relies on that.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from rollout.weight_sync.trainer.sources.base import (
     LocalSource,
     Piece,
     PlacingSource,
+    StayingSource,
     WeightSource,
 )
 from rollout.weight_sync.trainer.sources.names import wire_dtype
@@ -121,6 +122,7 @@ class Incoming:
         self.inner, self.components = inner, components
         self._dtype, self._aliases = dtype, aliases or {}
         self._wanted = {meta.name: meta for meta in wanted}
+        self._left: Tensor | None = None  # the last that was yielded as it is
 
     def metadata(self) -> tuple[TensorMeta, ...] | None:
         found = self.inner.metadata()
@@ -137,7 +139,10 @@ class Incoming:
         with closing(items) if hasattr(items, "close") else nullcontext():
             for item in items:
                 name, tensor = _pair(item)
-                if self.inner.agreement.is_sender:
+                if tensor is self._left:
+                    self._check_dtype(name, tensor)
+                    yield Piece.whole(name, tensor)
+                elif self.inner.agreement.is_sender:
                     yield Piece.whole(name, self._cast(name, readable(name, tensor)))
                 else:
                     dtype = wire_dtype(name, tensor.dtype, self._dtype)
@@ -147,6 +152,18 @@ class Incoming:
         """Have the source gather into given memory, where it can (``PlacingSource``)."""
         if isinstance(self.inner, PlacingSource):
             self.inner.place_by(buffer_for)
+
+    def leave(self, stays: Callable[[Tensor], bool]) -> None:
+        """Have the source yield as they are what ``stays`` says so of, where it can
+        (``StayingSource``).
+        """
+
+        def left(tensor: Tensor) -> bool:
+            self._left = tensor if stays(tensor) else None
+            return self._left is not None
+
+        if isinstance(self.inner, StayingSource):
+            self.inner.leave(left)
 
     @property
     def reads_locally(self) -> bool:
@@ -165,12 +182,15 @@ class Incoming:
         ]
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        self._check_dtype(name, tensor)
+        return tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
+
+    def _check_dtype(self, name: str, tensor: Tensor) -> None:
         want = self._wanted.get(self._aliases.get(name, name))
         if (wrong := dtype_fault(tensor.dtype, self._dtype if want is None else want.dtype)) and (
             want is not None or tensor.dtype.is_floating_point
         ):
             raise WeightMismatch(f"{name} {wrong}", problems=[f"{name} {wrong}"])
-        return tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
 
 def _pair(item: Any) -> tuple[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -93,11 +94,16 @@ def _launch_on_cards() -> None:
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
+    turn = threading.Lock()  # the interpreter patches its modules for as long as a kernel runs
+
+    def one_by_one(*args: Any, **kwargs: Any) -> None:
+        with turn:
+            launch(*args, **kwargs)
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
         strange = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Card)]
         assert not strange, "a kernel was given a tensor of the host"
-        run = functools.partial(launch, self, *plain_of(args), **plain_of(kwargs))
+        run = functools.partial(one_by_one, self, *plain_of(args), **plain_of(kwargs))
         run()
         record(run, None)
 
