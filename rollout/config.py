@@ -153,6 +153,12 @@ class EngineConfig:
         "how linear weights lie in memory: auto, plain or tiles",
         *("auto", "plain", "tiles"),
     )
+    quantization: str = _setting(
+        "none",
+        "how linear weights are held, whatever checkpoint and trainer have: none, int8, fp8, "
+        "fp8_block or mxfp4",
+        *("none", "int8", "fp8", "fp8_block", "mxfp4"),
+    )
     deterministic: bool = _setting(
         False,
         "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "
@@ -198,6 +204,8 @@ class EngineConfig:
         for name in ("model", "tokenizer"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
+        if self.quantization is None:  # as vLLM has it
+            object.__setattr__(self, "quantization", "none")
         if isinstance(self.cuda_graphs, bool):
             object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
         for f in fields(self):

@@ -44,6 +44,7 @@ from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.messages import (
     Decision,
+    QuantizationGrid,
     UpdateReceipt,
     UpdateRequest,
     WeightChannel,
@@ -281,6 +282,8 @@ class EmbeddedBackend:
             metadata=[from_plain(TensorMeta, row) for row in reply["tensors"]],
             aliases=reply["aliases"],
             prefixes=reply["prefixes"],
+            quantized=reply["quantized"],
+            grid=QuantizationGrid.of(self.config.quantization),
             device=str(self.core.rank_info[0]["device"]),
             devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),
             num_ranks=self.config.tensor_parallel_size,

@@ -66,8 +66,6 @@ REFUSED: Mapping[str, str] = {
     "--dp": _ONE_ENGINE,
     "--dp-size": _ONE_ENGINE,
     "--ep-size": "use --expert-parallel: all ranks share the experts",
-    "-q": "quantised weights are not served; send bfloat16 or float32",
-    "--quantization": "quantised weights are not served; send bfloat16 or float32",
     "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
     "--enable-lora": "leave it out: adapters are merged, by update_weights(peft_model), or by "
     "/v1/load_lora_adapter under a --weight-dir",

@@ -173,7 +173,7 @@ def plan_memory(
     host = config.staging == "host"
     return MemoryPlan(
         weights=weights,
-        staging=0 if config.staging == "none" else weights,
+        staging=_staging_bytes(config, ranks[0]),
         undo=_undo_bytes(config, weights),
         kv=size.num_blocks * max(int(reply["kv_block_bytes"]) for reply in ranks),
         states=size.num_states * _slot_bytes(ranks),
@@ -189,9 +189,10 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
     """Decide from the settings, the model's own ``longest`` context and the ranks' start replies.
 
     A reply has ``free_bytes`` (now, with the weights loaded), ``weight_bytes``, ``kv_block_bytes``
-    and ``device``; on a device of its own also ``host_free_bytes``, of a model with recurrent
-    states ``state_slot_bytes``. The shadow's bytes are reserved first unless ``staging="none"``,
-    and those of ``undo``, then those of states. A ``max_model_len`` that was asked for
+    and ``device``, maybe ``pending_bytes`` of incomplete quantised tensors; on a device of its own
+    also ``host_free_bytes``, of a model with recurrent states ``state_slot_bytes``. The shadow's
+    bytes are reserved first unless ``staging="none"``, and those of ``undo``, then those of states.
+    A ``max_model_len`` that was asked for
     must fit; one that was not is cut to what fits. Raises ``ConfigError`` with the sizes.
     """
     for reply in ranks:
@@ -286,7 +287,7 @@ def _affordable(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) 
 def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:
     """What is left for the KV cache where it lies, once staging and undo have theirs."""
     weights = int(reply["weight_bytes"])
-    shadow = 0 if config.staging == "none" else weights
+    shadow = _staging_bytes(config, reply)
     undo = _undo_bytes(config, weights)
     states = int(reply.get("state_bytes", 0))
     if _on_cpu(reply):  # ranks of one host share its memory; each device has its own
@@ -313,6 +314,12 @@ def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: 
             f"too little memory for undo={config.undo!r}: it may need {mib(undo)} per rank beside "
             f"{mib(shadow)} for staging, {mib(free)}{where} are free; use undo='shadow'"
         )
+
+
+def _staging_bytes(config: EngineConfig, reply: Mapping[str, Any]) -> int:
+    """The shadow, and what an update keeps of quantised tensors until they are complete."""
+    shadow = 0 if config.staging == "none" else int(reply["weight_bytes"])
+    return shadow + int(reply.get("pending_bytes", 0))
 
 
 def _undo_bytes(config: EngineConfig, weight_bytes: int) -> int:

@@ -22,6 +22,7 @@ from rollout.models.transformers_lm import TransformersCausalLM
 from rollout.models.vision_lm import VisionCausalLM
 from rollout.models.weight_table import WeightTable
 from rollout.weights import TensorMeta
+from rollout.weights.quantization import SCHEMES
 
 
 def build_model(
@@ -35,6 +36,7 @@ def build_model(
     expert_parallel: bool = False,
     deterministic: bool = False,
     head_dtype: torch.dtype | None = None,
+    quantization: str = "none",
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> Model:
@@ -44,8 +46,9 @@ def build_model(
     (default: the config's) sizes the rope table and settles length-dependent rope kinds; see
     ``Rotary``. ``expert_parallel`` deals out whole experts to the ranks. ``deterministic`` makes a
     row of logits independent of the rows beside it, bit by bit. ``head_dtype``: of the logits, None
-    for ``dtype``. ``tensors`` says what the checkpoint holds; it is asked for a class from
-    elsewhere alone (``foreign.py``). Raises ``ConfigError``.
+    for ``dtype``. ``quantization``: how linears are held, "none" or a scheme. ``tensors`` says what
+    the checkpoint holds; it is asked for a class from elsewhere alone (``foreign.py``). Raises
+    ``ConfigError``.
     """
     if layout == "auto":
         layout = "tiles" if reads_tiles(torch.device(device), dtype) else "plain"
@@ -58,16 +61,23 @@ def build_model(
         expert_parallel=expert_parallel,
         deterministic=deterministic,
         head_dtype=head_dtype,
+        quantization=SCHEMES.get(quantization),
     )
     max_len = max_model_len or config.max_position_embeddings
     if config.hf_values is not None:
         return _by_transformers(build, max_len)
+    check_quantization(build)
     kind = (registry or Registry()).load(config.architecture)
     if isinstance(kind, Arch):
         kind = CausalLM if config.vision is None else VisionCausalLM
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
     foreign = not issubclass(kind, CausalLM)
+    if foreign and build.quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} does not reach {kind.__name__}, a model class from "
+            "elsewhere: leave it out"
+        )
     if deterministic:
         check_deterministic(build, kind if foreign else None)
     if foreign and head_dtype not in (None, dtype):
@@ -80,11 +90,26 @@ def build_model(
     return model
 
 
+def check_quantization(build: Build) -> None:
+    """Raise a ``ConfigError`` for what quantised weights do not go with."""
+    if build.quantization is None:
+        return
+    name, moe = build.quantization.name, build.config.moe
+    refused = {
+        "deterministic=True": build.deterministic,
+        "mixtures of experts": moe is not None,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ConfigError(f"quantization={name!r} does not go with {what} yet: leave one out")
+
+
 def _by_transformers(build: Build, max_len: int) -> Model:
     asked = {
         "deterministic": build.deterministic,
         "head_dtype": build.head_dtype not in (None, build.dtype),
         "expert_parallel": build.expert_parallel,
+        "quantization": build.quantization is not None,
     }
     if refused := [name for name, is_so in asked.items() if is_so]:
         raise ConfigError(
@@ -102,6 +127,7 @@ def build_tables(
     max_model_len: int | None = None,
     expert_parallel: bool = False,
     deterministic: bool = False,
+    quantization: str = "none",
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> list[WeightTable]:
@@ -116,6 +142,7 @@ def build_tables(
             max_model_len=max_model_len,
             expert_parallel=expert_parallel,
             deterministic=deterministic,
+            quantization=quantization,
             registry=registry,
             tensors=tensors,
         ).table

@@ -67,6 +67,7 @@ class CausalLM(Model):
             {HEAD: EMBEDDING} if config.tied else {},
             config.prefixes,
         )
+        self.keep_digests()
         self.eval()
 
     def make_block(self, build: Build, index: int) -> DecoderBlock:

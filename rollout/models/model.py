@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
+from rollout.errors import ConfigError
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
+from rollout.models.quantized_io import QuantizedIO
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_load import LoadReport, WeightLoad
-from rollout.models.weight_table import WeightTable
+from rollout.models.weight_table import DIGESTS, WeightTable
 from rollout.weights import TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import weight_dtype
 
@@ -89,12 +93,51 @@ class Model(nn.Module):
         )
 
     def read_slot(self, slot: WeightSlot) -> Tensor:
-        """The live values of a slot, shaped like its take."""
+        """The live values of a slot, shaped like its take; of a quantised one dequantised."""
+        if slot in self.table.quantized:
+            return self._quantized_io().read(slot)
         return self._slot_io(slot).read_box(slot, slot.take)
 
     def digest_slot(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
-        """The digest of the live values of a slot, as elements of its source; see ``SlotIO``."""
+        """The digest of the live values of a slot, as elements of its source; see ``SlotIO``.
+
+        Of a quantised slot that of the values which its codes were made from, as long as they have
+        the bits that they had then; ``as_sent`` says of which box.
+        """
+        if slot in self.table.quantized:
+            return self._quantized_io().digest(slot, nonfinite)
         return self._slot_io(slot).digest(slot, nonfinite)
+
+    def as_sent(self, slot: WeightSlot) -> WeightSlot:
+        """The slot, taking all that ``digest_slot`` is about."""
+        if slot not in self.table.quantized:
+            return slot
+        return replace(slot, take=self.table.sent_box(slot))
+
+    def live_digest(self, slot: WeightSlot) -> int:
+        """The digest of a slot as it is held: of a quantised one its codes and scales."""
+        if slot in self.table.quantized:
+            return self._quantized_io().live_digest(slot)
+        return self._slot_io(slot).digest(slot)
+
+    def _quantized_io(self) -> QuantizedIO:
+        return QuantizedIO(self.table, self.storages(), self.build.dtype)
+
+    def keep_digests(self) -> None:
+        """Own the digests of quantised slots; ``ConfigError`` where ranks would cut blocks."""
+        for slot in self.table.quantized:
+            scheme = self.table.scheme(slot)
+            if (fault := scheme.fault(slot.shape, slot.take)) is not None:
+                raise ConfigError(
+                    f"quantization={scheme.name!r} has blocks of {scheme.rows} x {scheme.columns}, "
+                    f"and of {slot.source} {fault}; choose another tensor_parallel_size, or int8 "
+                    "or fp8, whose scales are of whole rows"
+                )
+        if self.table.quantized:
+            digests = torch.zeros(
+                len(self.table.quantized), 3, dtype=torch.int64, device=self.build.device
+            )
+            self.register_parameter(DIGESTS, nn.Parameter(digests, requires_grad=False))
 
     def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
         """As ``digest_slot`` of many, and how many of each one's values are NaN or infinite; on a

@@ -161,6 +161,8 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
         if (norm is not None) != qk_norm:
             return False
         norms += [] if norm is None else [cast(RMSNorm, norm)]
+    if any(each.specs["weight"].scheme is not None for each in linears):
+        return False
     layouts = [each.specs["weight"].layout for each in linears]
     return (
         [type(each) for each in linears] == [QKVLinear, RowLinear, MergedColumnLinear, RowLinear]

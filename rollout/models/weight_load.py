@@ -14,6 +14,7 @@ from rollout.errors import WeightMismatch
 from rollout.kernels.region_table import RegionTables
 from rollout.models.alias_check import AliasCheck
 from rollout.models.patch_journal import PatchJournal
+from rollout.models.quantized_io import QuantizedIO
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
@@ -61,6 +62,7 @@ class WeightLoad:
         self._table, self._dtype, self._after_load = table, dtype, after_load
         self.journal = PatchJournal()  # what has been written so far
         self._io = SlotIO(table, storages, self.journal, tables)
+        self._quantized = QuantizedIO(table, storages, dtype, self.journal)
         self._aliases = AliasCheck(table, self._io)
         self._splitter = Splitter(table.spellings)
         self._seen: set[str] = set()
@@ -162,7 +164,11 @@ class WeightLoad:
 
     def _write(self, name: str, value: WeightValue) -> int:
         """Put a checked value where it belongs; returns the number of elements written."""
-        return sum(self._io.write(slot, value) for slot in self._table.slots[name])
+        quantized = self._table.quantized
+        return sum(
+            (self._quantized if slot in quantized else self._io).write(slot, value)
+            for slot in self._table.slots[name]
+        )
 
     def _unknown(self, name: str) -> str:
         known = [*self._table.slots, *self._table.aliases, *self._table.spellings.names()]
@@ -210,8 +216,9 @@ class WeightLoad:
     def _covered(self, name: str, boxes: Iterable[Box]) -> bool:
         """Whether disjoint ``boxes`` hold every element this rank takes: counting suffices."""
         for slot in self._table.slots[self._table.aliases.get(name, name)]:
-            common = (slot.take.intersect(box) for box in boxes)
-            if sum(c.numel for c in common if c is not None) != slot.take.numel:
+            needs = self._table.needs(slot)
+            common = (needs.intersect(box) for box in boxes)
+            if sum(c.numel for c in common if c is not None) != needs.numel:
                 return False
         return True
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from rollout.errors import WeightMismatch
 from rollout.weights import Box, Layout, Shape, WeightSlot
 from rollout.weights.fused_experts import Spellings
+from rollout.weights.quantization import Scheme
+
+SCALE = "_scale"  # ends the name of the parameter that has the scales of a quantised one
+PENDING = 1 << 25  # elements that may wait for others beside two of the largest tensors: a bucket's
+DIGESTS = "quantized_digests"  # of a model: [quantised slots, 3] int64; see ``quantized_io``
 
 # Trailing name components that checkpoints may carry and no parameter takes.
 IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"),)
@@ -19,11 +26,23 @@ IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"),)
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A logical parameter: its shape, how it lies in memory, and boxes that are always zero."""
+    """A logical parameter: its shape, how it lies in memory, and boxes that are always zero.
+
+    ``scheme``: of a quantised one; ``layout`` is that of its codes, scales lie beside it.
+    """
 
     shape: Shape
     layout: Layout
     padding: tuple[Box, ...] = ()
+    scheme: Scheme | None = None
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """What it takes in memory, in ``dtype`` where it is not quantised; scales are counted."""
+        if self.scheme is None:
+            return prod(self.layout.storage_shape(self.shape)) * dtype.itemsize
+        scales = prod(self.shape[:-1]) * self.scheme.cells(self.shape[-2:])
+        codes = prod(self.shape) // self.scheme.per_byte
+        return codes + scales * self.scheme.scale_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,8 @@ class WeightTable:
     ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner;
     ``spellings``: other names under which the sources may come; ``prefixes``: what may stand before
     them, and what a checkpoint may have and this model has not; see ``weights.names.placed``.
+    ``quantized``: slots of quantised parameters, numbered; ``pending``: elements
+    of such tensors that a load may keep until their cells are complete.
     """
 
     slots: Mapping[str, tuple[WeightSlot, ...]]
@@ -42,6 +63,29 @@ class WeightTable:
     ignored: tuple[tuple[str, ...], ...] = IGNORED
     spellings: Spellings = field(default_factory=Spellings)
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[WeightSlot, int] = field(default_factory=dict)
+    pending: int = 0
+
+    def scheme(self, slot: WeightSlot) -> Scheme:
+        """Of the parameter of a quantised slot."""
+        scheme = self.params[slot.param].scheme
+        assert scheme is not None, f"{slot.param} is not quantised"
+        return scheme
+
+    def needs(self, slot: WeightSlot) -> Box:
+        """What has to come of the source: the slot's take, of quantised ones whole cells."""
+        if slot not in self.quantized:
+            return slot.take
+        return self.scheme(slot).cover(slot.shape, slot.take)
+
+    def sent_box(self, slot: WeightSlot) -> Box:
+        """What a rank digests as sent for a quantised slot: all that it needs, where every rank
+        needs the same.
+        """
+        cell = self.scheme(slot).cell(slot.shape)
+        take = zip(slot.take.shape, slot.shape, cell, strict=True)
+        same = all(some == whole or size >= whole for some, whole, size in take)
+        return self.needs(slot) if same else slot.take
 
     def ignores(self, name: str) -> bool:
         """Whether ``name`` is known to carry nothing a parameter takes."""
@@ -77,12 +121,15 @@ def build_table(
             params[f"{prefix}.{name}"] = spec
         for slot in module.slots(prefix):
             slots[slot.source].append(slot)
+    quantized = [s for found in slots.values() for s in found if params[s.param].scheme is not None]
     return WeightTable(
         {k: tuple(v) for k, v in slots.items()},
         params,
         dict(aliases or {}),
         spellings=Spellings.of({name: found[0].shape for name, found in slots.items() if found}),
         prefixes=dict(prefixes or {}),
+        quantized={slot: index for index, slot in enumerate(quantized)},
+        pending=PENDING + 2 * max(prod(slot.shape) for slot in quantized) if quantized else 0,
     )
 
 

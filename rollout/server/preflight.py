@@ -68,7 +68,7 @@ def check(config: EngineConfig) -> Preflight:
     model = ModelConfig.from_directory(directory)
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     tables = _tables(config, directory, model, dtype)
-    weight_bytes = max(_rank_bytes(table) for table in tables) * dtype.itemsize
+    weight_bytes = max(_rank_bytes(table, dtype) for table in tables)
     kv = KVShape.of(model, ranks, config.block_size, dtype)
     free = available_bytes(device)
     taken = weight_bytes * (ranks if device.type == "cpu" else 1)
@@ -80,6 +80,7 @@ def check(config: EngineConfig) -> Preflight:
         "free_bytes": free - taken,
         "host_free_bytes": available_bytes(torch.device("cpu")),
         "weight_bytes": weight_bytes,
+        "pending_bytes": tables[0].pending * dtype.itemsize,
         "kv_block_bytes": kv.block_bytes,
         "state_slot_bytes": StateShape.of(model, ranks, dtype).slot_bytes,
         "device": str(device),
@@ -111,6 +112,7 @@ def _tables(
         max_model_len=config.max_model_len,
         expert_parallel=config.expert_parallel,
         deterministic=config.deterministic,
+        quantization=config.quantization,
         tensors=lambda: _headers(directory),
     )
     check_tables(tables)
@@ -155,9 +157,9 @@ def _check_files(config: EngineConfig, directory: str | Path, table: WeightTable
         raise WeightMismatch(f"the files of {config.model} do not fit: " + "; ".join(problems[:8]))
 
 
-def _rank_bytes(table: WeightTable) -> int:
-    """Elements of one rank's parameters as they lie in memory."""
-    return sum(prod(spec.layout.storage_shape(spec.shape)) for spec in table.params.values())
+def _rank_bytes(table: WeightTable, dtype: torch.dtype) -> int:
+    """Bytes of one rank's parameters as they lie in memory."""
+    return sum(spec.nbytes(dtype) for spec in table.params.values())
 
 
 def _some(names: list[str]) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.weights.box import Box, Shape
+from rollout.weights.slots import INTEGERS
 
 
 class Layout(Protocol):
@@ -64,46 +65,52 @@ class PlainLayout:
 
 
 class TileLayout:
-    """Tiles of ``rows`` output rows by pairs of inputs, as dot-product instructions read them.
+    """Tiles of ``rows`` output rows by ``inputs`` inputs, as dot-product instructions read them.
 
-    Logical ``[N, K]`` (N a multiple of ``rows``, K even) is stored as ``[N/rows, K/2, rows, 2]``:
-    element (n, k) lies at ``[n // rows, k // 2, n % rows, k % 2]``.
+    Logical ``[N, K]`` (N a multiple of ``rows``, K of ``inputs``) is stored as
+    ``[N/rows, K/inputs, rows, inputs]``: element (n, k) lies at
+    ``[n // rows, k // inputs, n % rows, k % inputs]``. Pairs are for bfloat16, fours for int8.
     """
 
     name = "tiles"
 
-    def __init__(self, rows: int = 16) -> None:
-        self.rows = rows
+    def __init__(self, rows: int = 16, inputs: int = 2) -> None:
+        self.rows, self.inputs = rows, inputs
 
     def storage_shape(self, shape: Shape) -> Shape:
         n, k = shape
-        if n % self.rows or k % 2:
-            raise ValueError(f"shape {shape} does not divide into tiles of {self.rows} x 2")
-        return (n // self.rows, k // 2, self.rows, 2)
+        if n % self.rows or k % self.inputs:
+            raise ValueError(
+                f"shape {shape} does not divide into tiles of {self.rows} x {self.inputs}"
+            )
+        return (n // self.rows, k // self.inputs, self.rows, self.inputs)
 
     def is_of_whole_tiles(self, box: Box) -> bool:
-        """Whether the box cuts no block of rows and no pair."""
-        return not any(n % self.rows or k % 2 for n, k in (box.starts, box.stops))
+        """Whether the box cuts no block of rows and no run of inputs."""
+        return not any(n % self.rows or k % self.inputs for n, k in (box.starts, box.stops))
 
     def _logical(self, storage: Tensor) -> Tensor:
-        """``storage`` seen as [N/rows, rows, K/2, 2] without a copy."""
+        """``storage`` seen as [N/rows, rows, K/inputs, inputs] without a copy."""
         return storage.permute(0, 2, 1, 3)
 
-    def _pairs(self, storage: Tensor) -> Tensor:
-        """``storage`` seen as [N/rows, rows, K/2], each pair one integer: copies 3 times faster."""
-        return storage.view(_PAIR[storage.dtype.itemsize]).squeeze(-1).transpose(1, 2)
+    def _words(self, storage: Tensor) -> Tensor:
+        """``storage`` seen as [N/rows, rows, K/inputs], each run one integer: copies faster."""
+        word = INTEGERS[storage.dtype.itemsize * self.inputs]
+        return storage.view(word).squeeze(-1).transpose(1, 2)
 
     def write(self, storage: Tensor, shape: Shape, box: Box, value: Tensor) -> None:
         if not box.numel:
             return
         value = value.reshape(box.shape)
+        each = self.inputs
         (n0, k0), (n1, k1) = box.starts, box.stops
         if self.is_of_whole_tiles(box):
-            pairs = self._pairs(storage)[n0 // self.rows : n1 // self.rows, :, k0 // 2 : k1 // 2]
-            pairs.copy_(_as_pairs(value.to(storage.dtype)).reshape(pairs.shape))
+            words = self._words(storage)
+            words = words[n0 // self.rows : n1 // self.rows, :, k0 // each : k1 // each]
+            words.copy_(_as_words(value.to(storage.dtype), each).reshape(words.shape))
             return
         low, high = -(-n0 // self.rows) * self.rows, n1 // self.rows * self.rows
-        if low < high and not (k0 % 2 or k1 % 2):
+        if low < high and not (k0 % each or k1 % each):
             # Whole tiles at once, and the ragged rows above and below them.
             for a, b in ((n0, low), (low, high), (high, n1)):
                 if a < b:
@@ -113,48 +120,55 @@ class TileLayout:
         # A box that cuts a tile: the few elements are placed one by one.
         rows = torch.arange(n0, n1, device=storage.device)[:, None]
         cols = torch.arange(k0, k1, device=storage.device)[None, :]
-        view[rows // self.rows, rows % self.rows, cols // 2, cols % 2] = value.to(storage.dtype)
+        view[rows // self.rows, rows % self.rows, cols // each, cols % each] = value.to(
+            storage.dtype
+        )
 
     def places(self, shape: Shape, positions: Tensor) -> Tensor:
-        rows, columns = self.rows, shape[1]
+        rows, columns, each = self.rows, shape[1], self.inputs
         n = positions // columns
         k = positions - n * columns
-        return (n // rows * columns + (k & ~1)) * rows + n % rows * 2 + (k & 1)
+        inner = k % each
+        return (n // rows * columns + (k - inner)) * rows + n % rows * each + inner
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor:
         if not box.numel:
             return storage.new_empty(box.shape)
+        each = self.inputs
         (n0, k0), (n1, k1) = box.starts, box.stops
         first, last = n0 // self.rows, -(-n1 // self.rows)
-        pairs = slice(k0 // 2, -(-k1 // 2))
-        part = self._logical(storage)[first:last, :, pairs]
-        flat = part.reshape((last - first) * self.rows, 2 * part.shape[2])
-        row, col = n0 - first * self.rows, k0 - pairs.start * 2
+        runs = slice(k0 // each, -(-k1 // each))
+        part = self._logical(storage)[first:last, :, runs]
+        flat = part.reshape((last - first) * self.rows, each * part.shape[2])
+        row, col = n0 - first * self.rows, k0 - runs.start * each
         return flat[row : row + n1 - n0, col : col + k1 - k0]
 
     def view(
         self, storage: Tensor, shape: Shape, box: Box, whole: Shape, take: Box
     ) -> tuple[Tensor, Shape, Box]:
+        each = self.inputs
         edges = (*box.starts, *box.stops, *take.starts, *take.stops)
-        units = (self.rows, 2) * 4
-        if len(whole) != 2 or whole[1] % 2 or any(e % u for e, u in zip(edges, units, strict=True)):
+        units = (self.rows, each) * 4
+        ragged = any(e % u for e, u in zip(edges, units, strict=False))
+        if len(whole) != 2 or whole[1] % each or ragged:
             return self.read(storage, shape, box).reshape(take.shape), whole, take
         (n0, k0), (n1, k1) = box.starts, box.stops
-        values = self._logical(storage)[n0 // self.rows : n1 // self.rows, :, k0 // 2 : k1 // 2]
+        values = self._logical(storage)[
+            n0 // self.rows : n1 // self.rows, :, k0 // each : k1 // each
+        ]
         (n0, k0), (n1, k1) = take.starts, take.stops
-        finer = Box((n0 // self.rows, 0, k0 // 2, 0), (n1 // self.rows, self.rows, k1 // 2, 2))
-        return values, (-(-whole[0] // self.rows), self.rows, whole[1] // 2, 2), finer
+        finer = Box(
+            (n0 // self.rows, 0, k0 // each, 0), (n1 // self.rows, self.rows, k1 // each, each)
+        )
+        return values, (-(-whole[0] // self.rows), self.rows, whole[1] // each, each), finer
 
 
 PLAIN = PlainLayout()
 
 
-_PAIR = {1: torch.int16, 2: torch.int32, 4: torch.int64}  # bytes of an element -> dtype of two
-
-
-def _as_pairs(value: Tensor) -> Tensor:
-    """[n, k], k even -> [n, k/2] of integers with the same bits."""
-    value = value.contiguous()
-    if value.data_ptr() % (2 * value.element_size()) or value.storage_offset() % 2:
+def _as_words(value: Tensor, each: int) -> Tensor:
+    """[n, k], k a multiple of ``each`` -> [n, k / each] of integers with the same bits."""
+    value, size = value.contiguous(), value.element_size()
+    if value.data_ptr() % (each * size) or value.storage_offset() % each:
         value = value.clone()
-    return value.view(_PAIR[value.element_size()])
+    return value.view(INTEGERS[each * size])

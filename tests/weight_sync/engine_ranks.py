@@ -24,6 +24,7 @@ from rollout.models.build import build_model
 from rollout.models.components import ComponentModels
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.digests import slot_rows
+from rollout.weight_sync.protocol.messages import QuantizationGrid
 
 
 class Rank:
@@ -37,9 +38,10 @@ class Rank:
         undo: str,
         pinned: bool,
         beside: Mapping[str, Any],
+        quantization: str,
     ) -> None:
         tp = TensorParallel(rank, size)
-        live = build_model(config, tp, torch.float32, "cpu", layout)
+        live = build_model(config, tp, torch.float32, "cpu", layout, quantization=quantization)
         live.load_weights(weights.items())
         if beside:
             others = {n: build_model(config, tp, torch.float32, "cpu", layout) for n in beside}
@@ -129,9 +131,11 @@ class Engine:
         undo: str = "shadow",
         pinned: bool = False,
         beside: Mapping[str, Any] | None = None,
+        quantization: str = "none",
     ) -> None:
         self.ranks = [
-            Rank(config, r, size, weights, layout, undo, pinned, beside or {}) for r in range(size)
+            Rank(config, r, size, weights, layout, undo, pinned, beside or {}, quantization)
+            for r in range(size)
         ]
         self.epoch, self.version, self.broken = 7, 0, None
         self.committed: list[tuple[int, str]] = []
@@ -148,6 +152,8 @@ class Engine:
             device="cpu",
             num_ranks=size,
             undo=undo,
+            quantized=list(dict.fromkeys(slot.source for slot in model.table.quantized)),
+            grid=QuantizationGrid.of(quantization),
         )
 
     def info(self):

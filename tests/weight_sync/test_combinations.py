@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,12 @@ def engine(request, checkpoint) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def address(engine) -> Iterator[str]:
     """Where the trainers' processes reach these ranks, through the real service."""
+    with service_of(engine) as address:
+        yield address
+
+
+@contextmanager
+def service_of(engine: Engine) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -144,3 +151,31 @@ def test_every_rank_ends_like_a_fresh_start(engine, address, jobs, truths, check
         assert same(engine.live(), fresh.live())
     finally:
         fresh.close()
+
+
+def test_quantised_ranks_hold_what_they_make_of_it(checkpoint, jobs, truths) -> None:
+    """Gathered or not, whole rows or a part of each: as a fresh start has it, bit for bit."""
+    config = ModelConfig.from_directory(checkpoint[0])
+    engine = Engine(config, 2, checkpoint[1], quantization="int8")
+    try:
+        with service_of(engine) as address:
+            for kind, transport in (
+                ("fsdp2", "broadcast"), ("zero3", "p2p"), ("fsdp2_tp", "p2p"), ("fsdp1", "ipc"),
+                ("fsdp2", "p2p"), ("fsdp2", "grpc_stream"),
+            ):  # fmt: skip
+                truths[kind] = {name: CHANGES["all"](t) for name, t in truths[kind].items()}
+                answers = jobs[KINDS[kind]].ask(
+                    kind=kind, change="all", address=address, transport=transport,
+                    encoding="full", timeout=20.0, bucket_bytes=32 << 10,
+                )  # fmt: skip
+                receipts = [answer.get("receipt", answer) for answer in answers]
+                assert receipts[0].get("transport") == transport, receipts
+                wanted = digests(truths[kind])
+                assert receipts[0]["digest"] == sum(wanted.values()) % 2**64
+                fresh = Engine(config, 2, truths[kind], quantization="int8")
+                try:
+                    assert same(engine.live(), fresh.live()), (kind, transport)
+                finally:
+                    fresh.close()
+    finally:
+        engine.close()

@@ -100,6 +100,7 @@ class Sealed:
             label=request.label,
             details={
                 **seal.details,
+                **self._quantized(),
                 "rank_digest_seconds": f"{max(v['verify_seconds'] for v in self.votes):.6f}",
             },
         )
@@ -121,6 +122,14 @@ class Sealed:
             )
             for component, found in parts.items()
         }
+
+    def _quantized(self) -> dict[str, str]:
+        """What is live where that is not what was sent: the digest of all codes and scales."""
+        scheme = self.votes[0].get("scheme")
+        if not scheme:
+            return {}
+        live = total(combine([vote["quantized"] for vote in self.votes]).values())
+        return {"quantization": scheme, "quantized_digest": f"{live:016x}"}
 
 
 class Switch:

@@ -28,7 +28,13 @@ from rollout.errors import (
 )
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.digests import combine, total
-from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    Decision,
+    QuantizationGrid,
+    UpdateReceipt,
+    UpdateRequest,
+    WeightInfo,
+)
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
@@ -78,10 +84,13 @@ class Coordinator:
         memory: Mapping[str, int] | None = None,
         devices: tuple[str, ...] = (),
         prefixes: Mapping[str, str] | None = None,
+        quantized: Sequence[str] = (),
+        grid: QuantizationGrid | None = None,
     ) -> None:
         self.engine, self.switch = engine, Switch(engine)
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
+        self.quantized, self.grid = tuple(quantized), grid
         self.num_ranks = num_ranks
         self.state = "idle"
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
@@ -130,6 +139,8 @@ class Coordinator:
             prepared="" if self.prepared is None else self.prepared.update_id,
             fence=self.fence,
             prefixes=self.prefixes,
+            grid=self.grid,
+            quantized=self.quantized,
         )
 
     @property

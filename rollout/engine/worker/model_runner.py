@@ -85,6 +85,7 @@ class ModelRunner:
         """What the engine plans its memory with, in bytes."""
         return {
             "weight_bytes": self.weight_bytes,
+            "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.shape.block_bytes,
             "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
@@ -214,6 +215,7 @@ class ModelRunner:
             max_model_len=self.config.max_model_len,
             expert_parallel=self.config.expert_parallel,
             deterministic=self.config.deterministic,
+            quantization=self.config.quantization,
             head_dtype=torch.float32 if self.config.head_dtype == "float32" else None,
             tensors=self._checkpoint_tensors,
         )

@@ -132,12 +132,15 @@ class RankUpdates:
             started = time.perf_counter()
             bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
             rows = slot_rows(self._instances.digest_slots(update.live, nonfinite=bad))
+            held = slot_rows(self._instances.live_digests(update.live))
             verify = time.perf_counter() - started
             self._instances.finish_load(update.live)
         update.receiver.close()
         self._update = None
         return {
             "digests": rows,
+            "quantized": held,
+            "scheme": self._instances.scheme,
             "nonfinite": slot_rows(bad or ()),
             "num_bytes": report.nbytes,
             "stage_seconds": update.seconds,

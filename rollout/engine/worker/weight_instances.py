@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -159,10 +159,11 @@ class ModelInstances:
         self._forget()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Every slot of this rank; both instances have the same."""
+        """Every slot of this rank, taking all that it needs; both instances have the same."""
         model = self.live if self._shadow is None else self._shadow
         for slots in model.table.slots.values():
-            yield from slots
+            for slot in slots:
+                yield replace(slot, take=model.table.needs(slot))
 
     def digest_slots(
         self,
@@ -177,7 +178,7 @@ class ModelInstances:
         that hold NaN or infinity, and how many.
         """
         model = self._digested(live)
-        every, alone = model.table.slots, model.build.device.type == "cpu"
+        every, alone = model.table.slots, _alone(model)
         wanted = [
             slot for source in every if names is None or source in names for slot in every[source]
         ]
@@ -186,12 +187,25 @@ class ModelInstances:
                 found = self._read(self._digested(live), slots, nonfinite is not None)
             for slot, (value, bad) in zip(slots, found, strict=True):
                 if nonfinite is not None and bad:
-                    nonfinite.append((slot, bad))
-                yield slot, value
+                    nonfinite.append((model.as_sent(slot), bad))
+                yield model.as_sent(slot), value
+
+    @property
+    def scheme(self) -> str:
+        """Of quantised linears; "" where there are none."""
+        scheme = self._digested(self._shadow is None).build.quantization
+        return "" if scheme is None else scheme.name
+
+    def live_digests(self, live: bool) -> Iterator[tuple[WeightSlot, int]]:
+        """Every quantised slot with the digest of its codes and scales."""
+        for slot in self._digested(live).table.quantized:
+            with self._reading:
+                value = self._digested(live).live_digest(slot)
+            yield slot, value
 
     @staticmethod
     def _read(model: Model, slots: list[WeightSlot], finite: bool) -> list[tuple[int, int]]:
-        if model.build.device.type != "cpu":
+        if not _alone(model):
             return model.digest_slots(slots)
         found = []
         for slot in slots:
@@ -401,6 +415,11 @@ def _parts(slots: list[WeightSlot], numel: int) -> Iterator[list[WeightSlot]]:
             part, size = [], 0
     if part:
         yield part
+
+
+def _alone(model: Model) -> bool:
+    """Whether slots are digested one by one."""
+    return model.build.device.type == "cpu" or bool(model.table.quantized)
 
 
 def _exchange(a: Model, b: Model) -> None:

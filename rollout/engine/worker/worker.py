@@ -238,6 +238,7 @@ class Worker:
             "aliases": dict(runner.table.aliases),
             "prefixes": dict(runner.table.prefixes),
             "dtype": dtype_name(runner.dtype),
+            "quantized": list(dict.fromkeys(slot.source for slot in runner.table.quantized)),
         }
 
     def interrupt_update(self, args: Args) -> dict[str, Any]:

@@ -24,7 +24,11 @@ def copy_into_box(storage: Tensor, shape: Shape, box: Box, value: Tensor, layout
 
 def _is_known(storage: Tensor, box: Box, value: Tensor, layout: TileLayout) -> bool:
     large = value.nbytes >= LEAST and value.dtype == storage.dtype and value.device.type == "cpu"
-    known = layout.rows == _ROWS and storage.element_size() == 2 and storage.is_contiguous()
+    known = (
+        (layout.rows, layout.inputs) == (_ROWS, 2)
+        and storage.element_size() == 2
+        and storage.is_contiguous()
+    )
     return large and known and not storage.data_ptr() % _LINE and layout.is_of_whole_tiles(box)
 
 

@@ -48,7 +48,7 @@ def linear(
 
 def takes(x: Tensor, storage: Tensor, bias: Tensor | None, layout: Layout) -> bool:
     """Whether ``multiply_tiles`` is made for these arguments."""
-    tiles = isinstance(layout, TileLayout) and layout.rows == TILE_ROWS
+    tiles = isinstance(layout, TileLayout) and layout.rows == TILE_ROWS and layout.inputs == 2
     alike = x.dtype == storage.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
     return tiles and alike and x.shape[-1] > 0
 

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.kernels import batch_invariant_linear, linear
+from rollout.kernels import batch_invariant_linear, linear, quantized_linear
 from rollout.kernels.native import use_huge_pages
 from rollout.models.config import ModelConfig
-from rollout.models.weight_table import ParamSpec
+from rollout.models.weight_table import SCALE, ParamSpec
 from rollout.weights import PLAIN, Box, Layout, Shape, TileLayout, WeightSlot
 from rollout.weights.names import weight_dtype
+from rollout.weights.quantization import Scheme
 
 LAYOUTS = ("plain", "tiles")
 
@@ -25,7 +26,7 @@ class Build:
 
     ``expert_parallel``: ranks hold whole experts, instead of a part of each.
     ``deterministic``: linears run ``batch_invariant_linear``: no row depends on the batch.
-    ``head_dtype``: of the logits, None for ``dtype``.
+    ``head_dtype``: of the logits, None for ``dtype``. ``quantization``: how linears are held.
     """
 
     config: ModelConfig
@@ -36,6 +37,7 @@ class Build:
     expert_parallel: bool = False
     deterministic: bool = False
     head_dtype: torch.dtype | None = None
+    quantization: Scheme | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -44,9 +46,12 @@ class Build:
     def linear_layout(self, shape: Shape) -> Layout:
         """The layout of a linear weight ``[outputs, inputs]``: tiles where they divide it."""
         tiles = TileLayout()
-        if self.layout == "tiles" and shape[0] % tiles.rows == 0 and shape[1] % 2 == 0:
-            return tiles
-        return PLAIN
+        if self.quantization is not None:
+            if self.quantization.codes != "int8":
+                return PLAIN
+            tiles = TileLayout(inputs=4)
+        divides = shape[0] % tiles.rows == 0 and shape[1] % tiles.inputs == 0
+        return tiles if self.layout == "tiles" and divides else PLAIN
 
 
 class Layer(nn.Module):
@@ -71,6 +76,27 @@ class Layer(nn.Module):
         self.register_parameter(name, nn.Parameter(storage, requires_grad=False))
         self.zero_padding()
 
+    def declare_linear(self, shape: Shape) -> None:
+        """Own the ``weight`` [outputs, inputs] of a linear, quantised where that is asked for."""
+        layout, scheme = self.build.linear_layout(shape), self.build.quantization
+        if scheme is None:
+            self.declare("weight", shape, layout)
+        else:
+            self.declare_quantized("weight", shape, layout, scheme)
+
+    def declare_quantized(self, name: str, shape: Shape, layout: Layout, scheme: Scheme) -> None:
+        """Own the codes of ``name``, a part that cuts no cell, and their scales beside them."""
+        self.specs[name] = ParamSpec(shape, layout, scheme=scheme)
+        stored = (*shape[:-1], shape[-1] // scheme.per_byte)
+        scales = (*shape[:-1], scheme.cells(shape[-2:]))
+        for field, size, dtype in (
+            (name, layout.storage_shape(stored), scheme.storage_dtype),
+            (f"{name}{SCALE}", scales, scheme.scale_dtype),
+        ):
+            storage = torch.empty(size, dtype=dtype, device=self.build.device)
+            use_huge_pages(storage)
+            self.register_parameter(field, nn.Parameter(storage, requires_grad=False))
+
     def zero_padding(self) -> None:
         """Write the zeros that ``padding`` promises; no source ever writes there."""
         for name, spec in self.specs.items():
@@ -84,6 +110,11 @@ class Layer(nn.Module):
         """``x @ weight^T + bias``, whatever the weight's layout."""
         spec = self.specs["weight"]
         rows, columns = spec.shape
+        if spec.scheme is not None:
+            codes, scales = storage_of(self, "weight"), storage_of(self, f"weight{SCALE}")
+            return quantized_linear(
+                x, codes, scales, bias, spec.layout, (rows, columns), spec.scheme
+            )
         run = batch_invariant_linear if self.build.deterministic else linear
         return run(x, storage_of(self, "weight"), bias, spec.layout, (rows, columns))
 

@@ -7,7 +7,7 @@ from torch.nn.functional import gelu
 
 from rollout.kernels import gated_linear, silu_mul
 from rollout.models.layers.base import Build, Layer, rows_slot, sibling, storage_of, whole_slot
-from rollout.weights import PLAIN, Box, WeightSlot
+from rollout.weights import Box, WeightSlot
 
 
 class MergedColumnLinear(Layer):
@@ -36,8 +36,7 @@ class MergedColumnLinear(Layer):
             (name, rows, *self.share(index, rows)) for index, (name, rows) in enumerate(parts)
         ]
         self.outputs = sum(count for *_, count in self.parts)
-        shape = (self.outputs, inputs)
-        self.declare("weight", shape, build.linear_layout(shape))
+        self.declare_linear((self.outputs, inputs))
         self.register_parameter("bias", None)
         if bias:
             self.declare("bias", (self.outputs,))
@@ -56,9 +55,9 @@ class MergedColumnLinear(Layer):
         if activation != "silu":
             gate, up = self.forward(x).chunk(2, dim=-1)
             return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
-        if self.build.deterministic:
-            return silu_mul(self.forward(x))
         spec = self.specs["weight"]
+        if self.build.deterministic or spec.scheme is not None:
+            return silu_mul(self.forward(x))
         rows, columns = spec.shape
         weight = storage_of(self, "weight")
         return gated_linear(x, weight, self.bias, spec.layout, (rows, columns))
@@ -115,7 +114,10 @@ class ReplicatedLinear(Layer):
     ) -> None:
         super().__init__(build)
         shape = (outputs, inputs)
-        self.declare("weight", shape, build.linear_layout(shape) if tiled else PLAIN)
+        if tiled:
+            self.declare_linear(shape)
+        else:
+            self.declare("weight", shape)
         self.register_parameter("bias", None)
         if bias:
             self.declare("bias", (outputs,))
@@ -148,8 +150,7 @@ class RowLinear(Layer):
         assert reduce or not bias, "a bias is added after the sum"
         self.reduce = reduce
         self.inputs, self.local = inputs, inputs // build.tp.size
-        shape = (outputs, self.local)
-        self.declare("weight", shape, build.linear_layout(shape))
+        self.declare_linear((outputs, self.local))
         self.register_parameter("bias", None)
         if bias:
             self.declare("bias", (outputs,))

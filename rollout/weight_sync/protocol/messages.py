@@ -24,6 +24,7 @@ from torch import Tensor
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta
 from rollout.weights.components import POLICY
+from rollout.weights.quantization import SCHEMES
 from rollout.wire.codec import (
     ADDED,
     Count,
@@ -43,6 +44,21 @@ STAGING = ("auto", "device", "host", "none")
 MIN_BUCKET_BYTES = 64  # one aligned entry
 MAX_BUCKET_BYTES = 8 << 30
 MAX_OFFER = 1 << 16  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationGrid:
+    """A scheme of ``rollout.weights.quantization``: what shares a scale; 0 columns: a whole row."""
+
+    scheme: Text
+    rows: Positive
+    columns: Count
+
+    @classmethod
+    def of(cls, scheme: str) -> QuantizationGrid | None:
+        """Of a scheme by its name; None for "none"."""
+        found = SCHEMES.get(scheme)
+        return None if found is None else cls(scheme=scheme, rows=found.rows, columns=found.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +92,9 @@ class WeightInfo:
     components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
     # What names may begin with: ``weights.names.placed``.
     prefixes: Table[Text] = field(default_factory=dict, metadata=ADDED)
+    # How linears are held, whatever is sent; the tensors of which changes travel whole.
+    grid: QuantizationGrid | None = field(default=None, metadata=ADDED)
+    quantized: Many[Text] = field(default=(), metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 

@@ -54,6 +54,11 @@ def choose_encoding(
     if why_not is not None:
         return Encoding(name="full", reason=why_not)
     compress = options.encoding == "delta-zstd" and zstd.available() and info.zstd
+    if layout is not None and info.quantized and len(layout.copies) > 1:
+        return Encoding(
+            name="full",
+            reason="the engine's weights are quantised: part of a tensor's changes are not enough",
+        )
     if layout is not None and layout.problem is None and not options.partial:
         live = (info.epoch, info.version, layout.cut(options.bucket_bytes))
         agreed = all(tuple(held[:3]) == live for held in layout.copies)
@@ -90,6 +95,7 @@ class Encoder:
         encoding: Encoding, *, is_first: bool,
     ) -> None:  # fmt: skip
         self._options, self._aliases, self._base = options, info.aliases, base
+        self._quantized = frozenset(info.quantized)
         delta = encoding.name == "delta"
         self._copies = copies if delta else Committed()
         self._memory = {} if delta else copies.values  # of old copies, for new ones
@@ -106,8 +112,12 @@ class Encoder:
             if not by_shards:  # they are kept when the update has committed
                 self._keep(piece)
             return piece
+        whole = piece.name in self._quantized
+        if whole and piece.box.shape != tuple(piece.shape):
+            self._copies.keep(piece.name, piece.box, piece.values)
+            return piece
         change = self._copies.change(piece.name, piece.box, piece.values, max_bytes)
-        if change is None:
+        if change is None or (whole and len(change.values)):
             return piece
         return change.coded(piece.shape, piece.box, compress=self.encoding.compress)
 

@@ -1,0 +1,231 @@
+"""Reads and writes of slots whose parameter is quantised: floats come in, codes are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightMismatch
+from rollout.kernels import copy_into_box, digest
+from rollout.models.patch_journal import PatchJournal
+from rollout.models.slot_io import read_box
+from rollout.models.weight_table import DIGESTS, SCALE, WeightTable
+from rollout.weights import Box, Shape, SparsePatch, TensorPiece, WeightSlot, WeightValue
+from rollout.weights.quantization import Scheme
+
+BAND = 128  # rows that wait together for what is missing of them; of whole cells in every scheme
+_SIGN = 1 << 63
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What has been written of a slot: digests of what was sent and of what was made of it."""
+
+    sent: int = 0
+    live: int = 0
+    nonfinite: int = 0
+
+
+class QuantizedIO:
+    """One rank's quantised parameters, addressed in the coordinates of their sources.
+
+    A cell (what shares a scale) is quantised when all of it has come, wherever the ranks cut it:
+    pieces that hold whole rows of cells at once, others wait in bands of ``BAND`` rows, in
+    ``dtype``, of at most ``table.pending`` elements. With the codes goes a row of ``DIGESTS`` for
+    each slot: the digest of what was sent, in ``dtype``, that of codes and scales, and how many
+    values were not finite. So ``digest`` can say of what is in memory what it was made from.
+    """
+
+    def __init__(
+        self,
+        table: WeightTable,
+        storages: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        journal: PatchJournal | None = None,
+    ) -> None:
+        self._table, self._storages, self._dtype = table, storages, dtype
+        self._journal = journal
+        self._sums: dict[WeightSlot, _Sums] = {}
+        self._bands: dict[tuple[WeightSlot, int], tuple[Tensor, int]] = {}  # rows, elements missing
+        self._pending = 0  # bytes of them
+
+    def write(self, slot: WeightSlot, value: WeightValue) -> int:
+        """Take what ``value`` holds of the slot's cells; returns the number of elements taken."""
+        if not slot.take.numel:
+            return 0
+        box = self._table.needs(slot)
+        if isinstance(value, SparsePatch):
+            if not len(value.positions):
+                return 0
+            raise WeightMismatch(
+                f"{slot.source}: single elements of a quantised weight cannot change; send all of "
+                "it (encoding='full')"
+            )
+        if isinstance(value, TensorPiece):
+            common = box.intersect(value.box)
+            if common is None:
+                return 0
+            back = tuple(-start for start in value.box.starts)
+            part = value.values[common.shifted(back).slices]
+            box = common
+        else:
+            part = read_box(slot.source, value, box)
+        self._take(slot, box, part.detach().to(self._dtype))
+        own = slot.take.intersect(box)
+        return 0 if own is None else own.numel
+
+    def digest(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
+        """The digest of what the slot was made from: of ``table.sent_box``.
+
+        Where codes or scales have other bits than were written, it is another number.
+        """
+        if not slot.take.numel:
+            return 0
+        sent, live, bad = self._recorded(slot).tolist()
+        if nonfinite is not None:
+            nonfinite[0] += bad
+        now = self.live_digest(slot)
+        return int(sent % 2**64 if now == live % 2**64 else now)
+
+    def live_digest(self, slot: WeightSlot) -> int:
+        """The digest of the slot's codes and scales; those of all ranks' slots add up."""
+        if not slot.take.numel:
+            return 0
+        scheme, spec = self._table.scheme(slot), self._table.params[slot.param]
+        storage, put = self._storages[slot.param], _in_bytes(slot.put, scheme)
+        stored = (*spec.shape[:-1], spec.shape[-1] // scheme.per_byte)
+        codes = spec.layout.read(storage, stored, put).reshape(put.shape[-2:])
+        scales = self._storages[slot.param + SCALE][slot.put.slices[:-1]]
+        return self._live(slot, slot.take, codes, scales.reshape(put.shape[-2], -1))
+
+    def read(self, slot: WeightSlot) -> Tensor:
+        """The values that a slot's codes stand for, shaped like its take."""
+        scheme, spec = self._table.scheme(slot), self._table.params[slot.param]
+        storage = self._storages[slot.param]
+        if not slot.take.numel:
+            return torch.empty(slot.take.shape, dtype=self._dtype, device=storage.device)
+        put = _in_bytes(slot.put, scheme)
+        stored = (*spec.shape[:-1], spec.shape[-1] // scheme.per_byte)
+        codes = spec.layout.read(storage, stored, put).reshape(put.shape[-2:])
+        scales = self._storages[slot.param + SCALE][slot.put.slices[:-1]]
+        return scheme.dequantize(codes, scales.reshape(put.shape[-2], -1), self._dtype)
+
+    def _take(self, slot: WeightSlot, box: Box, values: Tensor) -> None:
+        """Quantise the whole cells of ``box``; the rest waits."""
+        whole, rows = self._table.needs(slot), self._table.scheme(slot).rows
+        (n0, k0), (n1, k1) = box.starts, box.stops
+        low = high = n1
+        if (k0, k1) == (whole.starts[1], whole.stops[1]):
+            low = min(n1, -(-n0 // rows) * rows)
+            high = n1 if n1 == whole.stops[0] else max(low, n1 // rows * rows)
+        if low < high:
+            self._quantize(slot, Box((low, k0), (high, k1)), values[low - n0 : high - n0])
+        for a, b in ((n0, low), (high, n1)):
+            for start in range(a // BAND * BAND, b, BAND):
+                x, z = max(a, start), min(b, start + BAND)
+                if x < z:
+                    self._wait(slot, start, Box((x, k0), (z, k1)), values[x - n0 : z - n0])
+
+    def _wait(self, slot: WeightSlot, start: int, box: Box, values: Tensor) -> None:
+        """Keep a part of a band, and quantise the band when nothing is missing."""
+        whole = self._table.needs(slot)
+        (n0, k0), (n1, k1) = whole.starts, whole.stops
+        n0, n1 = max(n0, start), min(n1, start + BAND)
+        band = Box((n0, k0), (n1, k1))
+        if (slot, start) not in self._bands:
+            rows = torch.empty(band.shape, dtype=self._dtype, device=values.device)
+            self._pending += rows.nbytes
+            room = self._table.pending * self._dtype.itemsize
+            if self._pending > room:
+                raise WeightMismatch(
+                    f"{slot.source}: {self._pending >> 20} MiB of pieces wait for the rest of "
+                    f"their scales' blocks, and {room >> 20} were set aside; send "
+                    "the pieces of a tensor one after the other, or another transport"
+                )
+            self._bands[slot, start] = rows, band.numel
+        rows, missing = self._bands[slot, start]
+        rows[box.shifted((-n0, -k0)).slices] = values
+        missing -= box.numel
+        self._bands[slot, start] = rows, missing
+        if missing <= 0:
+            del self._bands[slot, start]
+            self._pending -= rows.nbytes
+            self._quantize(slot, band, rows)
+
+    def _quantize(self, slot: WeightSlot, box: Box, values: Tensor) -> None:
+        """Write the codes and scales of ``box``, which is of whole cells; note what they are."""
+        own, scheme = slot.take.intersect(box), self._table.scheme(slot)
+        if own is None:
+            return
+        storage, spec = self._storages[slot.param], self._table.params[slot.param]
+        codes, scales = scheme.quantize(values.to(storage.device))
+        inside = own.shifted(tuple(-start for start in box.starts))
+        columns = scheme.cell(slot.shape)[1]
+        first, last = own.starts[1] // columns, -(-own.stops[1] // columns)
+        first, last = (c - box.starts[1] // columns for c in (first, last))
+        codes = codes[_in_bytes(inside, scheme).slices]
+        scales = scales[inside.slices[0], first:last]
+        lead = len(slot.put.starts) - 2
+        to = own.shifted(
+            tuple(p - t for p, t in zip(slot.put.starts[lead:], slot.take.starts, strict=True))
+        )
+        put = Box((*slot.put.starts[:lead], *to.starts), (*slot.put.stops[:lead], *to.stops))
+        stored = (*spec.shape[:-1], spec.shape[-1] // scheme.per_byte)
+        copy_into_box(storage, stored, _in_bytes(put, scheme), codes, spec.layout)
+        into = self._storages[slot.param + SCALE][put.slices[:-1]]
+        into.copy_(scales.reshape(into.shape))
+        for name in (slot.param, slot.param + SCALE, DIGESTS):
+            if self._journal is not None:
+                self._journal.note_whole(name)
+        self._note(slot, box, values, own, codes, scales)
+
+    def _note(
+        self, slot: WeightSlot, box: Box, values: Tensor, own: Box, codes: Tensor, scales: Tensor
+    ) -> None:
+        sums = self._sums.setdefault(slot, _Sums())
+        sent = self._table.sent_box(slot).intersect(box)
+        assert sent is not None
+        part = values[sent.shifted(tuple(-start for start in box.starts)).slices]
+        bad = [0]
+        sums.sent += digest(part, slot.shape, sent, bad)
+        sums.live += self._live(slot, own, codes, scales)
+        sums.nonfinite += bad[0]
+        row = [_signed(sums.sent), _signed(sums.live), sums.nonfinite]
+        self._recorded(slot).copy_(torch.tensor(row))
+
+    def _live(self, slot: WeightSlot, own: Box, codes: Tensor, scales: Tensor) -> int:
+        """Of ``own``'s codes; of a scale on the rank alone that has its cell's first column."""
+        scheme = self._table.scheme(slot)
+        whole, at = (slot.shape[0], slot.shape[1] // scheme.per_byte), _in_bytes(own, scheme)
+        edges = (whole[1], at.starts[1], at.stops[1])
+        if not any(edge % 4 for edge in edges):  # four at a time
+            codes = codes.contiguous().view(torch.int32)
+            whole = whole[0], whole[1] // 4
+            at = Box((at.starts[0], at.starts[1] // 4), (at.stops[0], at.stops[1] // 4))
+        found = digest(codes, whole, at)
+        columns = scheme.cell(slot.shape)[1]
+        if own.starts[1] % columns == 0:
+            first = own.starts[1] // columns
+            cells = Box((own.starts[0], first), (own.stops[0], first + scales.shape[1]))
+            found += digest(scales, (slot.shape[0], scheme.cells(slot.shape)), cells)
+        return found % 2**64
+
+    def _recorded(self, slot: WeightSlot) -> Tensor:
+        return self._storages[DIGESTS][self._table.quantized[slot]]
+
+
+def _in_bytes(box: Box, scheme: Scheme) -> Box:
+    """``box`` of elements as one of storage's."""
+    if scheme.per_byte == 1:
+        return box
+    starts = (*box.starts[:-1], box.starts[-1] // scheme.per_byte)
+    stops: Shape = (*box.stops[:-1], box.stops[-1] // scheme.per_byte)
+    return Box(starts, stops)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a sum modulo 2^64."""
+    return (value % 2**64 ^ _SIGN) - _SIGN

@@ -1,0 +1,224 @@
+"""Quantised weights under a trainer that has floats: made on arrival, the same at any split."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_ranks import Engine, same
+from tiny_models import write_tiny
+from trainer import DEADLINE, Trainer, nudged
+from trainer_ranks import DeltaTrainerRanks, TrainerRanks, rows
+
+from rollout.distributed import TensorParallel
+from rollout.errors import ChecksumMismatch, ConfigError, WeightMismatch
+from rollout.models.build import build_model, build_tables
+from rollout.models.config import ModelConfig
+from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.protocol.digests import combine, slot_rows, total
+from rollout.weights import Box, TensorPiece
+from rollout.weights.quantization import SCHEMES
+
+SIZES = {"int8": (1, 2, 4), "fp8": (1, 2, 4), "fp8_block": (1, 2), "mxfp4": (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Blocks of 128 fit a half of every dimension that two ranks split."""
+    where, found = tmp_path_factory.mktemp("models"), []
+    shape = {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": 96,
+        "intermediate_size": 256, "num_hidden_layers": 1,
+    }  # fmt: skip
+    for seed in (0, 1):
+        model = write_tiny(where / str(seed), "qwen3", tied=True, seed=seed, **shape)
+        found.append({n: t.clone() for n, t in model.state_dict().items() if n[:7] != "lm_head"})
+    return ModelConfig.from_directory(where / "0"), *found
+
+
+def ranks_of(checkpoints, scheme: str, size: int, weights=None):
+    """Every rank's model with the weights, in the layout that this CPU's kernels read."""
+    models = [
+        build_model(
+            checkpoints[0], TensorParallel(rank, size), torch.bfloat16, "cpu", "auto",
+            quantization=scheme,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    for model in models:
+        model.load_weights((weights or checkpoints[1]).items())
+    return models
+
+
+def held(models) -> dict[str, int]:
+    """The digest of codes and scales of each tensor, over all ranks."""
+    return combine(
+        [slot_rows((s, model.live_digest(s)) for s in model.table.quantized) for model in models]
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_any_number_of_ranks_hold_the_same_quantised_weights(checkpoints, scheme) -> None:
+    wanted = held(ranks_of(checkpoints, scheme, 1))
+    assert len(wanted) == 7
+    for size in SIZES[scheme][1:]:
+        models = ranks_of(checkpoints, scheme, size)
+        assert held(models) == wanted
+        for model in models:
+            for slot in model.table.quantized:
+                values, scales = SCHEMES[scheme].quantize(checkpoints[1][slot.source].bfloat16())
+                whole = SCHEMES[scheme].dequantize(values, scales, torch.bfloat16)
+                assert torch.equal(model.read_slot(slot), whole[slot.take.slices])
+
+
+def test_only_linears_are_quantised_and_memory_says_so(checkpoints) -> None:
+    plain = sum(p.nbytes for p in ranks_of(checkpoints, "none", 1)[0].parameters())
+    linears = sum(t.numel() for n, t in checkpoints[1].items() if "proj" in n)
+    for scheme, bits in (("int8", 8), ("fp8", 8), ("mxfp4", 4.25)):
+        [model] = ranks_of(checkpoints, scheme, 1)
+        assert {s.source for s in model.table.quantized} == {
+            name for name in checkpoints[1] if "_proj" in name
+        }
+        now = sum(p.nbytes for p in model.parameters())
+        beside = 0 if scheme == "mxfp4" else sum(
+            4 * len(t) for n, t in checkpoints[1].items() if "_proj" in n
+        )  # fmt: skip
+        digests = model.get_parameter("quantized_digests").nbytes
+        assert plain - now == linears * (16 - bits) // 8 - beside - digests
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("cut", [(7, 1000), (1000, 11), (50, 40)], ids=["rows", "columns", "both"])
+def test_pieces_are_quantised_as_the_whole(checkpoints, scheme, cut) -> None:
+    [model] = ranks_of(checkpoints, scheme, 1, checkpoints[2])
+    load = model.begin_load()
+    for name, tensor in checkpoints[1].items():
+        starts = [range(0, n, c) for n, c in zip(tensor.shape, cut, strict=False)]
+        for at in itertools.product(*starts):
+            stop = tuple(min(a + c, n) for a, c, n in zip(at, cut, tensor.shape, strict=False))
+            box = Box(at, stop)
+            piece = TensorPiece(tuple(tensor.shape), tensor.dtype, box, tensor[box.slices])
+            load.feed([(name, piece)])
+    load.finish()
+    fresh = ranks_of(checkpoints, scheme, 1)[0]
+    for name, storage in fresh.storages().items():
+        assert torch.equal(model.storages()[name], storage), name
+
+
+def test_pieces_that_wait_are_bounded(checkpoints) -> None:
+    [model] = ranks_of(checkpoints, "int8", 1)
+    assert model.table.pending == (1 << 25) + 2 * 256 * 96
+    model.table = replace(model.table, pending=2 * 256 * 96)
+    columns = []
+    for name, tensor in checkpoints[2].items():
+        if tensor.dim() == 2:
+            box = Box((0, 0), (len(tensor), 1))
+            piece = TensorPiece(tuple(tensor.shape), tensor.dtype, box, tensor[:, :1])
+            columns.append((name, piece))
+    with pytest.raises(WeightMismatch, match="pieces wait for the rest of their scales' blocks"):
+        model.begin_load().feed(columns)
+
+
+def test_blocks_that_ranks_would_cut_are_refused(checkpoints) -> None:
+    with pytest.raises(ConfigError, match=r"fp8_block.*128 x 128.*q_proj.*or int8 or fp8"):
+        build_tables(checkpoints[0], 4, quantization="fp8_block")
+
+
+@pytest.fixture(scope="module", params=[("int8", 2), ("fp8_block", 1)], ids=["int8", "fp8_block"])
+def engine(request, checkpoints):
+    scheme, size = request.param
+    engine = Engine(checkpoints[0], size, checkpoints[1], quantization=scheme)
+    yield engine
+    engine.close()
+
+
+def fresh(engine, checkpoints, weights):
+    scheme = engine.coordinator.grid.scheme
+    other = Engine(checkpoints[0], len(engine.ranks), weights, quantization=scheme)
+    try:
+        return other.live()
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("transport", ["inline", "p2p"])
+def test_an_update_ends_like_a_fresh_start(engine, checkpoints, transport) -> None:
+    for weights in (checkpoints[2], checkpoints[1]):
+        if transport == "p2p":
+            receipts = TrainerRanks(engine, 3).send(weights)
+        else:
+            receipts = [Trainer(engine, transport).send(weights)]
+        for receipt in receipts:
+            assert receipt.transport == transport, receipt
+        assert same(engine.live(), fresh(engine, checkpoints, weights))
+        grid = engine.info().grid
+        assert receipts[0].details["quantization"] == grid.scheme
+        models = [rank.instances.live for rank in engine.ranks]
+        assert receipts[0].details["quantized_digest"] == f"{total(held(models).values()):016x}"
+        assert total(engine.digests(DEADLINE).values()) == receipts[0].digest  # of what was sent
+
+
+def test_a_delta_sends_changed_tensors_whole_and_a_rollback_goes_back(engine, checkpoints) -> None:
+    trainer, names = Trainer(engine, "inline"), engine.info().quantized
+    assert len(names) == 7
+    full = trainer.send(checkpoints[1], encoding="delta")
+    before = engine.live()
+    weights = dict(checkpoints[1])
+    for name in ("model.norm.weight", names[0]):
+        weights[name] = nudged({name: weights[name]}, 0.02)[name]
+    receipt = trainer.send(weights, encoding="delta")
+    assert receipt.details["encoding"] == "delta"
+    assert weights[names[0]].nbytes < receipt.wire_bytes < full.wire_bytes / 3
+    assert same(engine.live(), fresh(engine, checkpoints, weights))
+    engine.coordinator.rollback(DEADLINE)
+    assert same(engine.live(), before)
+    assert total(engine.digests(DEADLINE).values()) == full.digest
+
+
+def test_shards_of_a_delta_go_in_full_and_the_receipt_says_why(engine, checkpoints) -> None:
+    trainers = DeltaTrainerRanks(engine, 2, rows)
+    for weights in (checkpoints[2], checkpoints[1]):
+        receipt = trainers.send(weights)
+        assert receipt.details["encoding"] == "full"
+        assert "quantised" in receipt.details["encoding_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, checkpoints[1]))
+
+
+def test_a_part_keeps_the_rest_in_live_form(engine, checkpoints) -> None:
+    Trainer(engine, "inline").send(checkpoints[1])
+    some = {n: t for n, t in checkpoints[2].items() if "q_proj" in n or "norm" in n}
+    Trainer(engine, "inline").send(some, partial=True)
+    assert same(engine.live(), fresh(engine, checkpoints, {**checkpoints[1], **some}))
+
+
+def test_codes_that_change_in_memory_are_seen(engine, checkpoints) -> None:
+    Trainer(engine, "inline").send(checkpoints[1])
+    honest = engine.digests(DEADLINE)
+    model = engine.ranks[-1].instances.live
+    for name in ("qkv_proj.weight", "qkv_proj.weight_scale"):
+        storage = model.get_parameter(f"model.layers.0.self_attn.{name}").data.view(torch.uint8)
+        storage.view(-1)[0] ^= 1
+        assert engine.digests(DEADLINE) != honest
+        storage.view(-1)[0] ^= 1
+    assert engine.digests(DEADLINE) == honest
+
+
+def test_numbers_that_are_none_are_refused_by_their_count(engine, checkpoints) -> None:
+    weights = {n: t.clone() for n, t in checkpoints[2].items()}
+    name = engine.info().quantized[3]
+    weights[name][5, 3:6] = float("nan")
+    before = engine.live()
+    with pytest.raises(WeightMismatch, match=rf"{name} \(3 elements\)"):
+        Trainer(engine, "inline").send(weights)
+    assert same(engine.live(), before)
+
+
+def test_a_flipped_bit_of_what_is_sent_does_not_pass(engine, checkpoints) -> None:
+    before = engine.live()
+    with pytest.raises(ChecksumMismatch):
+        Trainer(engine, "inline").send(
+            checkpoints[2], transport=Faulty("inline", Fault("flip", bucket=2))
+        )
+    assert same(engine.live(), before)
