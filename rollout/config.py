@@ -201,6 +201,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", _components(self.components))
+        if self.components and self.quantization != "none":
+            raise ConfigError(
+                f"quantization={self.quantization!r} does not go with components yet: leave one out"
+            )
         for name in ("model", "tokenizer"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))

@@ -15,6 +15,7 @@ COMMANDS = ("serve", "generate", "check", "bench")  # those that take an engine'
 SAME: Mapping[str, tuple[str, ...]] = {
     "--model-path": ("--model",),
     "-tp": ("--tensor-parallel-size",),
+    "-q": ("--quantization",),
     "--tp": ("--tensor-parallel-size",),
     "--tp-size": ("--tensor-parallel-size",),
     "--enable-expert-parallel": ("--expert-parallel",),

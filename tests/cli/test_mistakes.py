@@ -83,7 +83,6 @@ def test_the_spellings_of_others_mean_ours() -> None:
         ("--gpu-memory-utilization=0.9", "--kv-cache-bytes"),
         ("--mem-fraction-static", "--kv-cache-bytes"),
         ("--trust-remote-code", "never run"),
-        ("--quantization", "--quantization is not a flag"),
         ("-pp", "--tensor-parallel-size"),
     ],
 )
