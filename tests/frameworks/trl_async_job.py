@@ -7,22 +7,13 @@ import json
 import sys
 
 import torch
-import trl_on_cpu  # noqa: F401 - stands in for what needs a card
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from transformers import AutoModelForCausalLM
+from trl_on_cpu import ROWS, SAMPLING, higher_is_better, make_trainer, norm, trained
 
 from rollout import Rollout
 from rollout.integrations.trl import RolloutWorker, WeightTransfer
 
-torch.set_num_threads(1)
 model_path, scratch = sys.argv[1:]
-
-
-def higher_is_better(completion_ids, **kwargs):  # no two samples alike: each step has advantages
-    return [sum(ids) / 1000 for ids in completion_ids]
-
-
 syncs, weights, played = [], {}, []
 
 
@@ -30,11 +21,10 @@ class Watched(WeightTransfer):
     def resume(self):
         super().resume()
         version = self.receipts[-1].version
-        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = trained(trainer)
         weights[version] = {name: value.clone() for name, value in model.state_dict().items()}
-        norm = float(sum(p.detach().double().norm() for p in model.parameters()))
         equal = rollout.check_weights(model).equal
-        syncs.append({"equal": equal, "version": version, "norm": norm})
+        syncs.append({"equal": equal, "version": version, "norm": norm(model)})
 
 
 class Worker(RolloutWorker):
@@ -50,35 +40,14 @@ def play(session, row, params):
     session.chat([{"role": "tool", "content": "8"}], params)
 
 
-rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("Hello", "One two")]
 with Rollout(model_path, device="cpu", num_threads=1, num_kv_blocks=128) as rollout:
     worker = Worker(
-        rollout, rows, higher_is_better, params={"max_tokens": 6}, play=play,
-        num_generations=4, max_inflight=8, queue_size=8,
-    )  # fmt: skip
-    trainer = AsyncGRPOTrainer(
-        model=model_path,
-        processing_class=AutoTokenizer.from_pretrained(model_path),
-        train_dataset=Dataset.from_list(rows),
-        rollout_worker=worker,
-        weight_transfer=Watched(rollout, in_flight="recompute"),
-        args=AsyncGRPOConfig(
-            output_dir=scratch,
-            use_cpu=True,
-            bf16=False,
-            max_steps=3,
-            learning_rate=1e-3,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=6,
-            token_budget=0,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        rollout, ROWS, higher_is_better, params={"max_tokens": 6}, play=play, **SAMPLING
     )
+    trainer = make_trainer(
+        model_path, scratch, worker, weight_transfer=Watched(rollout, in_flight="recompute"),
+        config={"learning_rate": 1e-3, "token_budget": 0},
+    )  # fmt: skip
     trainer.train()
 
 largest, tokens, versions = 0.0, 0, set()
