@@ -18,7 +18,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -95,7 +94,6 @@ class ColocatedRollout:
         self._group: RankGroup | None = None
         self._host: RankHost | None = None
         self._closed = False
-        self._one_call = threading.Lock()
         self.engine = None
         try:
             self._start(over)

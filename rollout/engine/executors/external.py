@@ -106,10 +106,6 @@ class RankHost:
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_WAIT)
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
     def wait(self, timeout: float) -> None:
         """Until the engine has hung up, for at most ``timeout`` seconds."""
         self._thread.join(timeout)

@@ -1,27 +1,17 @@
 """DeepSeek-V3, R1, Kimi-K2, Moonlight, GLM-4.7-Flash: latent attention, experts within groups."""
 
-from rollout.models.arch import Arch, LatentArch, MoEArch, SharedArch
+from dataclasses import replace
 
+from rollout.models.arch import Arch, LatentArch
+from rollout.models.architectures.deepseek_v2 import MOE as DEEPSEEK_V2_MOE
+
+MOE = replace(
+    DEEPSEEK_V2_MOE, scores="sigmoid", score_bias="gate", groups="top2", norm_topk_prob=None
+)
 DeepseekV3ForCausalLM = Arch(
     mlp_bias=False,
     next_layers="num_nextn_predict_layers",
     latent=LatentArch(interleaved=("rope_interleave", True)),
-    moe=MoEArch(
-        count="n_routed_experts",
-        shared=SharedArch(
-            size="moe_intermediate_size",
-            count="n_shared_experts",
-            name="shared_experts",
-            gated=False,
-        ),
-        every_layer=True,
-        first_dense="first_k_dense_replace",
-        scores="sigmoid",
-        score_bias="gate",
-        groups="top2",
-        scaled=True,
-        wide_router=True,
-        wide_weights=True,
-    ),
+    moe=MOE,
 )
 Glm4MoeLiteForCausalLM = DeepseekV3ForCausalLM
