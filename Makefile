@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick more clients browser soak lint types unit install clean
+.PHONY: demo test quick more clients browser soak docs lint types unit install clean
 
 demo: $(STAMP)
 	$(BIN)/python trainer_examples/grpo_fsdp2.py
@@ -50,6 +50,11 @@ soak: $(STAMP)
 	$(BIN)/python benchmarks/fuzz.py --seconds 600 --seed $(or $(SEED),0)
 	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py
 
+# The documentation site, in site/; a link that leads nowhere fails.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,4 +75,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .clients build *.egg-info
+	rm -rf $(VENV) .clients build site *.egg-info
