@@ -50,7 +50,7 @@ class EngineStats:
 
     ``kv_usage`` in [0, 1]; prefix figures are tokens; ``time_to_first_token`` is per request,
     ``inter_token`` per token after a sample's first. ``state``: running | paused | asleep |
-    broken | dead | closed. ``seed``: of requests that bring none.
+    broken | fenced | dead | closed. ``seed``: of requests that bring none.
     ``state_snapshots``: of recurrent states, that a prefix can be found by; a hit is one that a
     sequence went on from. ``nan_logits_total``: samples that ended because their logits were NaN.
     ``nonfinite_tensors``:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from rollout.errors import EngineError
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
+from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
 from rollout.wire.version import ServerInfo
@@ -79,6 +81,10 @@ class Backend(Protocol):
 
     async def server_info(self) -> ServerInfo: ...
 
+    def end_calls(self, error: EngineError) -> None:
+        """End every call under way with ``error``; does not wait for it."""
+        ...
+
     async def pause(self, mode: str, timeout: float) -> None: ...
 
     async def resume(self) -> None: ...
@@ -102,6 +108,14 @@ class Backend(Protocol):
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
         """Commit or abort the update that is prepared; the receipt of a commit."""
+        ...
+
+    def serve(self, grant: Grant) -> Standing:
+        """A fleet's coordinator says how long this member may serve, and asks where it stands."""
+        ...
+
+    def send_to(self, request: SendTo) -> UpdateReceipt:
+        """Bring another engine to what is live here; its receipt."""
         ...
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:

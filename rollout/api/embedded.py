@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
@@ -20,15 +21,18 @@ from rollout.engine.output import Snapshot
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
+from rollout.engine.updates.live_weights import live_weights
 from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
     ConfigError,
     EngineClosed,
     EngineError,
+    EngineRestarted,
     InvalidRequest,
     RolloutError,
     TransferFailed,
     UpdateInProgress,
+    VersionConflict,
 )
 from rollout.generation import (
     AnyPrompt,
@@ -41,7 +45,9 @@ from rollout.generation import (
     SamplingParams,
 )
 from rollout.metrics import EngineStats
+from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
+from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
     QuantizationGrid,
@@ -241,6 +247,48 @@ class EmbeddedBackend:
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
         return self.coordinator.decide(decision)
+
+    def serve(self, grant: Grant) -> Standing:
+        core, coordinator = self.core, self.coordinator
+        if grant.epoch is not None and grant.epoch != core.epoch:
+            raise EngineRestarted(
+                f"the grant is for another life of this engine: epoch {grant.epoch}, not "
+                f"{core.epoch}"
+            )
+        coordinator.see_fence(grant.fence)
+        if grant.epoch is not None:
+            core.serving.grant(grant.until, (grant.fence, grant.serial))
+        return Standing(
+            epoch=core.epoch,
+            clock=time.monotonic(),
+            version=core.version,
+            state=core.state,
+            prepared=self.prepared,
+            fence=coordinator.fence,
+            running=len(core.scheduler.running),
+            waiting=core.scheduler.num_waiting,
+        )
+
+    def send_to(self, request: SendTo) -> UpdateReceipt:
+        coordinator = self.coordinator
+        peer = RolloutClient(request.address, request.token or None, request.timeout)
+        try:
+            with coordinator.holding_still(request.timeout):
+                if self.core.version != request.version:
+                    raise VersionConflict(
+                        f"version {self.core.version} is live here, not {request.version}"
+                    )
+                metadata = tuple(coordinator.metadata.values())
+                return publish(
+                    live_weights(self.core, metadata, request.timeout),
+                    connect=lambda: peer,
+                    options=UpdateOptions(
+                        version=request.version, encoding="full", timeout=request.timeout,
+                        label=coordinator.info().label,
+                    ),
+                )  # fmt: skip
+        finally:
+            peer.close()
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         if "\0" in path:

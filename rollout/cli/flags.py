@@ -120,6 +120,23 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return EngineConfig.from_dict({**defaults, **given})
 
 
+def engine_flags(config: EngineConfig) -> list[str]:
+    """The command line that makes these settings, the model aside."""
+    words: list[str] = []
+    for f in ENGINE_FLAGS:
+        value = getattr(config, f.name)
+        name = "--" + f.name.replace("_", "-")
+        if value == f.default:
+            continue
+        if isinstance(value, bool):
+            words.append(name if value else name.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [word for one in value for word in (name.removesuffix("s"), str(one))]
+        else:
+            words += [name, str(value)]
+    return words
+
+
 def refuse_engine_flags(args: argparse.Namespace, beside: str) -> None:
     """``ConfigError`` for settings of an engine, or a model, where the engine is a service's."""
     given = [f"--{f.name.replace('_', '-')}" for f in ENGINE_FLAGS if hasattr(args, f.name)]

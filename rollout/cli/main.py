@@ -1,4 +1,4 @@
-"""The command line: ``rollout serve | generate | bench | plan | check | info | top``.
+"""The command line: ``rollout serve | fleet | generate | bench | plan | check | info | top``.
 
 A mistake of the user is one line on stderr, ``rollout: <Error>: <what and what to do>``, and exit
 status 2; nothing is left running.
@@ -30,6 +30,7 @@ from rollout.cli.flags import (
     refuse_engine_flags,
     sampling_params,
 )
+from rollout.cli.fleet import add_fleet
 from rollout.cli.logs import LEVELS, configure_logging
 from rollout.cli.plan import add_plan
 from rollout.cli.serve import add_serve
@@ -46,6 +47,7 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 HELP = {  # of each command: what it takes, and an example
     "serve": ("MODEL", "runs/model --tensor-parallel-size 2 --port 8000 --grpc-port 50051"),
+    "fleet": ("--engine HOST:PORT...", "--engine 10.0.0.1:50051 --engine 10.0.0.2:50051"),
     "generate": (
         "MODEL PROMPT... | --connect HOST:PORT PROMPT...",
         "runs/model 'Once upon a time'",
@@ -101,6 +103,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"rollout {rollout.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_serve(commands, _add_command)
+    add_fleet(commands, _add_command)
     _add_generate(commands)
     _add_check(commands)
     _add_info(commands)

@@ -24,6 +24,7 @@ from rollout.engine.kv_cache import KVSize, MemoryPlan, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import Call, OutputProcessor, Sink
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.serving_lease import ServingLease
 from rollout.engine.state_slots import StateSlots
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
@@ -63,6 +64,7 @@ class EngineCore:
         self.seed = secrets.randbits(63) if config.seed is None else config.seed
         self.version = 0
         self.counters = EngineCounters()
+        self.serving = ServingLease()
         self.model_config: ModelConfig
         self.memory: MemoryPlan
         self.kv_size: KVSize
@@ -156,7 +158,7 @@ class EngineCore:
             executor, self.scheduler, self.outputs, block_size=config.block_size,
             step_timeout=config.timeout, runs_ahead=config.async_scheduling,
             first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
-            grammars=self.grammars, encoder=self._encoder,
+            grammars=self.grammars, encoder=self._encoder, serving=self.serving,
         )  # fmt: skip
         self._control = Control(self._loop, self.scheduler, self.outputs, self.call, config.timeout)
 
@@ -208,7 +210,7 @@ class EngineCore:
 
     @property
     def state(self) -> str:
-        """starting | running | paused | asleep | broken | dead | closed.
+        """starting | running | paused | asleep | broken | fenced | dead | closed.
 
         What an update holds back for a moment is "running": it is served when the update is over.
         """
@@ -222,6 +224,8 @@ class EngineCore:
             return "asleep"
         if self.broken is not None:
             return "broken"
+        if self.serving.is_over:
+            return "fenced"
         return "paused" if self._loop.pause_state.is_held_by("pause") else "running"
 
     # ---- requests ----
@@ -407,6 +411,8 @@ class EngineCore:
             return EngineClosed("the engine is asleep; call wake_up first")
         if self.broken is not None:
             return EngineBroken(self.control.broken_text)
+        if self.serving.is_over:
+            return self.serving.refusal
         return None
 
     def _admit(self, requests: Sequence[Request], call: Call, arrived: float) -> None:

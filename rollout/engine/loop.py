@@ -29,6 +29,7 @@ from rollout.engine.output import OutputProcessor
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import PauseState, Scheduler
 from rollout.engine.sequence import ScheduledBatch, Status
+from rollout.engine.serving_lease import ServingLease
 from rollout.engine.structured.grammars import Grammars
 from rollout.errors import (
     EngineBroken,
@@ -77,6 +78,7 @@ class StepLoop:
         on_broken: Callable[[str], None],
         grammars: Grammars | None = None,
         encoder: EncoderCache | None = None,
+        serving: ServingLease | None = None,
     ) -> None:
         self.pause_state = PauseState(scheduler)
         self.dead: WorkerDied | None = None
@@ -95,6 +97,7 @@ class StepLoop:
         self._encoder = encoder
         if grammars is not None:
             grammars.on_answer = self._wake
+        self._serving = serving or ServingLease()
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
         self._ended = False
@@ -181,6 +184,8 @@ class StepLoop:
         try:
             while not self.closed:
                 worked = self._step()
+                if self._serving.is_over:
+                    self._outputs.fail(self._serving.refusal)
                 self._outputs.publish()
                 self._notify_drained()
                 if self._ahead is None:

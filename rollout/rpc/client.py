@@ -17,7 +17,7 @@ import grpc
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
-from rollout.errors import EngineClosed, EngineRestarted, InvalidRequest
+from rollout.errors import EngineClosed, EngineError, EngineRestarted, InvalidRequest
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
@@ -44,6 +44,7 @@ from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
+from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
@@ -152,6 +153,9 @@ class RolloutClient:
         request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
         return int((await self._call(GenerationStub, "Abort", request)).count)
 
+    def end_calls(self, error: EngineError) -> None:
+        """They are the service's: they go on there."""
+
     # ---- control (async) ----
 
     async def start(self) -> None:
@@ -257,6 +261,21 @@ class RolloutClient:
         receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=True)
         return receipt
+
+    def serve(self, grant: Grant) -> Standing:
+        with self._errors():
+            reply = WeightSyncStub(self._sync_channel()).Serve(
+                document(grant), timeout=self.timeout, metadata=self._metadata
+            )
+        return from_json(Standing, reply.json)
+
+    def send_to(self, request: SendTo) -> UpdateReceipt:
+        """Have this engine bring another to its live version; the other's receipt."""
+        limit = max(MAX_READ, 10 * request.timeout)  # each wait there has its own
+        with self._errors():
+            call = WeightSyncStub(self._sync_channel()).SendTo
+            reply = call(document(request), timeout=limit, metadata=self._metadata)
+        return from_json(UpdateReceipt, reply.json)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         limit = 3 * timeout + 1  # it takes the lease, then a step boundary

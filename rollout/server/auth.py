@@ -36,7 +36,8 @@ _CONTROL = (
         "Pause", "Resume", "Sleep", "WakeUp", "ResetPrefixCache",
     )),
     *(f"{_GRPC}WeightSync/{name}" for name in (
-        "Update", "Decide", "UpdateFrom", "Rollback", "Digests", "InitWeightTransferEngine",
+        "Update", "Decide", "Serve", "SendTo", "UpdateFrom", "Rollback", "Digests",
+        "InitWeightTransferEngine",
         "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "AbortWeightUpdate",
     )),
 )  # fmt: skip

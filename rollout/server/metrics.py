@@ -49,7 +49,7 @@ HISTOGRAMS = (
     ("time_to_first_token", "time_to_first_token_seconds", "Time to a request's first token"),
     ("inter_token", "inter_token_latency_seconds", "Time between a sample's tokens"),
 )
-STATES = ("running", "paused", "asleep", "broken", "dead", "closed")
+STATES = ("running", "paused", "asleep", "broken", "fenced", "dead", "closed")
 
 Simple = CounterMetricFamily | GaugeMetricFamily
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

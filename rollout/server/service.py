@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollout.api import AsyncRollout
+from rollout.api.backend import Backend
 from rollout.api.embedded import EmbeddedBackend, NearLink
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK, host_port
@@ -83,27 +84,37 @@ async def serving(config: EngineConfig, at: Listening) -> AsyncIterator[Addresse
     Raises ``ConfigError`` for a busy port before any weight is read, and whatever starting the
     engine raises.
     """
-    context = None if at.tls is None else at.tls.context()
     rollout = AsyncRollout(**config.to_dict())
     backend = rollout.backend
     assert isinstance(backend, EmbeddedBackend)
     core = backend.core
+    async with serving_over(rollout, at) as (http, grpc):
+        yield Addresses(
+            http, grpc, str(core.memory), asyncio.wrap_future(core.died), core.counters,
+            backend.link,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def serving_over(rollout: AsyncRollout, at: Listening) -> AsyncIterator[tuple[str, str]]:
+    """The same over an engine or a fleet that somebody else has made: where HTTP and gRPC listen.
+
+    It is shut down at the end.
+    """
+    context = None if at.tls is None else at.tls.context()
     async with contextlib.AsyncExitStack() as stack:
         apps = [(stack.enter_context(sock), app) for sock, app in _apps(rollout, at)]
         if at.grpc_port:  # a busy port is better known before the load
             listen(at.host, at.grpc_port, "gRPC").close()
         stack.push_async_callback(rollout.shutdown)
         for sock, app in apps:  # before the load, so that /health can say that it goes on
-            await stack.enter_async_context(_http(backend, app, sock, context))
+            await stack.enter_async_context(_http(rollout.backend, app, sock, context))
         await rollout.start()
-        grpc_address = await rollout.serve(
+        grpc = await rollout.serve(
             at.host, at.grpc_port, token=at.tokens.generation, control_token=at.tokens.control,
             tls=at.tls, insecure=at.insecure, max_body_bytes=at.max_body_bytes,
         )  # fmt: skip
-        yield Addresses(
-            host_port(at.host, apps[0][0].getsockname()[1]), grpc_address, str(core.memory),
-            asyncio.wrap_future(core.died), core.counters, backend.link,
-        )  # fmt: skip
+        yield host_port(at.host, apps[0][0].getsockname()[1]), grpc
 
 
 def _apps(rollout: AsyncRollout, at: Listening) -> Iterator[tuple[socket.socket, FastAPI]]:
@@ -147,7 +158,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 @asynccontextmanager
 async def _http(
-    backend: EmbeddedBackend, app: FastAPI, sock: socket.socket, context: ssl.SSLContext | None
+    backend: Backend, app: FastAPI, sock: socket.socket, context: ssl.SSLContext | None
 ) -> AsyncIterator[None]:
     settings = uvicorn.Config(
         app,

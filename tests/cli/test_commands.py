@@ -25,7 +25,7 @@ from tiny_models import write_tiny
 from rollout import RequestOutput, Rollout, SamplingParams
 from rollout.cli.flags import ENGINE_FLAGS, engine_config
 from rollout.cli.main import make_parser
-from rollout.cli.serve import _until
+from rollout.cli.service import _until
 from rollout.config import EngineConfig
 from rollout.errors import EngineClosed, VersionConflict, WeightMismatch, WorkerDied
 

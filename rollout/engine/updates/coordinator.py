@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -206,10 +207,8 @@ class Coordinator:
         epoch is below one seen here, the update is not prepared, or has ended the other way.
         """
         with self._deciding:
-            if decision.fence is not None and decision.fence < self.fence:
-                raise VersionConflict(
-                    f"fencing epoch {decision.fence} is stale: this engine has seen {self.fence}"
-                )
+            if decision.fence is not None:
+                self._check_fence(decision.fence)
             if (known := self.ended.known(decision.update_id)) is not None:
                 return known.answer(decision)
             prepared = self.prepared
@@ -219,6 +218,27 @@ class Coordinator:
             self.fence = max(self.fence, decision.fence or 0)
             return prepared.decided(decision)
 
+    @contextmanager
+    def holding_still(self, timeout: float) -> Iterator[None]:
+        """No update begins to stage, and nothing commits, within the block."""
+        self.acquire(None, timeout)
+        try:
+            yield
+        finally:
+            self.free(None)
+
+    def see_fence(self, fence: int) -> None:
+        """A coordinator of epoch ``fence`` speaks; ``VersionConflict`` where a later one has."""
+        with self._deciding:
+            self._check_fence(fence)
+            self.fence = fence
+
+    def _check_fence(self, fence: int) -> None:
+        if fence < self.fence:
+            raise VersionConflict(
+                f"fencing epoch {fence} is stale: this engine has seen {self.fence}"
+            )
+
     # ---- what a lease uses ----
 
     def prepare(self, prepared: Prepared, fence: int) -> None:
@@ -227,10 +247,7 @@ class Coordinator:
         ``VersionConflict`` where ``fence`` is below one that was seen.
         """
         with self._deciding:
-            if fence < self.fence:
-                raise VersionConflict(
-                    f"fencing epoch {fence} is stale: this engine has seen {self.fence}"
-                )
+            self._check_fence(fence)
             self.advance(prepared, "prepared")
             self.prepared, self.fence = prepared, fence
 

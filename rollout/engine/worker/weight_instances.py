@@ -213,6 +213,14 @@ class ModelInstances:
             found.append((model.digest_slot(slot, bad), bad[0] if bad else 0))
         return found
 
+    def read_slots(self, names: frozenset[str]) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """Every slot of the live weights whose source is in ``names``, and a copy of its values."""
+        for source, slots in self.live.table.slots.items():
+            for slot in slots if source in names else ():
+                with self._reading:
+                    values = self._digested(live=True).read_slot(slot).contiguous().cpu().clone()
+                yield slot, values
+
     def nonfinite(self) -> tuple[str, ...]:
         """The sources of the live weights that hold NaN or infinity; takes as long as digests."""
         bad: list[tuple[WeightSlot, int]] = []

@@ -80,6 +80,7 @@ class Worker:
             "stage_restore": self._plain(lambda args: self.updates.restore()),
             "stage_digests": self._plain(self.digests),
             "digests": self._plain(self.digests),
+            "stage_read": lambda args, _: self.read(args),
         }
 
     def begin(self, method: str, args: Args, tensors: Tensors) -> Callable[[], Reply]:
@@ -259,6 +260,15 @@ class Worker:
         before = self.version  # the main thread may commit meanwhile: the caller compares
         rows = slot_rows(self.runner.instances.digest_slots(live=True, names=wanted))
         return {"digests": rows, "versions": [before, self.version]}
+
+    def read(self, args: Args) -> Reply:
+        """What this rank holds of the live tensors in ``names``, box by box."""
+        rows: list[Any] = []
+        tensors: dict[str, Tensor] = {}
+        for slot, values in self.runner.instances.read_slots(frozenset(args["names"])):
+            rows.append([slot.source, list(slot.take.starts), list(slot.take.stops)])
+            tensors[str(len(tensors))] = values
+        return {"boxes": rows, "version": self.version}, tensors
 
     def _join(self, rendezvous: Any) -> None:
         """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""

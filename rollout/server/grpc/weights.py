@@ -29,6 +29,7 @@ from rollout.server.verbs import (
     Verbs,
     parse,
 )
+from rollout.weight_sync.protocol.membership import Grant, SendTo
 from rollout.weight_sync.protocol.messages import Decision, WeightChannel
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
@@ -54,6 +55,16 @@ class WeightSyncService:
         decision, backend = from_json(Decision, request.json), self._rollout.backend
         receipt = await self._rollout.threads.run(lambda: backend.decide(decision))
         return pb.WeightDocument() if receipt is None else document(receipt)
+
+    @answers
+    async def Serve(self, request: Any) -> Any:  # noqa: N802
+        grant, backend = from_json(Grant, request.json), self._rollout.backend
+        return document(await asyncio.to_thread(backend.serve, grant))
+
+    @answers
+    async def SendTo(self, request: Any) -> Any:  # noqa: N802
+        wanted, backend = from_json(SendTo, request.json), self._rollout.backend
+        return document(await self._rollout.threads.run(lambda: backend.send_to(wanted)))
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802

@@ -1,0 +1,117 @@
+"""``rollout serve --replicas N`` and ``rollout fleet``: several engines behind one address."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from rollout.cli.flags import Row, add_rows, engine_flags, environment
+from rollout.cli.service import LISTENING, Up, listening_of, run_service
+from rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollout.config import EngineConfig
+    from rollout.fleet.fleet import Fleet
+    from rollout.server.service import Listening
+
+REPLICAS: tuple[Row, ...] = (
+    ("--replicas", "N", 1, "engines of this model on this host, behind one address and updated as "
+     "one; each is started again when it ends"),
+    ("--quorum", "N", None, "of several engines, how many must hold a version for it to commit: "
+     "others are fenced and catch up (default: 2, or 1 where there is one)"),
+    ("--lease", "X", 2.0, "seconds for which an engine that hears nothing of the fleet serves on"),
+)  # fmt: skip
+FLEET: tuple[Row, ...] = (
+    *REPLICAS[1:],
+    ("--record", "DIR", ".rollout-fleet", "where the fleet's promises are kept, on a local disk"),
+    ("--engine-token", "TOKEN", None, "control token of the engines (default: "
+     "ROLLOUT_ENGINE_TOKEN)"),
+)  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def serving_replicas(
+    config: EngineConfig, at: Listening, args: argparse.Namespace
+) -> AsyncIterator[Up]:
+    """``args.replicas`` engines that this process starts, served at one address."""
+    from rollout.fleet.replicas import Replicas, threads_each
+    from rollout.loader import resolve_model
+
+    where = str(await asyncio.to_thread(
+        resolve_model, config.model, config.revision, config.load_format
+    ))  # fmt: skip
+    flags = engine_flags(config)
+    if config.served_model_name is None:
+        flags += ["--served-model-name", config.model]
+    if config.num_threads is None and config.device != "cuda":
+        flags += ["--num-threads", str(threads_each(args.replicas))]
+    # All members end with this process: what it has promised dies with them.
+    with tempfile.TemporaryDirectory(prefix="rollout-fleet-") as record:
+        fleet = _fleet(record, args)
+        replicas = Replicas(fleet, where, flags, args.replicas)
+        try:
+            starting = asyncio.to_thread(replicas.start)
+            async with _served(fleet, at, starting) as up:
+                yield up
+        finally:
+            await asyncio.to_thread(replicas.close)
+
+
+@contextlib.asynccontextmanager
+async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncIterator[Up]:
+    """Engines that run already, at ``args.engine``, served at one address."""
+    token = args.engine_token or environment("ENGINE_TOKEN")
+    fleet = _fleet(args.record, args)
+
+    def add() -> None:
+        for address in args.engine:
+            fleet.add(address, token)
+
+    async with _served(fleet, at, asyncio.to_thread(add)) as up:
+        yield up
+
+
+def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = add_command(commands, "fleet", serve_fleet, "serve engines that run as one")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="HOST:PORT",
+        help="gRPC address of an engine; again for each",
+    )  # fmt: skip
+    add_rows(parser.add_argument_group("fleet"), FLEET)
+    add_rows(parser.add_argument_group("listening"), LISTENING)
+
+
+def serve_fleet(args: argparse.Namespace) -> int:
+    """See ``run_service``."""
+    if not args.engine:
+        raise ConfigError("which engines? Give --engine HOST:PORT, the gRPC address of each")
+    at = listening_of(args)
+    return asyncio.run(run_service(args, serving_engines(at, args)))
+
+
+def _fleet(record: str, args: argparse.Namespace) -> Fleet:
+    from rollout.fleet.fleet import Fleet
+    from rollout.fleet.record import Record
+
+    if args.lease <= 0:
+        raise ConfigError("--lease must be a positive number of seconds")
+    return Fleet(Record(record), quorum=args.quorum, lease=args.lease)
+
+
+@contextlib.asynccontextmanager
+async def _served(fleet: Fleet, at: Listening, starting: Any) -> AsyncIterator[Up]:
+    from rollout.api import AsyncRollout
+    from rollout.fleet.backend import FleetBackend
+    from rollout.server.service import serving_over
+
+    try:
+        await starting
+        async with serving_over(AsyncRollout.over(FleetBackend(fleet)), at) as addresses:
+            yield Up(*addresses)
+    finally:
+        fleet.close()

@@ -1,0 +1,185 @@
+"""What ``rollout serve`` and ``rollout fleet`` share: where to listen, and until when."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollout.cli.flags import TOKEN, Row, environment, token_of
+from rollout.distributed import LOOPBACK
+from rollout.errors import ConfigError, RolloutError
+from rollout.rpc.status import MAX_BODY
+from rollout.rpc.tls import ServerTls
+
+if TYPE_CHECKING:
+    from rollout.errors import WorkerDied
+    from rollout.server.http.answers import AnswerDefaults
+    from rollout.server.http.open_routes import OpenRoutes
+    from rollout.server.service import Listening
+
+log = logging.getLogger(__name__)
+_DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, before the end
+RANK_DIED = 1  # exit status
+
+LISTENING: tuple[Row, ...] = (
+    ("--host", "HOST", LOOPBACK, "address to listen on"),
+    ("--port", "N", 8000, "HTTP port; 0 picks a free one"),
+    ("--grpc-port", "N", 50051, "gRPC port; 0 picks a free one"),
+    TOKEN,
+    ("--control-token", "TOKEN", None,
+     "token for weights and control (default: --token allows them too)"),
+    ("--tls-cert", "PEM", None, "certificate of both servers, HTTP and gRPC"),
+    ("--tls-key", "PEM", None, "its key"),
+    ("--tls-client-ca", "PEM", None,
+     "let in only clients with a certificate of this authority, over HTTP and gRPC"),
+    ("--insecure", "", False,
+     "allow a --host beyond loopback without TLS: tokens and weights travel in clear"),
+    ("--open-routes", "PATH[,PATH...]", None,
+     "HTTP routes that need no token, for clients that send none; at --open-port alone, where no "
+     "others answer"),
+    ("--open-host", "HOST", LOOPBACK,
+     "address of the open routes: this machine's in the trainer's network"),
+    ("--open-port", "N", None, "their port; 0 picks a free one, which the log names"),
+    ("--max-body-bytes", "N", MAX_BODY, "largest request that is read, HTTP or gRPC"),
+    ("--logprobs-mode", ("raw_logprobs", "processed_logprobs"), "raw_logprobs",
+     "what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's own) or "
+     "processed_logprobs (of the distribution sampled from, as TRL wants them)"),
+    ("--tool-call-parser", "NAME", None,
+     "how this model writes calls of tools, for chats that offer some: hermes (Hermes, Qwen2.5, "
+     "Qwen3), llama3_json, mistral, pythonic (Llama 3.2) or qwen3_coder"),
+    ("--reasoning-parser", "NAME", None,
+     "how it marks what it thinks before it answers, which chats then tell apart: deepseek_r1, "
+     "mistral or qwen3"),
+    ("--exit-with-stdin", "", False,
+     "end when standard input closes, so when the parent process does"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A service that is ready: where it listens, and what ends it with a failure, if anything."""
+
+    http: str
+    grpc: str
+    memory: str = ""
+    died: asyncio.Future[WorkerDied] | None = None
+
+
+def listening_of(args: argparse.Namespace) -> Listening:
+    """Raises ``ConfigError`` for flags that do not go together."""
+    from rollout.server.auth import Tokens
+    from rollout.server.service import Listening
+
+    for name in ("port", "grpc_port", "open_port"):
+        if not 0 <= (getattr(args, name) or 0) < 1 << 16:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 0..65535")
+    control = args.control_token if args.control_token is not None else environment("CONTROL_TOKEN")
+    return Listening(
+        host=args.host, port=args.port, grpc_port=args.grpc_port,
+        tokens=Tokens(generation=token_of(args), control=control), tls=_server_tls(args),
+        insecure=args.insecure, open_routes=_open_routes(args), answers=_answers(args),
+        max_body_bytes=args.max_body_bytes,
+    )  # fmt: skip
+
+
+async def run_service(args: argparse.Namespace, service: AbstractAsyncContextManager[Up]) -> int:
+    """Serve until SIGINT or SIGTERM; prints one line ``ready http=... grpc=...`` on stdout.
+
+    Status 0 once it was ready, 1 when it ``died``; a signal before that ends it with 128 + the
+    signal's number.
+    """
+    stop, ready = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    if args.exit_with_stdin:
+        _on_end_of_input(loop, stop)
+
+    async def run() -> int:
+        async with service as up:
+            if up.memory:
+                print(f"memory {up.memory}", file=sys.stderr, flush=True)
+            print(f"ready http={up.http} grpc={up.grpc}", flush=True)
+            ready.set()
+            return await _until(stop, up.died)
+
+    # Starting can take minutes: a signal must end it too.
+    running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
+    await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if ready.is_set() or running.done():
+        return await running  # it ends by itself, in order
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError, RolloutError):
+        await running
+    # Ranks and servers are gone. Python would wait for the thread that loads, which nothing can
+    # interrupt in the middle of a download or an import.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signals[0] if signals else 0)
+
+
+def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
+    from rollout.server.http.open_routes import OpenRoutes
+
+    if (args.open_routes is None) != (args.open_port is None):
+        raise ConfigError("--open-routes and --open-port go together: what is open, and where")
+    if args.open_routes is None:
+        return None
+    routes = tuple(route.strip() for route in args.open_routes.split(","))
+    return OpenRoutes(routes=routes, host=args.open_host, port=args.open_port)
+
+
+def _answers(args: argparse.Namespace) -> AnswerDefaults:
+    from rollout.server.http.answers import AnswerDefaults
+
+    return AnswerDefaults(
+        logprobs_mode=args.logprobs_mode,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
+
+
+def _server_tls(args: argparse.Namespace) -> ServerTls | None:
+    if args.tls_cert is None:
+        return None
+    return ServerTls(cert=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca)
+
+
+async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -> int:
+    """Wait for the end; returns the exit status."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([one for one in (stopping, died) if one], return_when="FIRST_COMPLETED")
+    if not stopping.done():
+        log.error("ending in %g s with status %d (--on-death exit)", _DEATH_WAIT, RANK_DIED)
+        await asyncio.wait((stopping,), timeout=_DEATH_WAIT)
+    stopping.cancel()
+    return RANK_DIED if died is not None and died.done() else 0
+
+
+def _on_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Set ``stop`` when stdin ends; a thread, because not every kind of file can be polled."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()

@@ -1,0 +1,38 @@
+"""How long an engine may serve: a member of a fleet does so under a lease alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rollout.errors import EngineClosed
+
+
+class ServingLease:
+    """Thread-safe: one number, by ``time.monotonic``. An engine that got no grant serves for good.
+
+    Read before a request is taken and before tokens are handed out, so that none leaves an engine
+    whose fleet may have gone on without it.
+    """
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+        self._newest = (0, 0)
+        self._lock = threading.Lock()
+
+    def grant(self, until: float | None, order: tuple[int, int]) -> None:
+        """Unless a grant that comes later in the ``order`` they were made in has been here."""
+        with self._lock:
+            if order >= self._newest:
+                self._until, self._newest = until, order
+
+    @property
+    def is_over(self) -> bool:
+        return self._until is not None and time.monotonic() >= self._until
+
+    @property
+    def refusal(self) -> EngineClosed:
+        return EngineClosed(
+            "this member of a fleet may not serve: its lease has run out, as its coordinator has "
+            "fenced it or cannot reach it; ask the fleet's own address"
+        )

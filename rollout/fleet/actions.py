@@ -1,0 +1,74 @@
+"""What a coordinator asks to have done; whoever does it says how it went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.weight_sync.protocol.membership import Grant
+from rollout.weight_sync.protocol.messages import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What is durable before anybody may act on it.
+
+    ``fence`` grows with every coordinator that takes the record over. (``epoch``, ``version``) is
+    what the fleet serves, by the update ``update_id``, with weights of ``digest``.
+    """
+
+    fence: int
+    epoch: int
+    version: int
+    digest: int
+    update_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send a member its grant; then ``stood``, or ``silent``."""
+
+    member: str
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a member its decision; then ``decided``."""
+
+    member: str
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Read the digest of all that a member holds; then ``checked``, or ``silent``."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Bring a member to ``version``, the ``donor``'s live one; then ``checked`` or ``unfilled``."""
+
+    member: str
+    donor: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Make this durable; then ``written``. Nothing else may be promised meanwhile."""
+
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Answer the trainer: an update is live on every member that serves, or on none."""
+
+    update_id: str
+    committed: bool
+    reason: str = ""
+
+
+Action = Ask | Tell | Check | Fill | Write | Ended

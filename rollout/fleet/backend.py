@@ -1,0 +1,389 @@
+"""A fleet in the place of an engine: what the servers and ``AsyncRollout`` are put over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from rollout.distributed import LOOPBACK
+from rollout.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    TransferFailed,
+    VersionConflict,
+)
+from rollout.fleet.channel import FleetChannel
+from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.router import Router
+from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
+from rollout.metrics import EngineStats, HistogramSnapshot
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.convert import Messages
+from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.messages import (
+    Decision,
+    UpdateReceipt,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.transports import same_host
+from rollout.wire.version import ServerInfo, Speaks
+
+T = TypeVar("T")
+Outputs = AsyncGenerator[tuple[int, RequestOutput]]
+KEPT_RECEIPTS = 64
+TRIES = 4  # members that one prompt may be lost with
+
+
+class FleetBackend:
+    """Every (epoch, version) that leaves it is the fleet's.
+
+    The prompts of a call go to members each by itself; one whose member fails goes on elsewhere, as
+    long as nothing of it was delivered. Verbs of control go to all members that serve.
+    """
+
+    reads_in_place = False
+    joins = False
+    local_address = LOOPBACK
+
+    def __init__(self, fleet: Fleet, *, start_timeout: float = 600.0) -> None:
+        self.fleet, self.router = fleet, Router()
+        self._timeout = start_timeout
+        self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
+        self._started: ServerInfo | None = None
+        self._closed = False
+        self._calls: set[asyncio.Queue[Any]] = set()  # one of each call under way
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Until every member serves that the fleet was given."""
+        if self._started is None:
+            wanted = self.fleet.num_members
+            await asyncio.to_thread(self.fleet.wait_serving, wanted, self._timeout)
+            self._started = await self._any(lambda client: client.server_info())
+
+    @property
+    def is_loading(self) -> bool:
+        return self._started is None and not self._closed
+
+    @property
+    def max_model_len(self) -> int:
+        return 0 if self._started is None else self._started.max_model_len
+
+    async def state(self) -> str:
+        if self._closed:
+            return "closed"
+        if self._started is None:
+            return "loading"
+        states = sorted({standing.state for standing in self.fleet.standings().values()})
+        return "running" if "running" in states else next(iter(states), "dead")
+
+    async def server_info(self) -> ServerInfo:
+        info = await self._any(lambda client: client.server_info())
+        return replace(
+            info, epoch=self.fleet.epoch, version=self.fleet.version, state=await self.state(),
+            software=Speaks.here().software,
+        )  # fmt: skip
+
+    async def disconnect(self) -> None:
+        for link in self.fleet.serving():
+            await link.client.disconnect()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.fleet.close()
+
+    # ---- generation ----
+
+    def generate(
+        self,
+        prompts: Sequence[AnyPrompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        *,
+        stream: bool,
+    ) -> Outputs:
+        def run(link: Link, rows: Sequence[int]) -> Outputs:
+            return link.client.generate(
+                [prompts[row] for row in rows], [params[row] for row in rows],
+                [request_ids[row] for row in rows], stream=stream,
+            )  # fmt: skip
+
+        return self._spread(prompts, params, run, stream)
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        options: ChatOptions,
+        *,
+        stream: bool,
+    ) -> Outputs:
+        def run(link: Link, rows: Sequence[int]) -> Outputs:
+            return link.client.chat(
+                [conversations[row] for row in rows], [params[row] for row in rows],
+                [request_ids[row] for row in rows], options, stream=stream,
+            )  # fmt: skip
+
+        return self._spread(conversations, params, run, stream)
+
+    async def tokenize(
+        self,
+        prompt: str | Messages,
+        add_special_tokens: bool | None = None,
+        options: ChatOptions | None = None,
+    ) -> list[int]:
+        return await self._any(lambda c: c.tokenize(prompt, add_special_tokens, options))
+
+    async def render(self, messages: Messages, options: ChatOptions) -> str:
+        return await self._any(lambda client: client.render(messages, options))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return sum(await self._all(lambda link: link.client.abort(request_ids)))
+
+    def end_calls(self, error: EngineError) -> None:
+        for queue in list(self._calls):
+            queue.put_nowait(error)
+
+    # ---- control ----
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        await self._all(lambda link: link.client.pause(mode, timeout))
+
+    async def resume(self) -> None:
+        await self._all(lambda link: link.client.resume())
+
+    async def sleep(self, level: int, timeout: float) -> None:
+        await self._all(lambda link: link.client.sleep(level, timeout))
+
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        await self._all(lambda link: link.client.wake_up(tags, timeout))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._all(lambda link: link.client.reset_prefix_cache())
+
+    async def stats(self) -> EngineStats:
+        rows = await self._all(lambda link: link.client.stats())
+        if not rows:
+            raise EngineClosed("no member of the fleet serves")
+        return replace(
+            _summed(rows), state=await self.state(), epoch=self.fleet.epoch,
+            weight_version=self.fleet.version, weight_updates_total=len(self._receipts),
+        )  # fmt: skip
+
+    # ---- weights (blocking) ----
+
+    @property
+    def link(self) -> FleetBackend:
+        return self
+
+    def info(self) -> WeightInfo:
+        fleet = self.fleet
+        info = fleet.ask_any(lambda client: client.info())
+        last = self._receipts[-1] if self._receipts else None
+        return replace(
+            info, epoch=fleet.epoch, version=fleet.version, state="idle", prepared="",
+            fence=fleet.fence, transports=self._transports(info),
+            last_update_id="" if last is None else last.update_id,
+        )  # fmt: skip
+
+    def open(self) -> WeightChannel:
+        info = self.fleet.ask_any(lambda client: client.info())
+        return FleetChannel(self.fleet, self._transports(info), self._receipts.append)
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        raise TransferFailed("a fleet's update has one channel")
+
+    prepared = ""
+
+    def decide(self, decision: Decision) -> UpdateReceipt | None:
+        raise VersionConflict("a fleet decides by itself: no update of it waits for a decision")
+
+    def serve(self, grant: Grant) -> Standing:
+        raise ConfigError("a fleet is no member of another")
+
+    def send_to(self, request: SendTo) -> UpdateReceipt:
+        raise ConfigError("a fleet is no member of another: ask one of its engines")
+
+    def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
+        raise ConfigError(
+            "a fleet's front reads no directory: send the weights with update_weights(DIRECTORY)"
+        )
+
+    def rollback(self, timeout: float) -> UpdateReceipt:
+        raise ConfigError(
+            "a fleet has no rollback yet: send the version before with update_weights"
+        )
+
+    def digests(self, timeout: float) -> dict[str, int]:
+        return self.fleet.ask_any(lambda client: client.digests(timeout))
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        return tuple(self._receipts)
+
+    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
+        """Nothing to remember: the record has it."""
+
+    # ---- helpers ----
+
+    def _transports(self, info: WeightInfo) -> tuple[str, ...]:
+        """Bytes with the calls go on to every member; shared memory is mapped by all of them."""
+        near = same_host(info) and info.device == "cpu" and "ipc" in info.transports
+        return ("ipc", "inline") if near else ("inline",)
+
+    async def _any(self, verb: Callable[[RolloutClient], Awaitable[T]]) -> T:
+        """The answer of a member that serves; where one does not answer, another's."""
+        links = sorted(self.fleet.serving(), key=lambda link: link.calls)
+        for link in links[:-1]:
+            with contextlib.suppress(EngineError):
+                return await verb(link.client)
+        return await verb((links[-1:] or [self.fleet.one()])[0].client)
+
+    async def _all(self, verb: Callable[[Link], Awaitable[T]]) -> list[T]:
+        return list(await asyncio.gather(*(verb(link) for link in self.fleet.serving())))
+
+    def _loads(self, without: set[str]) -> dict[str, float]:
+        standings = self.fleet.standings()
+        return {
+            link.name: link.calls + standings[link.name].waiting
+            for link in self.fleet.serving()
+            if link.name in standings and link.name not in without
+        }
+
+    async def _spread(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        run: Callable[[Link, Sequence[int]], Outputs],
+        stream: bool,
+    ) -> Outputs:
+        """All prompts' outputs as they come; rows of one member are one call there."""
+        if not prompts:
+            return
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._calls.add(queue)
+
+        async def one(name: str, rows: list[int]) -> None:
+            try:
+                async with contextlib.aclosing(
+                    self._served(name, rows, prompts, params, run, stream)
+                ) as outputs:
+                    async for item in outputs:
+                        queue.put_nowait(item)
+            except Exception as error:  # noqa: BLE001 - raised where the outputs are read
+                queue.put_nowait(error)
+            else:
+                queue.put_nowait(None)
+
+        shares = self._shares(list(range(len(prompts))), prompts, params, set())
+        tasks = [asyncio.create_task(one(name, rows)) for name, rows in shares.items()]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            self._calls.discard(queue)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _shares(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        without: set[str],
+    ) -> dict[str, list[int]]:
+        loads = self._loads(without) or self._loads(set())
+        if not loads:
+            self.fleet.one()
+        shares: dict[str, list[int]] = {}
+        for row in rows:
+            extra = float(params[row].n)
+            name = self.router.choose(prompts[row], loads, extra)
+            loads[name] += extra
+            shares.setdefault(name, []).append(row)
+        return shares
+
+    async def _served(
+        self,
+        name: str,
+        rows: list[int],
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        run: Callable[[Link, Sequence[int]], Outputs],
+        stream: bool,
+    ) -> Outputs:
+        """The outputs of ``rows``; those of a member that fails come from others."""
+        left, begun, failed = set(rows), set[int](), set[str]()
+        todo = [(name, list(rows))]
+        while todo:
+            name, share = todo.pop()
+            link = next((one for one in self.fleet.serving() if one.name == name), None)
+            try:
+                if link is None:
+                    raise EngineClosed(f"member {name} has left the fleet")
+                async with _calling(link, len(share)), contextlib.aclosing(run(link, share)) as got:
+                    async for index, output in got:
+                        row = share[index]
+                        begun.add(row)
+                        if output.finished:
+                            left.discard(row)
+                        yield row, replace(output, epoch=self.fleet.epoch)
+            except EngineError as error:
+                again = [row for row in share if row in left]
+                failed.add(name)
+                self.router.forget(name)
+                if len(failed) >= TRIES or (stream and begun.intersection(again)):
+                    raise
+                try:
+                    todo += self._shares(again, prompts, params, failed).items()
+                except EngineClosed:
+                    raise error from None
+
+
+@contextlib.asynccontextmanager
+async def _calling(link: Link, calls: int) -> AsyncIterator[None]:
+    link.calls += calls
+    try:
+        yield
+    finally:
+        link.calls -= calls
+
+
+def _summed(rows: Sequence[EngineStats]) -> EngineStats:
+    """Totals added up; what is no total is the mean, or the first member's."""
+    first, found = rows[0], {}
+    for name in (f.name for f in fields(EngineStats)):
+        values: list[Any] = [getattr(row, name) for row in rows]
+        kind = type(values[0])
+        if name in ("epoch", "seed", "weight_version"):
+            continue
+        if name in ("kv_usage", "last_stall_seconds"):
+            found[name] = max(values)
+        elif kind in (int, float):
+            found[name] = sum(values)
+        elif kind is HistogramSnapshot:
+            counts = tuple(map(sum, zip(*(v.counts for v in values), strict=True)))
+            total = sum(v.total for v in values)
+            found[name] = HistogramSnapshot(values[0].bounds, counts, total)
+        elif isinstance(values[0], dict):
+            keys = {key for value in values for key in value}
+            found[name] = {key: sum(value.get(key, 0) for value in values) for key in keys}
+    return replace(first, **found)

@@ -1,0 +1,478 @@
+"""Who serves in a fleet, and what commits: a state machine without I/O.
+
+Messages and the time go in, actions come out (``actions``); the service, the tests of faults and
+the simulator run this same code. Times are seconds of the caller's monotonic clock.
+
+A member:
+
+    JOINING --its digest is the fleet's--> SERVING --silent, late, or not part of a commit--> FENCED
+       ^                                      ^                                                 |
+       |                                      +---- it stands, and holds what is live ----------+
+       +------------------------ it stands, and holds something else ---------------------------+
+
+An update:
+
+    STAGING --all that are left have voted, and it is asked for--> WRITING --> COMMITTING --> ended
+       +-- fewer than ``quorum`` are left, or the trainer gives up --> aborted
+
+The rules that make it one commit:
+
+- A yes vote binds: a member that is prepared takes a decision alone. What is written is decided.
+- A member serves until ``serves_until`` at the latest, counted from when its clock was *read*. It
+  gets no grant between a commit's writing and its own answer, nor ever while it is not SERVING.
+- A commit is answered once every member that does not hold it can serve no more.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from rollout.errors import EngineClosed, UpdateInProgress, VersionConflict
+from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Promise, Tell, Write
+from rollout.weight_sync.protocol.membership import Grant, Standing
+from rollout.weight_sync.protocol.messages import Decision
+
+DRIFT = 0.05  # how much faster one machine's clock may run than another's
+
+
+class Status(StrEnum):
+    JOINING = "joining"
+    SERVING = "serving"
+    FENCED = "fenced"
+
+
+class Phase(StrEnum):
+    STAGING = "staging"
+    WRITING = "writing"
+    COMMITTING = "committing"
+
+
+@dataclass(slots=True)
+class Member:
+    """``serves_until``: it serves no more from then on, whatever it has heard. ``holds``: whether
+    it is known to have the fleet's live weights. ``busy``: an answer to ``Check`` or ``Fill`` is
+    due.
+    """
+
+    name: str
+    status: Status = Status.JOINING
+    standing: Standing | None = None
+    heard: float = 0.0
+    answered: int = 0  # the last grant
+    asked: float = float("-inf")
+    serves_until: float = float("-inf")
+    holds: bool = False
+    busy: bool = False
+    why: str = "it has not been heard of yet"
+
+
+@dataclass(slots=True)
+class Update:
+    """``left``: members that take part still, and whether each has voted (once written: has
+    committed). ``lost``: why the others do not. ``wanted``: the trainer asks for the commit.
+    """
+
+    update_id: str
+    version: int
+    left: dict[str, bool]
+    phase: Phase = Phase.STAGING
+    wanted: bool = False
+    digest: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    told: float = float("-inf")
+
+
+class Coordinator:
+    """Not thread-safe. ``promise`` is what was durable, its ``fence`` already this one's.
+
+    ``quorum``: how many members must hold a version for it to commit. ``lease``: seconds of a
+    grant. Members that an earlier coordinator had granted serve for at most a lease from ``now``.
+    """
+
+    def __init__(self, promise: Promise, *, quorum: int, lease: float, now: float) -> None:
+        self.promise = promise
+        self.quorum, self.lease = quorum, lease
+        self.members: dict[str, Member] = {}
+        self.update: Update | None = None
+        # Grants of earlier coordinators have ended then.
+        self._before = now if promise.fence <= 1 else now + self._counted
+        self._founding: Promise | None = None
+        self._serial = 0  # of the last grant
+        self._settled = 0  # the last grant before what is promised was
+
+    # ---- members ----
+
+    def add(self, name: str, now: float) -> list[Action]:
+        """A member that is to join; again for one whose process was replaced."""
+        old = self.members.get(name)
+        self.members[name] = Member(name)
+        if old is not None:
+            self.members[name].serves_until = old.serves_until
+        return [self._ask(self.members[name], now)]
+
+    def died(self, name: str, now: float) -> list[Action]:
+        """A member's process has ended: it serves no more, and holds nothing."""
+        if (member := self.members.get(name)) is None:
+            return []
+        member.holds, member.serves_until, member.busy = False, now, False
+        return [*self._fence(member, "its process has ended", now), *self._settle(now)]
+
+    def remove(self, name: str, now: float) -> list[Action]:
+        """A member that the fleet is to forget: its process has ended, or it was fenced."""
+        self.members.pop(name, None)
+        return self._lose(name, "it was removed", now)
+
+    @property
+    def serving(self) -> list[str]:
+        return [m.name for m in self.members.values() if m.status is Status.SERVING]
+
+    def stood(self, name: str, grant: Grant, standing: Standing, now: float) -> list[Action]:
+        """A member has taken ``grant`` and says where it stands."""
+        member = self.members.get(name)
+        if member is None:
+            return []
+        member.answered, known = max(member.answered, grant.serial), member.standing
+        if known is not None and known.epoch != standing.epoch:
+            lost = self._fence(member, "it has restarted", now)
+            member.holds, member.serves_until = False, now
+            member.standing, member.heard = standing, now
+            return [*lost, *self._admit(member, now)]
+        member.standing, member.heard = standing, now
+        if grant.epoch is not None and grant.until == 0:
+            member.serves_until = now
+        if member.status is Status.SERVING:
+            if standing.state in ("dead", "closed", "broken"):
+                return self._fence(member, f"it is {standing.state}", now)
+            if standing.version != self.promise.version and not self._may_differ(name):
+                member.holds = False
+                why = f"it has version {standing.version} by somebody else's doing"
+                return self._fence(member, why, now)
+            return []
+        return [*self._admit(member, now), *self._settle(now)]
+
+    def silent(self, name: str, why: str, now: float) -> list[Action]:
+        """A member did not answer an ``Ask`` or a ``Check``."""
+        member = self.members.get(name)
+        if member is not None:
+            member.busy, member.why = False, why
+        return []
+
+    def checked(self, name: str, version: int, digest: int, now: float) -> list[Action]:
+        """A member holds weights of ``digest`` as ``version``: proof enough, or not."""
+        member = self.members.get(name)
+        if member is None:
+            return []
+        member.busy = False
+        live = self.promise
+        if (version, digest) == (live.version, live.digest) and member.status is not Status.SERVING:
+            if self.update is not None and self.update.phase is not Phase.STAGING:
+                return []  # about to be something else: it is looked at again
+            member.holds, member.why, member.status = True, "", Status.SERVING
+            # Its clock was read some time ago: the next grant is of use, which this one may not be.
+            member.serves_until = max(member.serves_until, now + self._counted)
+            return [self._ask(member, now)]
+        if version == live.version and not live.digest and self._founding is None:
+            self._founding = replace(live, digest=digest)
+            return [Write(self._founding)]
+        if version == live.version and live.digest:
+            member.why = f"its weights of version {version} are not the fleet's: restart it"
+        return []
+
+    def unfilled(self, name: str, why: str, now: float) -> list[Action]:
+        return self.silent(name, why, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: grants, members that were not heard of, decisions told again."""
+        actions: list[Action] = []
+        for member in self.members.values():
+            serving = member.status is Status.SERVING
+            if serving and now >= member.serves_until:
+                why = f"it was not heard of for {now - member.heard:.3g} s"
+                actions += self._fence(member, f"{why}: {member.why}" if member.why else why, now)
+            elif now - member.asked >= self.lease / (4 if serving else 2) and not member.busy:
+                actions.append(self._ask(member, now))
+        update = self.update
+        if update is not None and update.phase is Phase.COMMITTING:
+            if now - update.told >= self.lease / 4:
+                actions += self._tell_commits(update, now)
+            actions += self._settle(now)
+        return [*actions, *self._refound(now)]
+
+    # ---- an update ----
+
+    def begin(self, update_id: str, version: int | None, now: float) -> tuple[list[str], int]:
+        """The members that take part, and the version that the update will have."""
+        if self.update is not None or self._founding is not None:
+            raise UpdateInProgress("another update of this fleet is under way")
+        live = self.promise.version
+        version = live + 1 if version is None else version
+        if version <= live:
+            raise VersionConflict(f"version {version} is not above the live version {live}")
+        members = self.serving
+        if len(members) < self.quorum:
+            raise EngineClosed(
+                f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
+                f"needs {self.quorum}: {self._whys() or 'none was added'}"
+            )
+        self.update = Update(update_id, version, dict.fromkeys(members, False))
+        return members, version
+
+    # What is said of an update names it: what comes late is of another.
+
+    def lost(self, update_id: str, name: str, why: str, now: float) -> list[Action]:
+        """A member has failed its part of the update."""
+        return [] if self._staging(update_id) is None else self._lose(name, why, now)
+
+    def voted(self, update_id: str, name: str, digest: int, now: float) -> list[Action]:
+        """A member is prepared; ``digest``: of all that it will hold, the sender's own sum."""
+        update = self._staging(update_id)
+        if update is None or name not in update.left:
+            return []
+        update.left[name], update.digest = True, digest
+        return self._judge(update, now)
+
+    def commit(self, update_id: str, now: float) -> list[Action]:
+        """The trainer asks that what all have voted for becomes live."""
+        update = self._staging(update_id)
+        if update is None:
+            return []
+        update.wanted = True
+        return self._judge(update, now)
+
+    def give_up(self, update_id: str, why: str, now: float) -> list[Action]:
+        """The trainer's side has ended the update: in time, or after it is decided."""
+        update = self._staging(update_id)
+        return [] if update is None else self._abort(update, why)
+
+    def written(self, promise: Promise, now: float) -> list[Action]:
+        """What was to be written is durable: from here on there is one outcome."""
+        self.promise, self._settled = promise, self._serial
+        if promise == self._founding:
+            self._founding = None
+            for member in self.members.values():
+                member.holds = False
+            return []
+        update = self.update
+        assert update is not None, "nothing was to be written"
+        update.phase = Phase.COMMITTING
+        update.left = dict.fromkeys(update.left, False)
+        actions = self._tell_commits(update, now)
+        for member in self.members.values():
+            member.holds = False
+            if member.name not in update.left and member.status is Status.SERVING:
+                why = update.lost.get(member.name, "it took no part in the last commit")
+                actions += [*self._fence(member, why, now), self._ask(member, now)]
+        return [*actions, *self._settle(now)]
+
+    def unwritten(self, why: str, now: float) -> list[Action]:
+        """The record could not be written: nobody was told, so nothing is decided."""
+        update, self._founding = self.update, None
+        if update is None or update.phase is not Phase.WRITING:
+            return []
+        return self._abort(update, why)
+
+    def decided(
+        self, update_id: str, name: str, why: str, now: float, *, final: bool = True
+    ) -> list[Action]:
+        """A member has done what it was told; ``why`` not, if so; ``final``: nor will it."""
+        update = self.update
+        if (
+            update is None
+            or update.update_id != update_id
+            or update.phase is not Phase.COMMITTING
+            or name not in update.left
+        ):
+            return self._late(name, why)
+        if not why:
+            update.left[name] = True
+            if (member := self.members.get(name)) is not None:
+                member.holds = True
+        elif final:
+            return self._lose(name, why, now)
+        return self._settle(now)
+
+    # ---- helpers ----
+
+    @property
+    def _counted(self) -> float:
+        return self.lease * (1 + DRIFT)
+
+    def _ask(self, member: Member, now: float) -> Ask:
+        """The next grant: none without a reading of its clock, nor where it may not serve."""
+        member.asked = now
+        self._serial += 1
+        standing = member.standing
+        grant = Grant(fence=self.promise.fence, serial=self._serial, epoch=None)
+        if standing is None:
+            return Ask(member.name, grant)
+        if member.status is not Status.SERVING:
+            return Ask(member.name, replace(grant, epoch=standing.epoch, until=0.0))
+        if self._in_doubt(member.name):
+            return Ask(member.name, grant)
+        member.serves_until = max(member.serves_until, member.heard + self._counted)
+        until = standing.clock + self.lease
+        return Ask(member.name, replace(grant, epoch=standing.epoch, until=until))
+
+    def _staging(self, update_id: str) -> Update | None:
+        update = self.update
+        if update is None or update.update_id != update_id or update.phase is not Phase.STAGING:
+            return None
+        return update
+
+    def _in_doubt(self, name: str) -> bool:
+        """Whether it was told to commit, or will be, and has not answered."""
+        update = self.update
+        if update is None or update.phase is Phase.STAGING:
+            return False
+        return update.phase is Phase.WRITING or not update.left.get(name, False)
+
+    def _may_differ(self, name: str) -> bool:
+        update = self.update
+        return update is not None and update.phase is not Phase.STAGING and name in update.left
+
+    def _admit(self, member: Member, now: float) -> list[Action]:
+        """What a member needs that stands and does not serve."""
+        standing, live = member.standing, self.promise
+        assert standing is not None
+        update = self.update
+        if standing.prepared and (update is None or standing.prepared != update.update_id):
+            return [self._decision(member.name, standing.prepared, now)]
+        if standing.state not in ("running", "fenced", "paused", "asleep") or member.busy:
+            member.why = member.why if member.busy else f"it is {standing.state}"
+            return []
+        if update is not None and update.phase is not Phase.STAGING:
+            return []  # what is live changes
+        if standing.version == live.version:
+            if member.holds:
+                return self.checked(member.name, live.version, live.digest, now)
+            member.busy = True
+            return [Check(member.name)]
+        if standing.version > live.version:
+            member.why = (
+                f"its version {standing.version} is above the fleet's {live.version}: restart it"
+            )
+            return []
+        if donor := next(iter(self.serving), None):
+            member.busy, member.why = True, "it is being brought up to date"
+            return [Fill(member.name, donor, live.version)]
+        return []
+
+    def _decision(self, name: str, update_id: str, now: float) -> Tell:
+        """Of an update that a member was left with: what the record says, and else no."""
+        commit = update_id == self.promise.update_id
+        reason = "" if commit else "its coordinator has no record of a commit"
+        return Tell(name, self._told(update_id, commit=commit, reason=reason))
+
+    def _told(self, update_id: str, *, commit: bool, reason: str = "") -> Decision:
+        fence = self.promise.fence
+        return Decision(update_id=update_id, commit=commit, fence=fence, reason=reason)
+
+    def _late(self, name: str, why: str) -> list[Action]:
+        member = self.members.get(name)
+        if member is not None and not why:
+            member.asked = float("-inf")  # it is asked again where it stands
+        return []
+
+    def _fence(self, member: Member, why: str, now: float) -> list[Action]:
+        member.status, member.why = Status.FENCED, why
+        return self._lose(member.name, why, now)
+
+    def _lose(self, name: str, why: str, now: float) -> list[Action]:
+        update = self.update
+        if update is None or name not in update.left:
+            return []
+        del update.left[name]
+        update.lost[name] = why
+        if update.phase is Phase.STAGING:
+            return self._judge(update, now)
+        actions: list[Action] = []
+        member = self.members.get(name)
+        if member is not None and member.status is Status.SERVING:
+            member.status, member.why = Status.FENCED, why
+            actions.append(self._ask(member, now))
+        return [*actions, *(self._settle(now) if update.phase is Phase.COMMITTING else ())]
+
+    def _judge(self, update: Update, now: float) -> list[Action]:
+        if len(update.left) < self.quorum:
+            whys = "; ".join(f"{name}: {why}" for name, why in update.lost.items())
+            return self._abort(update, f"{len(update.left)} of {self.quorum} votes needed: {whys}")
+        if not update.wanted or not all(update.left.values()):
+            return []
+        update.phase = Phase.WRITING
+        return [
+            Write(
+                replace(
+                    self.promise,
+                    version=update.version,
+                    digest=update.digest,
+                    update_id=update.update_id,
+                )
+            )
+        ]
+
+    def _abort(self, update: Update, why: str) -> list[Action]:
+        """Members that were lost on the way hold what they held, and serve on."""
+        self.update = None
+        told = self._told(update.update_id, commit=False, reason=why)
+        actions: list[Action] = [Tell(name, told) for name, voted in update.left.items() if voted]
+        return [*actions, Ended(update.update_id, False, why)]
+
+    def _tell_commits(self, update: Update, now: float) -> list[Action]:
+        update.told = now
+        told = self._told(update.update_id, commit=True)
+        return [Tell(name, told) for name, done in update.left.items() if not done]
+
+    def _settle(self, now: float) -> list[Action]:
+        """Whether the commit can be answered: nobody serves, or will, what was before."""
+        update = self.update
+        if update is None or update.phase is not Phase.COMMITTING or now < self._before:
+            return []
+        for member in self.members.values():
+            if not member.holds and now < member.serves_until:
+                return []
+        if not all(update.left.values()):
+            return []
+        self.update = None
+        return [Ended(update.update_id, True)]
+
+    def _refound(self, now: float) -> list[Action]:
+        """Where nobody holds what was promised any more: a new epoch, with what there is."""
+        if self.update is not None or self._founding is not None or not self.members:
+            return []
+        members = self.members.values()
+        if now < self._before or any(m.holds or m.busy or now < m.serves_until for m in members):
+            return []
+        # What was asked before is of no use: it may have voted for what is promised since.
+        new = (m for m in members if m.answered > self._settled)
+        standings = [m.standing for m in new if m.standing is not None]
+        ours = self.promise.version or self.promise.digest
+        if not standings or (ours and len(standings) < len(self.members)):
+            return []  # whoever does not answer may hold it
+        best = max(s.version for s in standings)
+        if best == self.promise.version or any(s.prepared for s in standings):
+            return []  # it is looked at first
+        epoch = secrets.randbits(48)
+        self._founding = replace(self.promise, epoch=epoch, version=best, digest=0, update_id="")
+        return [Write(self._founding)]
+
+    def _whys(self) -> str:
+        out = (m for m in self.members.values() if m.status is not Status.SERVING)
+        return "; ".join(f"{m.name}: {m.why}" for m in out)
+
+
+def describe(members: Iterable[Member]) -> list[dict[str, object]]:
+    """Rows for people: who is there, and why not serving."""
+    return [
+        {
+            "name": m.name,
+            "status": str(m.status),
+            "version": None if m.standing is None else m.standing.version,
+            "running": None if m.standing is None else m.standing.running,
+            "waiting": None if m.standing is None else m.standing.waiting,
+            "why": m.why,
+        }
+        for m in members
+    ]

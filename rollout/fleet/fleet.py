@@ -1,0 +1,338 @@
+"""Members at their addresses, and the threads that do what the coordinator asks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rollout.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineError,
+    RolloutError,
+    TransferFailed,
+)
+from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Tell, Write
+from rollout.fleet.coordinator import Coordinator, describe
+from rollout.fleet.record import Record
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.tls import ClientTls
+from rollout.weight_sync.protocol.digests import total
+from rollout.weight_sync.protocol.membership import SendTo, Standing
+from rollout.weight_sync.protocol.messages import UpdateReceipt
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+LEASE = 2.0  # seconds
+THREADS = 64
+FILL_TIMEOUT = 30.0  # seconds of each wait while a member is brought up to date
+# What may only mean that a member was not reached; whatever else it answers is its last word.
+_UNHEARD = (DeadlineExceeded, EngineClosed, TransferFailed)
+
+
+@dataclass(slots=True)
+class Link:
+    """One member as the front reaches it: ``client`` for calls and weights, ``control`` for what
+    may not wait. ``calls``: of this front, under way there.
+    """
+
+    name: str
+    client: RolloutClient
+    control: RolloutClient
+    token: str | None
+    calls: int = 0
+    receipts: dict[str, Future[UpdateReceipt]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        self.client.close()
+        self.control.close()
+
+
+class Fleet:
+    """Thread-safe. ``quorum``: members that must hold a version for it to commit; None is 2, or 1
+    where there is one member. ``lease``: seconds for which a member that hears nothing serves on.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        *,
+        quorum: int | None = None,
+        lease: float = LEASE,
+        tls: ClientTls | None = None,
+    ) -> None:
+        if lease <= 0 or (quorum is not None and quorum < 1):
+            raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
+        self.lease = lease
+        self._record, self._quorum, self._tls = record, quorum, tls
+        self._state = Coordinator(
+            record.promise, quorum=quorum or 1, lease=lease, now=time.monotonic()
+        )
+        self._links: dict[str, Link] = {}
+        self._ended: dict[str, Future[Ended]] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._pool = ThreadPoolExecutor(THREADS, "rollout-fleet")
+        self._closing = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="rollout-fleet-tick", daemon=True)
+        self._ticker.start()
+
+    # ---- members ----
+
+    def add(self, address: str, token: str | None = None, name: str | None = None) -> str:
+        """A member at "host:port" of its gRPC server, under ``name`` (default: the address).
+
+        Under the name of another it takes that one's place. It serves once it is known to hold what
+        the fleet serves; see ``wait_serving``.
+        """
+        name = name or address
+        link = Link(
+            name,
+            RolloutClient(address, token, tls=self._tls),
+            RolloutClient(address, token, timeout=max(self.lease / 2, 0.5), tls=self._tls),
+            token,
+        )
+        with self._changed:
+            old = self._links.get(name)
+            self._links[name] = link
+            self._set_quorum()
+            self._do(self._state.add(name, time.monotonic()))
+        if old is not None:
+            old.close()
+        return name
+
+    def remove(self, name: str) -> None:
+        with self._changed:
+            link = self._links.pop(name, None)
+            self._do(self._state.remove(name, time.monotonic()))
+            self._set_quorum()
+        if link is None:
+            raise ConfigError(f"the fleet has no member {name!r:.80}")
+        link.close()
+
+    def died(self, name: str) -> None:
+        """Its process has ended, as whoever has started it sees."""
+        self._feed(lambda now: self._state.died(name, now))
+
+    def wait_serving(self, count: int, timeout: float) -> None:
+        """Until ``count`` members serve; ``DeadlineExceeded`` says why the others do not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.serving()) >= count, timeout):
+                rows = [r for r in self.members() if r["status"] != "serving"]
+                why = "; ".join(f"{row['name']}: {row['why']}" for row in rows)
+                raise DeadlineExceeded(
+                    f"{len(self.serving())} of {count} members serve after {timeout:g} s: {why}"
+                )
+
+    def serving(self) -> list[Link]:
+        with self._changed:
+            return [self._links[name] for name in self._state.serving if name in self._links]
+
+    def members(self) -> list[dict[str, Any]]:
+        """A row for each, for people."""
+        with self._changed:
+            return describe(self._state.members.values())
+
+    def standings(self) -> dict[str, Standing]:
+        """The last word of each member that serves."""
+        with self._changed:
+            members = self._state.members
+            found = ((name, members[name].standing) for name in self._state.serving)
+            return {name: standing for name, standing in found if standing is not None}
+
+    @property
+    def epoch(self) -> int:
+        return self._state.promise.epoch
+
+    @property
+    def version(self) -> int:
+        return self._state.promise.version
+
+    @property
+    def fence(self) -> int:
+        return self._state.promise.fence
+
+    @property
+    def num_members(self) -> int:
+        return len(self._links)
+
+    def one(self) -> Link:
+        """Any member that serves; ``EngineClosed`` where none does."""
+        links = self.serving()
+        if not links:
+            rows = "; ".join(f"{row['name']}: {row['why']}" for row in self.members())
+            raise EngineClosed(f"no member of the fleet serves: {rows or 'it has none'}")
+        return min(links, key=lambda link: link.calls)
+
+    def ask_any(self, verb: Callable[[RolloutClient], T]) -> T:
+        """The answer of a member that serves; where one does not answer, another's."""
+        links = sorted(self.serving(), key=lambda link: link.calls)
+        for link in links[:-1]:
+            try:
+                return verb(link.client)
+            except EngineError as error:
+                log.info("member %s did not answer: %s", link.name, error)
+        return verb((links[-1:] or [self.one()])[0].client)
+
+    # ---- an update, as ``FleetChannel`` makes it ----
+
+    def begin(self, update_id: str, version: int | None) -> tuple[list[Link], int]:
+        with self._changed:
+            names, version = self._state.begin(update_id, version, time.monotonic())
+            self._ended[update_id] = Future()
+            return [self._links[name] for name in names], version
+
+    def outcome(self, update_id: str) -> Future[Ended]:
+        return self._ended[update_id]
+
+    def lost(self, update_id: str, name: str, why: str) -> None:
+        self._feed(lambda now: self._state.lost(update_id, name, why, now))
+
+    def voted(self, update_id: str, name: str, digest: int) -> None:
+        self._feed(lambda now: self._state.voted(update_id, name, digest, now))
+
+    def commit(self, update_id: str) -> None:
+        self._feed(lambda now: self._state.commit(update_id, now))
+
+    def give_up(self, update_id: str, why: str) -> None:
+        self._feed(lambda now: self._state.give_up(update_id, why, now))
+
+    def each(self, links: Iterable[Link], fn: Callable[[Link], Any]) -> dict[str, Any]:
+        """``fn`` of all at once: what it returned, or the error it raised, by name."""
+        futures = {link.name: self._pool.submit(fn, link) for link in links}
+        return {name: future.exception() or future.result() for name, future in futures.items()}
+
+    def close(self) -> None:
+        """Members go on serving until their leases are over."""
+        self._closing.set()
+        self._ticker.join(5.0)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            for link in self._links.values():
+                link.close()
+        self._record.close()
+
+    # ---- what the coordinator asks for ----
+
+    def _set_quorum(self) -> None:
+        self._state.quorum = self._quorum or min(2, max(1, len(self._links)))
+
+    def _tick(self) -> None:
+        while not self._closing.wait(self.lease / 8):
+            try:
+                self._feed(self._state.tick)
+            except Exception:
+                log.exception("the fleet's coordinator failed")
+
+    def _feed(self, event: Callable[[float], list[Action]]) -> None:
+        with self._changed:
+            if not self._closing.is_set():
+                self._do(event(time.monotonic()))
+            self._changed.notify_all()
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Ended):
+                outcome = self._ended.get(action.update_id)
+                if outcome is not None and not outcome.done():
+                    outcome.set_result(action)
+                continue
+            run = _RUNS[type(action)]
+            self._pool.submit(self._run, run, action)
+
+    def _run(self, run: Callable[[Fleet, Any], None], action: Action) -> None:
+        try:
+            run(self, action)
+        except Exception:
+            log.exception("the fleet could not do %r", action)
+
+    def _ask(self, action: Ask) -> None:
+        link = self._links.get(action.member)
+        if link is None:
+            return
+        try:
+            standing = link.control.serve(action.grant)
+        except RolloutError as error:
+            why = str(error)
+            self._feed(lambda now: self._state.silent(action.member, why, now))
+            return
+        if self._links.get(action.member) is link:
+            self._feed(lambda now: self._state.stood(action.member, action.grant, standing, now))
+
+    def _tell(self, action: Tell) -> None:
+        link, name, decision = self._links.get(action.member), action.member, action.decision
+        if link is None:
+            return
+        kept = link.receipts.setdefault(decision.update_id, Future())
+        try:
+            receipt = link.client.decide(decision)
+        except RolloutError as error:
+            final, why = not isinstance(error, _UNHEARD), str(error)
+            if decision.commit:
+                told = self._state.decided
+                of = decision.update_id
+                self._feed(lambda now: told(of, name, why, now, final=final))
+            return
+        if receipt is not None and not kept.done():
+            kept.set_result(receipt)
+        while len(link.receipts) > 8:
+            link.receipts.pop(next(iter(link.receipts)))
+        self._feed(lambda now: self._state.decided(decision.update_id, name, "", now))
+
+    def _check(self, action: Check) -> None:
+        link, name = self._links.get(action.member), action.member
+        if link is None:
+            return
+        try:
+            before = link.control.info().version
+            digest = total(link.client.digests(link.client.timeout).values())
+            version = link.control.info().version
+            if before != version:
+                raise TransferFailed("its weights changed while they were looked at")
+        except RolloutError as error:
+            why = str(error)
+            self._feed(lambda now: self._state.silent(name, why, now))
+            return
+        self._feed(lambda now: self._state.checked(name, version, digest, now))
+
+    def _fill(self, action: Fill) -> None:
+        link, donor = self._links.get(action.member), self._links.get(action.donor)
+        name = action.member
+        try:
+            if link is None or donor is None:
+                raise TransferFailed("its donor has left the fleet")
+            log.info("member %s gets version %d of %s", name, action.version, donor.name)
+            request = SendTo(
+                address=link.client.address, token=link.token or "", version=action.version,
+                timeout=FILL_TIMEOUT,
+            )  # fmt: skip
+            receipt = donor.client.send_to(request)
+        except RolloutError as error:
+            why = f"bringing it up to date from {action.donor} failed: {error}"
+            log.warning("member %s: %s", name, why)
+            self._feed(lambda now: self._state.unfilled(name, why, now))
+            return
+        self._feed(lambda now: self._state.checked(name, receipt.version, receipt.digest, now))
+
+    def _write(self, action: Write) -> None:
+        try:
+            self._record.write(action.promise)
+        except ConfigError as error:
+            why = str(error)
+            self._feed(lambda now: self._state.unwritten(why, now))
+            return
+        self._feed(lambda now: self._state.written(action.promise, now))
+
+
+_RUNS: dict[type[Any], Callable[[Fleet, Any], None]] = {
+    Ask: Fleet._ask,
+    Tell: Fleet._tell,
+    Check: Fleet._check,
+    Fill: Fleet._fill,
+    Write: Fleet._write,
+}

@@ -1,0 +1,95 @@
+"""What a coordinator has promised, on a local disk: one row, and whoever holds its file."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from dataclasses import asdict, astuple, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rollout.errors import ConfigError, UpdateInProgress
+from rollout.fleet.actions import Promise
+
+FILE = "fleet.sqlite"
+_COLUMNS = ", ".join(f.name for f in fields(Promise))
+
+
+class Record:
+    """The record in ``directory``, taken over: its fence is one above that of whoever had it.
+
+    SQLite with ``synchronous=FULL``; the file's exclusive lock is held as long as this is open, so
+    that no two coordinators of one record can write. Raises ``UpdateInProgress`` where another
+    process has it, ``ConfigError`` where it cannot be kept there. Used by one thread at a time.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        path = Path(directory) / FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                path, timeout=0.0, isolation_level=None, check_same_thread=False
+            )
+            for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=DELETE", "synchronous=FULL"):
+                self._db.execute(f"PRAGMA {pragma}")
+            self._db.execute("BEGIN IMMEDIATE")
+            columns = f"id INTEGER PRIMARY KEY, {_COLUMNS}"
+            self._db.execute(f"CREATE TABLE IF NOT EXISTS promise ({columns})")
+            row = self._db.execute(f"SELECT {_COLUMNS} FROM promise WHERE id = 0").fetchone()
+            found = _new() if row is None else _read(row, path)
+            self.promise = replace(found, fence=found.fence + 1)
+            self._put(self.promise)
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):
+                raise UpdateInProgress(
+                    f"another coordinator has the record {path}: a fleet has one at a time"
+                ) from error
+            raise ConfigError(f"the fleet's record {path} cannot be kept: {error}") from error
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise ConfigError(f"the fleet's record {path} cannot be kept: {error}") from error
+
+    def write(self, promise: Promise) -> None:
+        """Returns once it would survive the loss of power; raises ``ConfigError`` where not."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._put(promise)
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise ConfigError(f"the fleet's record could not be written: {error}") from error
+        self.promise = promise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _put(self, promise: Promise) -> None:
+        # An epoch or a digest has 64 bits, of which SQLite's integers have 63.
+        values = [str(value) for value in astuple(promise)]
+        holes = ", ".join("?" * len(values))
+        self._db.execute(f"REPLACE INTO promise (id, {_COLUMNS}) VALUES (0, {holes})", values)
+        self._db.execute("COMMIT")
+
+
+def _new() -> Promise:
+    return Promise(fence=0, epoch=secrets.randbits(48), version=0, digest=0)
+
+
+def _read(row: tuple[str, ...], path: Path) -> Promise:
+    plain = dict(zip(asdict(_new()), row, strict=True))
+    try:
+        numbers = {name: int(text) for name, text in plain.items() if name != "update_id"}
+    except ValueError as error:
+        raise ConfigError(f"the fleet's record {path} is damaged: {error}") from error
+    return Promise(update_id=plain["update_id"], **numbers)

@@ -1,0 +1,134 @@
+"""Engines that the front starts itself, on its own host: started again when their process ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rollout.distributed.child_environment import child_environment
+from rollout.errors import WorkerDied
+from rollout.fleet.fleet import Fleet
+
+log = logging.getLogger(__name__)
+END_WAIT = 10.0  # seconds in which a member ends by itself
+AGAIN_AFTER, AGAIN_AT_MOST = 1.0, 30.0  # seconds until one is started again
+
+
+class Replicas:
+    """``count`` processes of ``rollout serve MODEL FLAGS``, members of ``fleet``.
+
+    They listen on loopback with a token that nobody else is told, and end with this process,
+    however it ends. One that ends is started again, later each time it has not lasted.
+    """
+
+    def __init__(self, fleet: Fleet, model: str, flags: Sequence[str], count: int) -> None:
+        self._fleet, self._count = fleet, count
+        self._command = [
+            sys.executable, "-P", "-m", "rollout", "serve", model, "--host", "127.0.0.1",
+            "--port", "0", "--grpc-port", "0", "--exit-with-stdin", *flags,
+        ]  # fmt: skip
+        self._token = secrets.token_hex(16)
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._watchers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Blocks until all are ready; the first one's failure is raised, and ends the others."""
+        names = [f"replica-{index}" for index in range(self._count)]
+        with ThreadPoolExecutor(self._count) as pool:
+            try:
+                addresses = list(pool.map(self._spawn, names))
+            except BaseException:
+                self.close()
+                raise
+        for name, address in zip(names, addresses, strict=True):
+            self._fleet.add(address, self._token, name)
+            watcher = threading.Thread(
+                target=self._watch, args=(name,), name=f"rollout-{name}", daemon=True
+            )
+            self._watchers.append(watcher)
+            watcher.start()
+
+    def close(self) -> None:
+        """End all; those that do not end by themselves are killed. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            if process.stdin is not None:
+                process.stdin.close()  # by which they end
+        deadline = time.monotonic() + END_WAIT
+        for process in processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for watcher in self._watchers:
+            watcher.join(END_WAIT)
+
+    def pids(self) -> dict[str, int]:
+        with self._lock:
+            return {name: process.pid for name, process in self._processes.items()}
+
+    # ---- helpers ----
+
+    def _spawn(self, name: str) -> str:
+        """The gRPC address of a new process; ``WorkerDied`` where it did not become ready."""
+        environment = child_environment({"ROLLOUT_TOKEN": self._token})
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment,
+        )  # fmt: skip
+        with self._lock:
+            self._processes[name] = process
+        if self._closing.is_set() and process.stdin is not None:
+            process.stdin.close()
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        if len(words) != 3 or words[0] != "ready":
+            process.kill()
+            status = process.wait()
+            raise WorkerDied(
+                f"{name} ended with status {status} before it was ready; its own log, above, says "
+                "why"
+            )
+        return words[2].removeprefix("grpc=")
+
+    def _watch(self, name: str) -> None:
+        """Start ``name`` again whenever its process has ended."""
+        pause = AGAIN_AFTER
+        while True:
+            with self._lock:
+                process = self._processes[name]
+            began = time.monotonic()
+            status = process.wait()
+            if self._closing.is_set():
+                return
+            log.error("%s ended with status %d; another is started", name, status)
+            self._fleet.died(name)
+            pause = AGAIN_AFTER if time.monotonic() - began > 60 else min(2 * pause, AGAIN_AT_MOST)
+            while not self._closing.wait(pause):
+                try:
+                    address = self._spawn(name)
+                except (OSError, WorkerDied) as error:
+                    log.error("%s could not be started again: %s", name, error)
+                    pause = min(2 * pause, AGAIN_AT_MOST)
+                    continue
+                self._fleet.add(address, self._token, name)
+                break
+
+
+def threads_each(count: int) -> int:
+    """Of the processors that this process may use, an equal share for each replica."""
+    return max(1, len(os.sched_getaffinity(0)) // count)

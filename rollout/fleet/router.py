@@ -1,0 +1,100 @@
+"""Which member a prompt goes to: where its beginning has been, unless that one has too much to do.
+
+Prefix affinity with bounded loads: the member that got the longest known beginning of this prompt;
+for one that is new, rendezvous hashing (Thaler and Ravishankar, 1998) of its first chunk, so that
+several fronts agree without talking. A member whose load is above ``SPREAD`` times the mean (after
+Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018) is passed over
+for the one with the least.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.generation import AnyPrompt, ImagePrompt
+
+CHUNK_TOKENS = 32
+CHUNK_BYTES = 128
+MAX_CHUNKS = 512  # of one prompt that are looked at
+KNOWN = 1 << 16  # chunks that are remembered
+SPREAD = 1.25
+
+
+class Router:
+    """Thread-safe. ``load`` is the front's: calls under way, and what waits at a member."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self.hits = self.misses = 0  # chunks of prompts that went where they were known, or not
+
+    def choose(self, prompt: Any, loads: Mapping[str, float], extra: float = 1.0) -> str:
+        """One of the members that ``loads`` names, of which there must be some.
+
+        ``prompt``: token ids, a text, or a conversation. ``extra``: the load that it brings.
+        """
+        chain = list(_chunks(prompt))
+        bound = SPREAD * (sum(loads.values()) + extra) / len(loads)
+        with self._lock:
+            found, depth = self._longest(chain, loads)
+            if found is None:
+                found = max(loads, key=lambda name: _weight(chain[0], name))
+            if loads[found] + extra > max(bound, extra):
+                found, depth = min(loads, key=lambda name: (loads[name], name)), 0
+            self.hits += depth
+            self.misses += len(chain) - depth
+            for chunk in chain:
+                self._known[chunk] = found
+                self._known.move_to_end(chunk)
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        return found
+
+    def forget(self, member: str) -> None:
+        """Its caches are gone."""
+        with self._lock:
+            self._known = OrderedDict((c, m) for c, m in self._known.items() if m != member)
+
+    def _longest(
+        self, chain: Sequence[bytes], loads: Mapping[str, float]
+    ) -> tuple[str | None, int]:
+        for depth in range(len(chain), 0, -1):
+            member = self._known.get(chain[depth - 1])
+            if member is not None and member in loads:
+                return member, depth
+        return None, 0
+
+
+def _chunks(prompt: AnyPrompt | Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    """A digest of each beginning of the prompt, one chunk longer each; at least one."""
+    data, size = _bytes_of(prompt)
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, max(min(len(data), size * MAX_CHUNKS), 1), size):
+        part = data[start : start + size]
+        if start and len(part) < size:
+            return
+        digest.update(part)
+        yield digest.digest()
+
+
+def _bytes_of(prompt: Any) -> tuple[bytes, int]:
+    if isinstance(prompt, ImagePrompt):
+        return _bytes_of(prompt.prompt)
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass"), CHUNK_BYTES
+    if prompt and isinstance(prompt[0], Mapping):
+        text = "".join(json.dumps(message, sort_keys=True, default=str) for message in prompt)
+        return text.encode(errors="surrogatepass"), CHUNK_BYTES
+    ids = np.asarray(prompt[: CHUNK_TOKENS * MAX_CHUNKS], dtype=np.int64)
+    return ids.astype("<u4").tobytes(), 4 * CHUNK_TOKENS
+
+
+def _weight(chunk: bytes, member: str) -> bytes:
+    return hashlib.blake2b(member.encode(), key=chunk, digest_size=8).digest()

@@ -1,0 +1,55 @@
+"""What the coordinator of a fleet and its members say to each other beside updates.
+
+A member serves under a lease alone. A ``Grant`` names its end by the member's own clock, as it was
+in the last ``Standing``: however late a grant arrives, it never lasts longer than the coordinator
+counts, which starts when it has *received* that reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.wire.codec import Count, Digest, Seconds, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Serve until your clock says ``until``, in seconds; 0 is at once no more, None for good.
+
+    ``fence``: the fencing epoch of who grants; a member refuses one below the highest that it has
+    seen. ``serial`` grows from grant to grant of one fence: one that was overtaken changes nothing.
+    ``epoch``: which life of the engine is meant. None changes nothing and asks where the member
+    stands.
+    """
+
+    fence: Count
+    serial: Count = 0
+    epoch: Digest | None
+    until: Seconds | None = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a member stands: its life, its clock (seconds, monotonic), its weights and its load."""
+
+    epoch: Digest
+    clock: Seconds
+    version: Count
+    state: Text  # ``EngineStats.state``
+    prepared: Text = ""  # the update that waits for a decision
+    fence: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendTo:
+    """Bring the engine at ``address`` ("host:port") to what is live here, as ``version``.
+
+    ``token``: the other's, "" for none. ``timeout`` bounds each wait, in seconds.
+    """
+
+    address: Text
+    token: Text = ""
+    version: Count
+    timeout: Seconds

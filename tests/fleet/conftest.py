@@ -1,0 +1,72 @@
+"""Three tiny engines of this process, each served at an address, and a fleet over them."""
+
+import threading
+
+import pytest
+from tiny_models import write_tiny
+
+from rollout import AsyncRollout, Rollout
+from rollout.fleet.backend import FleetBackend
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.record import Record
+
+ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 256}
+LEASE = 1.0
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fleet")
+    write_tiny(path, tokenizer=True)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """Another model of the same shape."""
+    return write_tiny(tmp_path_factory.mktemp("trained"), seed=1, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def oracle(trained, tmp_path_factory):
+    """An engine that was started with the trained weights."""
+    path = tmp_path_factory.mktemp("oracle")
+    write_tiny(path, seed=1, tokenizer=True)
+    with Rollout(str(path), **ENGINE) as rollout:
+        yield rollout
+
+
+@pytest.fixture
+def engines(checkpoint):
+    started = [Rollout(checkpoint, **ENGINE) for _ in range(3)]
+    yield started
+    for engine in started:
+        engine.shutdown()
+
+
+class Front:
+    """A fleet and the verbs over it."""
+
+    def __init__(self, record, engines, **options):
+        self.fleet = Fleet(Record(record), lease=LEASE, **options)
+        self.names = [self.fleet.add(engine.address) for engine in engines]
+        self.backend = FleetBackend(self.fleet)
+        self.rollout = Rollout.over(lambda: AsyncRollout.over(self.backend))
+
+    def close(self):
+        self.rollout.shutdown()
+
+
+@pytest.fixture
+def front(engines, tmp_path):
+    front = Front(tmp_path / "record", engines)
+    yield front
+    front.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("rollout-fl")]
+    assert not left

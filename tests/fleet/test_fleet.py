@@ -1,0 +1,169 @@
+"""A fleet of real engines behaves as one: its updates, its versions, its members' deaths."""
+
+import copy
+import time
+
+import pytest
+from conftest import LEASE, Front
+from tiny_models import randomize
+
+from rollout import Rollout
+from rollout.errors import (
+    EngineClosed,
+    EngineError,
+    UpdateInProgress,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.weight_sync.protocol.membership import Grant
+
+GREEDY = {"max_tokens": 6, "temperature": 0.0}
+PROMPTS = [[5, 6, 7, n] for n in range(12)]
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_one_update_reaches_every_member_and_its_receipt_names_them(
+    front, engines, trained, oracle
+):
+    receipt = front.rollout.update_weights(trained)
+    assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+    assert (receipt.version, receipt.epoch) == (1, front.fleet.epoch)
+    assert len(receipt.ranks) == 3
+    assert receipt.transport == "ipc"  # written once into memory that all of them map
+    assert [engine.weight_info().version for engine in engines] == [1, 1, 1]
+    outputs = front.rollout.generate(PROMPTS, GREEDY)
+    assert tokens(outputs) == tokens(oracle.generate(PROMPTS, GREEDY))
+    assert {output.epoch for output in outputs} == {front.fleet.epoch}
+    assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
+    assert front.rollout.check_weights(trained).equal
+    used = [engine.metrics().prompt_tokens_total for engine in engines]
+    assert all(used), "the prompts of one call are spread over all members"
+
+
+def test_a_refused_update_leaves_all_members_as_they_were(front, engines, trained):
+    before = [engine.weight_info().version for engine in engines]
+    weights = dict(trained.state_dict())
+    weights.pop("model.norm.weight")
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
+        front.rollout.update_weights(weights.items())
+    weights = {**trained.state_dict(), "model.norm.weight": trained.model.norm.weight[:3]}
+    with pytest.raises(WeightMismatch, match=r"member .*model\.norm\.weight"):
+        front.rollout.update_weights(list(weights.items()))
+    assert [engine.weight_info().version for engine in engines] == before
+    assert len(front.fleet.serving()) == 3
+    assert front.rollout.update_weights(trained).details["members"].keys() == set(front.names)
+
+
+def test_bytes_over_the_channel_reach_every_member(front, engines, trained, oracle):
+    front.rollout.update_weights(trained, transport="inline")
+    assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
+        oracle.generate(PROMPTS, GREEDY)
+    )
+    with Rollout.connect(front.rollout.address) as client:
+        receipt = client.update_weights(trained, transport="grpc_stream")
+        assert receipt.version == client.weight_version == 2
+        assert len(receipt.ranks) == 3
+
+
+def test_a_dead_member_is_fenced_and_the_rest_commits(front, engines, trained, oracle):
+    engines[1].shutdown()
+    receipt = front.rollout.update_weights(trained)
+    members = receipt.details["members"]
+    assert [members[name][:9] for name in front.names] == ["committed", "fenced: t", "committed"]
+    assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
+        oracle.generate(PROMPTS, GREEDY)
+    )
+
+
+def test_calls_go_on_elsewhere_when_their_member_dies(front, engines):
+    expected = tokens(front.rollout.generate(PROMPTS, GREEDY))
+    engines[0].shutdown()  # the front has not heard of it yet
+    assert front.names[0] in [link.name for link in front.fleet.serving()]
+    assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_fewer_members_than_the_quorum_abort_the_update_everywhere(front, engines, trained):
+    engines[0].shutdown()
+    engines[1].shutdown()
+    with pytest.raises(EngineError, match=r"1 of 2|a commit needs 2|does not answer"):
+        front.rollout.update_weights(trained)
+    assert engines[2].weight_info().version == 0
+    assert front.rollout.generate([[1, 2, 3]], GREEDY)[0].finished
+
+
+def test_a_member_that_joins_gets_the_live_weights_from_another_first(
+    front, engines, trained, oracle, checkpoint
+):
+    front.rollout.update_weights(trained)
+    late = Rollout(checkpoint, device="cpu", num_threads=1, num_kv_blocks=64)
+    try:
+        name = front.fleet.add(late.address)
+        front.fleet.wait_serving(4, 10.0)
+        assert late.weight_info().version == 1
+        assert late.check_weights(trained).equal
+        assert tokens(late.generate(PROMPTS, GREEDY)) == tokens(oracle.generate(PROMPTS, GREEDY))
+        assert name in front.rollout.update_weights(trained).details["members"]
+        front.fleet.remove(name)
+        assert name not in front.rollout.update_weights(trained).details["members"]
+    finally:
+        late.shutdown()
+
+
+def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, engines, trained):
+    front.rollout.update_weights(trained)
+    other = copy.deepcopy(trained)
+    randomize(other)
+    engines[2].update_weights(other)  # past the fleet
+    deadline = time.monotonic() + 5
+    while len(front.fleet.serving()) == 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    front.rollout.update_weights(trained)  # as version 2, which that member has, too
+    row = next(r for r in front.fleet.members() if r["name"] == front.names[2])
+    assert row["status"] != "serving" or front.rollout.check_weights(trained).equal
+
+
+def test_a_member_without_a_lease_serves_nobody_and_says_so(engines):
+    engine = engines[0]
+    with Rollout.connect(engine.address) as client:
+        backend = client._async.backend
+        stood = backend.serve(Grant(fence=3, epoch=None))
+        assert stood.state == "running"
+        grant = Grant(fence=3, serial=2, epoch=stood.epoch, until=stood.clock + 0.3)
+        backend.serve(grant)
+        assert client.generate([[1, 2]], GREEDY)[0].finished
+        time.sleep(0.4)
+        with pytest.raises(EngineClosed, match="lease has run out"):
+            client.generate([[1, 2]], GREEDY)
+        assert client.metrics().state == "fenced"
+        # What was overtaken on its way, and what a stale coordinator says, changes nothing.
+        backend.serve(Grant(fence=3, serial=1, epoch=stood.epoch, until=stood.clock + 60))
+        assert client.metrics().state == "fenced"
+        with pytest.raises(VersionConflict, match="fencing epoch 2 is stale"):
+            backend.serve(Grant(fence=2, serial=9, epoch=stood.epoch, until=stood.clock + 60))
+        backend.serve(Grant(fence=3, serial=3, epoch=stood.epoch, until=None))
+        assert client.generate([[1, 2]], GREEDY)[0].finished
+
+
+def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(
+    engines, tmp_path, trained, oracle
+):
+    front = Front(tmp_path / "record", engines)
+    front.rollout.update_weights(trained)
+    with pytest.raises(UpdateInProgress, match="another coordinator"):
+        Front(tmp_path / "record", engines)
+    front.close()
+    time.sleep(1.2 * LEASE)
+    with pytest.raises(EngineClosed, match="lease has run out"):
+        engines[0].generate([[1, 2]], GREEDY)
+    front = Front(tmp_path / "record", engines)
+    try:
+        assert front.fleet.version == front.rollout.weight_version == 1
+        assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
+            oracle.generate(PROMPTS, GREEDY)
+        )
+    finally:
+        front.close()

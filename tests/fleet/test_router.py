@@ -1,0 +1,58 @@
+"""Prompts go where their beginning has been, unless too much waits there."""
+
+from rollout.fleet.router import CHUNK_TOKENS, Router
+
+IDLE = {"a": 0.0, "b": 0.0, "c": 0.0}
+
+
+def turns(conversation: int, count: int) -> list[int]:
+    return [conversation * 1000 + n for n in range(count * CHUNK_TOKENS)]
+
+
+def test_a_conversation_stays_where_it_began():
+    router = Router()
+    for conversation in range(20):
+        first = router.choose(turns(conversation, 2), IDLE)
+        for length in range(3, 8):
+            assert router.choose(turns(conversation, length), IDLE) == first
+    # Of each turn all but its newest chunk are where it goes.
+    assert (router.hits, router.misses) == (20 * (2 + 3 + 4 + 5 + 6), 20 * 7)
+
+
+def test_fronts_that_do_not_talk_agree_on_what_is_new():
+    ours, theirs = Router(), Router()
+    for n in range(50):
+        assert ours.choose(turns(n, 3), IDLE) == theirs.choose(turns(n, 3), IDLE)
+    assert {ours.choose(turns(n, 3), IDLE) for n in range(50)} == set(IDLE)
+
+
+def test_a_busy_member_is_passed_over():
+    router = Router()
+    home = router.choose(turns(1, 4), IDLE)
+    busy = {**IDLE, home: 10.0}
+    other = router.choose(turns(1, 4), busy)
+    assert other != home
+    assert router.choose(turns(1, 4), IDLE) == other  # its beginning is there now
+
+
+def test_many_equal_prompts_are_spread():
+    router, loads = Router(), dict(IDLE)
+    for _ in range(30):
+        loads[router.choose(turns(1, 1), loads)] += 1
+    assert min(loads.values()) >= 8
+
+
+def test_texts_conversations_and_empty_prompts_have_places():
+    router = Router()
+    chat = [{"role": "user", "content": "hello " * 100}]
+    assert router.choose(chat, IDLE) == router.choose([*chat, {"role": "assistant"}], IDLE)
+    text = "word " * 200
+    assert router.choose(text, IDLE) == router.choose(text + "more", IDLE)
+    assert router.choose([], IDLE) in IDLE
+
+
+def test_what_a_dead_member_knew_is_forgotten():
+    router = Router()
+    home = router.choose(turns(1, 4), IDLE)
+    router.forget(home)
+    assert router._known == {}

@@ -1,0 +1,70 @@
+"""The coordinator's own code among members, clocks, disks and a network that fail."""
+
+import random
+
+import pytest
+
+from rollout.fleet.simulator import Simulation, Violation, Weather
+
+
+def course(seed: int, updates: int, faults: int):
+    draw = random.Random(seed)
+    members = draw.choice([1, 2, 3, 4, 5, 8])
+    weather = Weather(
+        delay=draw.choice([0.001, 0.01, 0.1]), loss=draw.choice([0.0, 0.01, 0.1]),
+        stage=draw.choice([0.05, 0.5]), disk=draw.choice([0.002, 0.2]),
+    )  # fmt: skip
+    simulation = Simulation(
+        members=members, seed=seed, quorum=min(members, draw.choice([1, 2])), weather=weather,
+        fault_rate=draw.choice([0.2, 0.5, 1.0, 3.0]),
+    )  # fmt: skip
+    return simulation, simulation.run(updates, faults)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_course_breaks_a_promise(seed):
+    _, found = course(seed, 30, 50)
+    assert found.commits + found.aborts == 30
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("first", [1000, 1100])
+def test_no_long_course_breaks_a_promise(first):
+    commits = sum(course(seed, 60, 100)[1].commits for seed in range(first, first + 60))
+    assert commits > 1500
+
+
+@pytest.mark.more
+def test_64_members_and_a_thousand_updates():
+    weather = Weather(loss=0.01)
+    found = Simulation(members=64, seed=7, weather=weather, fault_rate=1.0).run(1000, 1000)
+    assert found.commits > 800
+    assert found.refounded == 0  # never all of 64 at once
+
+
+def test_without_faults_everything_commits_and_nobody_is_refused():
+    found = Simulation(members=4, seed=1).run(20, 0)
+    assert (found.commits, found.aborts) == (20, 0)
+    assert max(found.skew) < 0.1
+
+
+def test_the_simulator_sees_a_broken_promise(monkeypatch):
+    """A coordinator that answers commits without waiting for leases is found out."""
+    from rollout.fleet.actions import Ended
+    from rollout.fleet.coordinator import Coordinator
+
+    def hasty(self, now):
+        update = self.update
+        if update is None or update.phase != "committing":
+            return []
+        self.update = None
+        return [Ended(update.update_id, True)]
+
+    monkeypatch.setattr(Coordinator, "_settle", hasty)
+
+    def courses():
+        for seed in range(20):
+            course(seed, 30, 50)
+
+    with pytest.raises(Violation):
+        courses()
