@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from rollout.api.arguments import (
+    OneParams,
+    Params,
+    Prompts,
+    as_conversations,
+    as_ids,
+    as_params,
+    as_prompts,
+)
 from rollout.api.backend import Backend, Outputs
-from rollout.api.image_inputs import has_images, image_prompt, portable, with_images
+from rollout.api.image_inputs import has_images, portable, with_images
 from rollout.api.session import AsyncSession
 from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
-from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
+from rollout.errors import ConfigError
 from rollout.generation import (
     EMBED,
     AnyPrompt,
     ChatOptions,
     EmbeddingOutput,
-    ImagePrompt,
     RequestOutput,
-    SamplingParams,
 )
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
@@ -39,10 +45,6 @@ R = TypeVar("R")
 
 # Looked up when first served: api imports no server.
 GRPC_SERVER = "rollout.server.grpc.server:serve"
-
-Prompts = AnyPrompt | Mapping[str, Any] | Sequence[AnyPrompt | Mapping[str, Any]]
-OneParams = SamplingParams | Mapping[str, Any]  # a mapping: SamplingParams.from_dict
-Params = OneParams | Sequence[OneParams] | None
 
 
 def _in_thread(
@@ -204,8 +206,8 @@ class AsyncRollout:
     ) -> Outputs:
         """(index of the prompt, output) as they come; with ``stream`` cumulative ones."""
         await self.start()
-        each = _as_prompts(prompts, self.backend.max_model_len)
-        ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
+        each = as_prompts(prompts, self.backend.max_model_len)
+        ids, many = as_ids(request_ids, len(each)), as_params(params, len(each))
         outputs = self.backend.generate(each, many, ids, stream=stream)
         async with aclosing(outputs):
             async for item in outputs:
@@ -223,10 +225,10 @@ class AsyncRollout:
         """As ``stream_many``, for conversations; ``options`` as for ``chat``."""
         chat = ChatOptions.from_dict(options)
         await self.start()
-        each = _as_conversations(messages)
+        each = as_conversations(messages)
         if any(has_images(one) for one in each):
             each = await asyncio.to_thread(lambda: [portable(one) for one in each])
-        ids, many = _ids(request_ids, len(each)), _as_params(params, len(each))
+        ids, many = as_ids(request_ids, len(each)), as_params(params, len(each))
         outputs = self.backend.chat(each, many, ids, chat, stream=stream)
         async with aclosing(outputs):
             async for item in outputs:
@@ -387,57 +389,3 @@ async def in_order(outputs: Outputs) -> list[RequestOutput]:
         async for index, output in outputs:
             finished[index] = output
     return [finished[index] for index in sorted(finished)]
-
-
-def _as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
-    """One prompt per entry; a list of ids that is too long is refused before its ids are read."""
-    if isinstance(prompts, str | Mapping | ImagePrompt):
-        prompts = [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(
-            f"prompts must be a text, a list of token ids, or a list of either, not "
-            f"{type(prompts).__name__}"
-        )
-    each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
-    for number, prompt in enumerate(each):
-        if isinstance(prompt, Mapping):
-            prompt = each[number] = image_prompt(prompt, f"prompt {number}")
-        if isinstance(prompt, ImagePrompt):
-            prompt = prompt.prompt
-        listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        if listed and len(prompt) >= max_model_len:
-            raise PromptTooLong(
-                f"prompt {number} has {len(prompt)} tokens, but max_model_len is {max_model_len} "
-                "and one token at least must fit after it"
-            )
-        ids = listed and set(map(type, prompt)) <= {int}
-        if not isinstance(prompt, str) and not ids:
-            raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
-    return each
-
-
-def _as_conversations(messages: Any) -> list[Messages]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidRequest('messages must be a list of {"role", "content"}, or a list of those')
-    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-
-
-def _as_params(params: Params, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams | Mapping):
-        return [SamplingParams.of(params)] * count
-    if isinstance(params, str) or not isinstance(params, Sequence):
-        raise InvalidRequest(f"params must be SamplingParams or a list, not {params!r}")
-    many = [SamplingParams.of(p) for p in params]
-    if len(many) != count:
-        raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
-    return many
-
-
-def _ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
-    if request_ids is None:
-        return [uuid.uuid4().hex for _ in range(count)]
-    if len(request_ids) != count:
-        raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
-    if not all(isinstance(given, str | None) and len(given or "") <= 1024 for given in request_ids):
-        raise InvalidRequest("request ids must be texts of at most 1024 characters")
-    return [request_id or uuid.uuid4().hex for request_id in request_ids]

@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 
 import rollout
 from rollout.api.adapters import MergedAdapters
 from rollout.api.image_inputs import fetched, take_images
+from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.read_once import ReadOnce
 from rollout.config import EngineConfig
-from rollout.distributed import LOOPBACK
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.images.processor import ImageProcessor
-from rollout.engine.output import Snapshot
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.live_weights import live_weights
+from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
     ConfigError,
@@ -30,7 +29,6 @@ from rollout.errors import (
     EngineRestarted,
     InvalidRequest,
     RolloutError,
-    TransferFailed,
     UpdateInProgress,
     VersionConflict,
 )
@@ -52,12 +50,10 @@ from rollout.weight_sync.protocol.messages import (
     Decision,
     QuantizationGrid,
     UpdateReceipt,
-    UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.transports import nearest_first
 from rollout.weight_sync.versions.follower import readable
 from rollout.weights import TensorMeta
 from rollout.wire.codec import from_plain
@@ -440,74 +436,6 @@ class EmbeddedBackend:
                     self.core.at_step_boundary(lambda: self.core.outputs.abort(pending))
 
 
-class RequestOutputCollector:
-    """A sink for the engine, a source for one reader in the loop that made it.
-
-    Holds the newest snapshot of each request only: a reader that is behind skips the older ones,
-    whose tokens the newest has too. An error comes before everything that has not been taken.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._newest: dict[str, Snapshot] = {}
-        self._error: BaseException | None = None
-        self._some = asyncio.Event()
-
-    def __call__(self, item: Snapshot | BaseException) -> None:
-        """From any thread; never blocks."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, item)
-
-    async def take(self) -> Snapshot:
-        """The snapshot of the request that has waited longest; raises the error that came."""
-        await self._some.wait()
-        if self._error is not None:
-            raise self._error
-        snapshot = self._newest.pop(next(iter(self._newest)))
-        if not self._newest:
-            self._some.clear()
-        return snapshot
-
-    def _put(self, item: Snapshot | BaseException) -> None:
-        if isinstance(item, BaseException):
-            self._error = item
-        else:
-            self._newest[item.request_id] = item
-        self._some.set()
-
-
 def _look_at(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         task.exception()
-
-
-class NearLink:
-    """The way to the weights within one process: bytes go with the calls, no group has to form.
-
-    ``close`` aborts an update that it has opened and that has not committed.
-    """
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        self._opened: Lease | None = None
-
-    def info(self) -> WeightInfo:
-        info = self._coordinator.info()
-        return replace(info, transports=nearest_first(info.transports))
-
-    local_address = LOOPBACK  # the ranks are children of this process
-    joins = False
-
-    def receipts(self) -> tuple[UpdateReceipt, ...]:
-        return self._coordinator.receipts
-
-    def open(self) -> WeightChannel:
-        self._opened = Lease(self._coordinator)
-        return self._opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-
-    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
-        raise TransferFailed("an engine in this process has one channel alone")

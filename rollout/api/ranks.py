@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import json
 import os
 import socket
@@ -23,8 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from rollout.api.async_rollout import AsyncRollout, Params, Prompts
+from rollout.api.arguments import Params, Prompts
+from rollout.api.async_rollout import AsyncRollout
 from rollout.api.backend import Backend
+from rollout.api.rank_calls import RankCalls
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import choose_device
@@ -32,21 +33,16 @@ from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineClosed,
-    InvalidRequest,
     RolloutError,
-    TransferFailed,
-    WorkerDied,
 )
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import Messages, output_from_proto, output_to_proto
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
-from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.rank_rendezvous import job_address, meet
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.host import host_id
-from rollout.wire.codec import from_plain, to_plain
 
 if TYPE_CHECKING:
     from rollout.engine.executors.external import RankHost
@@ -91,9 +87,8 @@ class ColocatedRollout:
             {"model": model, **engine_config, "executor": executor}
         )
         self._meet_timeout = meet_timeout
-        self._group: RankGroup | None = None
+        self._calls = RankCalls(self.ranks, meet_timeout)
         self._host: RankHost | None = None
-        self._closed = False
         self.engine = None
         try:
             self._start(over)
@@ -139,7 +134,9 @@ class ColocatedRollout:
         first rank's is taken. An iterator is advanced on every rank in step, so that it may gather
         (``full_tensor()``); the first rank's values are taken.
         """
-        self._agree("update_weights", sorted((key, repr(value)) for key, value in options.items()))
+        self._calls.agree(
+            "update_weights", sorted((key, repr(value)) for key, value in options.items())
+        )
         source, shared = self._looked_at(source)
         if shared:
             return self._weights.update_weights(source, **options)
@@ -153,11 +150,11 @@ class ColocatedRollout:
                 if isinstance(source, _Drained):
                     source.drain()  # the others are in the gathers that are left
 
-        return self._first("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
+        return self._calls.noun("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
 
     def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
         """Name the tensors of ``source`` that differ from the live ones; no iterator."""
-        self._agree("check_weights", timeout)
+        self._calls.agree("check_weights", timeout)
         source, shared = self._looked_at(source)
         if shared:
             return self._weights.check_weights(source, timeout=timeout)
@@ -165,12 +162,14 @@ class ColocatedRollout:
         def act() -> WeightReport:
             return self._weights.check_weights(source, timeout=timeout)
 
-        return self._first("check_weights", act, CALL_TIMEOUT, WeightReport)
+        return self._calls.noun("check_weights", act, CALL_TIMEOUT, WeightReport)
 
     def weight_info(self) -> WeightInfo:
         """Which version is live, and what a full update must send."""
-        self._agree("weight_info", None)
-        return self._first("weight_info", self._weights.weight_info, DEFAULT_TIMEOUT, WeightInfo)
+        self._calls.agree("weight_info", None)
+        return self._calls.noun(
+            "weight_info", self._weights.weight_info, DEFAULT_TIMEOUT, WeightInfo
+        )
 
     @property
     def weight_version(self) -> int:
@@ -179,34 +178,36 @@ class ColocatedRollout:
 
     def rollback(self, timeout: float = DEFAULT_TIMEOUT) -> UpdateReceipt:
         """The version before the last commit serves again, under a new number."""
-        self._agree("rollback", timeout)
+        self._calls.agree("rollback", timeout)
         act = lambda: self._weights.rollback(timeout)  # noqa: E731
-        return self._first("rollback", act, 4 * timeout, UpdateReceipt)
+        return self._calls.noun("rollback", act, 4 * timeout, UpdateReceipt)
 
     # ---- memory ----
 
     def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Give memory back on every rank, for the trainer's step; as ``Rollout.sleep``."""
-        self._agree("sleep", [level, timeout])
-        self._does("sleep", lambda: self.engine.sleep(level, timeout), timeout)
+        self._calls.agree("sleep", [level, timeout])
+        self._calls.first_does("sleep", lambda: self.engine.sleep(level, timeout), timeout)
 
     def wake_up(self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Take it again: "weights", "kv_cache", or None for both; as ``Rollout.wake_up``."""
-        self._agree("wake_up", [tags, timeout])
-        self._does("wake_up", lambda: self.engine.wake_up(tags, timeout), timeout)
+        self._calls.agree("wake_up", [tags, timeout])
+        self._calls.first_does("wake_up", lambda: self.engine.wake_up(tags, timeout), timeout)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prompt beginnings; after an update this is not needed."""
-        self._agree("reset_prefix_cache", None)
-        self._does("reset_prefix_cache", lambda: self.engine.reset_prefix_cache(), DEFAULT_TIMEOUT)
+        self._calls.agree("reset_prefix_cache", None)
+        self._calls.first_does(
+            "reset_prefix_cache", lambda: self.engine.reset_prefix_cache(), DEFAULT_TIMEOUT
+        )
 
     # ---- the end ----
 
     def shutdown(self) -> None:
         """End the engine on every rank; waits a few seconds for the others. Idempotent."""
-        if not self._closed:
+        if not self._calls.is_closed:
             with suppress(RolloutError):  # whoever does not come is gone, or will see us gone
-                self._together(_END_WAIT).exchange({}, _END_WAIT, "shutdown")
+                self._calls.group(_END_WAIT).exchange({}, _END_WAIT, "shutdown")
             self._close()
 
     def __enter__(self) -> Self:
@@ -221,7 +222,7 @@ class ColocatedRollout:
         """Meet, agree on the settings, and load."""
         from rollout.api.embedded import EmbeddedBackend
 
-        group, config = self._together(self._meet_timeout), self.config
+        group, config = self._calls.group(), self.config
         mine = {"config": json.loads(json.dumps(config.to_dict())), "host": host_id()}
         said = group.exchange(mine, self._meet_timeout, "from_ranks")
         for rank, other in zip(self.ranks, said, strict=True):
@@ -242,7 +243,7 @@ class ColocatedRollout:
             self.engine = over(lambda: AsyncRollout.over(EmbeddedBackend(config, executor)))
 
         try:
-            self._does("from_ranks", load, config.start_timeout)
+            self._calls.first_does("from_ranks", load, config.start_timeout)
         finally:
             if executor is not None and self.engine is None:
                 executor.close()
@@ -290,8 +291,8 @@ class ColocatedRollout:
     def _outputs(
         self, verb: str, said: Any, act: Callable[[], list[RequestOutput]], timeout: float
     ) -> list[RequestOutput]:
-        self._agree(verb, said)
-        return self._does(verb, act, timeout, _outputs_to_wire, _outputs_from_wire)
+        self._calls.agree(verb, said)
+        return self._calls.first_does(verb, act, timeout, _outputs_to_wire, _outputs_from_wire)
 
     def _generated(self, verb: Callable[[Any], Any], timeout: float) -> list[RequestOutput]:
         """A verb of the first rank's engine, which is aborted after ``timeout`` seconds."""
@@ -304,66 +305,14 @@ class ColocatedRollout:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the call did not end within {timeout:g} s") from error
 
-    def _agree(self, verb: str, said: Any) -> None:
-        """All ranks are here, at the same call with the same arguments; else none goes on."""
-        if self._closed:
-            raise EngineClosed("this rollout was shut down; make a new one with Rollout.from_ranks")
-        if len(self.ranks) == 1:
-            return
-        mark = hashlib.sha256(json.dumps([verb, said], default=repr).encode()).hexdigest()
-        try:
-            group = self._together(self._meet_timeout)
-            marks = group.exchange({"mark": mark}, self._meet_timeout, verb)
-        except TransferFailed as error:
-            raise _gone(error) from error
-        marks = [each["mark"] for each in marks]
-        if odd := [r for r, m in zip(self.ranks, marks, strict=True) if m != marks[0]]:
-            raise InvalidRequest(
-                f"rank {', '.join(map(str, odd))} called {verb} with other arguments than rank "
-                f"{self.ranks[0]}: every rank passes the same ones"
-            )
-
-    def _first(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
-        """What the first rank's ``act`` gave, a noun that travels."""
-        return self._does(
-            verb, act, timeout, lambda noun: {"noun": to_plain(noun)},
-            lambda said: from_plain(kind, said["noun"]),
-        )  # fmt: skip
-
-    def _does(
-        self,
-        verb: str,
-        act: Callable[[], T],
-        timeout: float,
-        to_wire: Callable[[T], dict[str, Any]] = lambda _: {},
-        from_wire: Callable[[dict[str, Any]], Any] = lambda _: None,
-    ) -> T:
-        group = self._together(self._meet_timeout)
-        try:
-            done: T = group.first_does(act, timeout, verb, to_wire, from_wire)
-            return done
-        except TransferFailed as error:
-            if not group.is_closed:
-                raise  # what the first rank did has failed so
-            raise _gone(error) from error
-
-    def _together(self, timeout: float) -> RankGroup:
-        """The links between the ranks; formed anew where an error has closed them."""
-        if self._group is None or self._group.is_closed:
-            alone = len(self.ranks) == 1
-            self._group = RankGroup() if alone else RankGroup.over(self.ranks, timeout)
-        return self._group
-
     def _close(self) -> None:
-        self._closed = True
         if self.engine is not None:
             self.engine.shutdown()
         if self._host is not None:
             if self._me:
                 self._host.wait(_END_WAIT)  # the first rank hangs up when its engine has ended
             self._host.close()
-        if self._group is not None:
-            self._group.close()
+        self._calls.close()
 
 
 class _Elsewhere:
@@ -389,11 +338,6 @@ class _Drained:
     def drain(self) -> None:
         for _ in self._items:
             pass
-
-
-def _gone(error: TransferFailed) -> WorkerDied:
-    """A rank that has left is the engine's failure: its ranks are these processes."""
-    return WorkerDied(str(error))
 
 
 def _ranks_of(group: Any) -> tuple[tuple[int, ...], int]:

@@ -13,7 +13,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from rollout.api.async_rollout import AsyncRollout, OneParams
+from rollout.api.arguments import OneParams
+from rollout.api.async_rollout import AsyncRollout
 from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs

@@ -16,9 +16,10 @@ from fastapi import FastAPI
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Backend
-from rollout.api.embedded import EmbeddedBackend, NearLink
+from rollout.api.embedded import EmbeddedBackend
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK, host_port
+from rollout.engine.updates.near_link import NearLink
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
 from rollout.metrics import EngineCounters
 from rollout.rpc.status import MAX_BODY

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.api.embedded import RequestOutputCollector
+from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.sync_rollout import _LoopThread
 from rollout.errors import EngineClosed
 

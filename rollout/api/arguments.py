@@ -1,0 +1,73 @@
+"""Prompts, conversations, parameters and ids of one call, in the forms that callers write them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.api.image_inputs import image_prompt
+from rollout.errors import InvalidRequest, PromptTooLong
+from rollout.generation import AnyPrompt, ImagePrompt, SamplingParams
+from rollout.rpc.convert import Messages
+
+Prompts = AnyPrompt | Mapping[str, Any] | Sequence[AnyPrompt | Mapping[str, Any]]
+OneParams = SamplingParams | Mapping[str, Any]  # a mapping: SamplingParams.from_dict
+Params = OneParams | Sequence[OneParams] | None
+
+
+def as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
+    """One prompt per entry; a list of ids that is too long is refused before its ids are read."""
+    if isinstance(prompts, str | Mapping | ImagePrompt):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts must be a text, a list of token ids, or a list of either, not "
+            f"{type(prompts).__name__}"
+        )
+    each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
+    for number, prompt in enumerate(each):
+        if isinstance(prompt, Mapping):
+            prompt = each[number] = image_prompt(prompt, f"prompt {number}")
+        if isinstance(prompt, ImagePrompt):
+            prompt = prompt.prompt
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        if listed and len(prompt) >= max_model_len:
+            raise PromptTooLong(
+                f"prompt {number} has {len(prompt)} tokens, but max_model_len is {max_model_len} "
+                "and one token at least must fit after it"
+            )
+        ids = listed and set(map(type, prompt)) <= {int}
+        if not isinstance(prompt, str) and not ids:
+            raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
+    return each
+
+
+def as_conversations(messages: Any) -> list[Messages]:
+    """One conversation per entry."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest('messages must be a list of {"role", "content"}, or a list of those')
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def as_params(params: Params, count: int) -> list[SamplingParams]:
+    """One for each of ``count`` prompts."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [SamplingParams.of(params)] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise InvalidRequest(f"params must be SamplingParams or a list, not {params!r}")
+    many = [SamplingParams.of(p) for p in params]
+    if len(many) != count:
+        raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
+    return many
+
+
+def as_ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
+    """One for each of ``count`` prompts, made where none is given."""
+    if request_ids is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if len(request_ids) != count:
+        raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
+    if not all(isinstance(given, str | None) and len(given or "") <= 1024 for given in request_ids):
+        raise InvalidRequest("request ids must be texts of at most 1024 characters")
+    return [request_id or uuid.uuid4().hex for request_id in request_ids]

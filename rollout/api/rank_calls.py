@@ -1,0 +1,83 @@
+"""Calls that all ranks of a trainer make together: the first one acts, and all hear how it went."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from rollout.errors import EngineClosed, InvalidRequest, TransferFailed, WorkerDied
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.wire.codec import from_plain, to_plain
+
+T = TypeVar("T")
+
+
+class RankCalls:
+    """One rank's side of them, until ``close``. ``timeout``: seconds until all have come."""
+
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        self._ranks, self._timeout = tuple(ranks), timeout
+        self._group: RankGroup | None = None
+        self.is_closed = False
+
+    def agree(self, verb: str, said: Any) -> None:
+        """All ranks are here, at the same call with the same arguments; else none goes on."""
+        if self.is_closed:
+            raise EngineClosed("this rollout was shut down; make a new one with Rollout.from_ranks")
+        if len(self._ranks) == 1:
+            return
+        mark = hashlib.sha256(json.dumps([verb, said], default=repr).encode()).hexdigest()
+        try:
+            marks = self.group().exchange({"mark": mark}, self._timeout, verb)
+        except TransferFailed as error:
+            raise _gone(error) from error
+        marks = [each["mark"] for each in marks]
+        if odd := [r for r, m in zip(self._ranks, marks, strict=True) if m != marks[0]]:
+            raise InvalidRequest(
+                f"rank {', '.join(map(str, odd))} called {verb} with other arguments than rank "
+                f"{self._ranks[0]}: every rank passes the same ones"
+            )
+
+    def noun(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
+        """What the first rank's ``act`` gave, a noun that travels."""
+        return self.first_does(
+            verb, act, timeout, lambda noun: {"noun": to_plain(noun)},
+            lambda said: from_plain(kind, said["noun"]),
+        )  # fmt: skip
+
+    def first_does(
+        self,
+        verb: str,
+        act: Callable[[], T],
+        timeout: float,
+        to_wire: Callable[[T], dict[str, Any]] = lambda _: {},
+        from_wire: Callable[[dict[str, Any]], Any] = lambda _: None,
+    ) -> T:
+        """``act`` runs on the first rank; its outcome, which travels, on all of them."""
+        group = self.group()
+        try:
+            done: T = group.first_does(act, timeout, verb, to_wire, from_wire)
+            return done
+        except TransferFailed as error:
+            if not group.is_closed:
+                raise  # what the first rank did has failed so
+            raise _gone(error) from error
+
+    def group(self, timeout: float | None = None) -> RankGroup:
+        """The links between the ranks; formed anew where an error has closed them."""
+        if self._group is None or self._group.is_closed:
+            alone, timeout = len(self._ranks) == 1, timeout or self._timeout
+            self._group = RankGroup() if alone else RankGroup.over(self._ranks, timeout)
+        return self._group
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._group is not None:
+            self._group.close()
+
+
+def _gone(error: TransferFailed) -> WorkerDied:
+    """A rank that has left is the engine's failure: its ranks are these processes."""
+    return WorkerDied(str(error))

@@ -1,0 +1,49 @@
+"""The way to the weights of an engine in this process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollout.distributed import LOOPBACK
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.lease import Lease
+from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.messages import (
+    UpdateReceipt,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.transports import nearest_first
+
+
+class NearLink:
+    """The way to the weights within one process: bytes go with the calls, no group has to form.
+
+    ``close`` aborts an update that it has opened and that has not committed.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._opened: Lease | None = None
+
+    def info(self) -> WeightInfo:
+        info = self._coordinator.info()
+        return replace(info, transports=nearest_first(info.transports))
+
+    local_address = LOOPBACK  # the ranks are children of this process
+    joins = False
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        return self._coordinator.receipts
+
+    def open(self) -> WeightChannel:
+        self._opened = Lease(self._coordinator)
+        return self._opened
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        raise TransferFailed("an engine in this process has one channel alone")
