@@ -4,6 +4,7 @@
     agent loops        verl's client  -- token ids over Ray -->                          (Ray actor,
     verl's driver      Replica        -- starts it; sleep, abort, resume -->               embedded)
 
+Where trainer and rollout are apart, weights go by ``verl_checkpoint.TransportEngine``.
 verl loads it through the entry-point group ``verl.plugins``, or by
 ``VERL_USE_EXTERNAL_MODULES=rollout.integrations.verl``.
 """
@@ -12,33 +13,48 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import ray
-from torch import Tensor
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import (
+    RolloutMode,
+    RolloutReplica,
+    RolloutReplicaRegistry,
+    TokenOutput,
+)
 
 from rollout.api import AsyncRollout, Rollout
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
-
-NAME = "rollout"
-_PULL = 600.0  # seconds that verl's side may take for its next tensor
+from rollout.integrations.verl_checkpoint import NAME, drain, pulled, server_name
 
 
 class Server:
-    """One replica: tokens in, tokens out. A Ray actor; its ranks are processes on its node."""
+    """One replica: tokens in, tokens out. A Ray actor; its ranks are processes on its node.
 
-    def __init__(self, model: str, settings: dict[str, Any], limits: dict[str, int]) -> None:
+    ``apart``: the trainer may be on another node. Weights are then taken on the node's own address,
+    by a token; else on loopback.
+    """
+
+    def __init__(
+        self, model: str, settings: dict[str, Any], limits: dict[str, int], *, apart: bool = False
+    ) -> None:
         self._rollout = AsyncRollout(model, **settings)
-        self._limits = limits
+        self._limits, self._apart = limits, apart
+        self._token = secrets.token_urlsafe(32) if apart else None
         self._steps: dict[int, int] = {}  # the trainer's step by version
 
     async def launch_server(self) -> str:
         """Load the model; where trainers send weights, "host:port"."""
-        return await self._rollout.address
+        host = ray.util.get_node_ip_address() if self._apart else "127.0.0.1"
+        return await self._rollout.serve(host, token=self._token, insecure=self._apart)
+
+    async def reached_at(self) -> tuple[str, str | None]:
+        """Where trainers send weights and the token for it; Ray's actors alone can ask."""
+        return await self.launch_server(), self._token
 
     async def generate(
         self,
@@ -90,9 +106,11 @@ class Server:
     async def resume_generation(self) -> None:
         await self._rollout.resume_generation()
 
-    async def set_global_steps(self, global_steps: int) -> None:
-        """The live weights are those of this step."""
-        self._steps[(await self._rollout.server_info()).version] = global_steps
+    async def set_global_steps(self, global_steps: int, version: int | None = None) -> None:
+        """The weights of ``version`` (None: the live ones) are those of this step."""
+        if version is None:
+            version = (await self._rollout.server_info()).version
+        self._steps[version] = global_steps
 
     async def weight_version(self) -> int:
         return (await self._rollout.server_info()).version
@@ -155,7 +173,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         )
         placed = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         server = ray.remote(Server).options(
-            name=_server_name(self.replica_rank, self.name_suffix),
+            name=server_name(self.replica_rank, self.name_suffix),
             max_concurrency=self.max_concurrency,
             scheduling_strategy=placed,
         )
@@ -167,7 +185,8 @@ class Replica(RolloutReplica):  # type: ignore[misc]
             "max_model_len": longest,
         }
         path = getattr(self.model_config, "local_path", None) or self.model_config.path
-        handle = server.remote(path, _settings(config, longest), limits)
+        apart = self.rollout_mode is RolloutMode.STANDALONE and len(_nodes()) > 1
+        handle = server.remote(path, _settings(config, longest), limits, apart=apart)
         self.servers.append(handle)
         self._server_handle = handle
         self._server_address = await handle.launch_server.remote()
@@ -206,41 +225,43 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
 
         A failure raises here, and the old version serves on.
         """
+        if wire_format == NAME:
+            return  # the trainer's first rank has sent them by itself (``verl_checkpoint``)
         if wire_format != "named_tensors":
             raise ConfigError(
                 f"checkpoint_engine with wire_format={wire_format!r} is not taken; this engine "
-                "makes deltas itself: use backend=naive"
+                f"makes deltas itself: use backend=naive, or backend={NAME} with encoding=delta"
             )
         if kwargs.get("peft_config") is not None and kwargs.get("base_sync_done"):
             raise ConfigError("adapters are not served by themselves: set lora merge=True")
         if not self.is_leader_rank:
-            await _drain(weights)
+            await drain(weights)
             return
         try:
             await self._send(weights)
         finally:
-            await _drain(weights)  # the others are in the gathers that are left
+            await drain(weights)  # the others are in the gathers that are left
         if global_steps is not None:
             await self._handle().set_global_steps.remote(global_steps)
 
     async def _send(self, weights: Any) -> None:
         if self._rollout is None:
-            address = await self._handle().launch_server.remote()
-            self._rollout = await asyncio.to_thread(Rollout.connect, address)
+            address, token = await self._handle().reached_at.remote()
+            self._rollout = await asyncio.to_thread(Rollout.connect, address, token)
         if isinstance(weights, AsyncIterator):
-            items = _pulled(weights, asyncio.get_running_loop())
+            items = pulled(weights, asyncio.get_running_loop())
             await asyncio.to_thread(self._rollout.update_weights, items)
         else:
             self._rollout.update_weights(weights)  # here, where the trainer's collectives belong
 
     def _handle(self) -> Any:
         if self._server is None:
-            self._server = ray.get_actor(_server_name(self.replica_rank))
+            self._server = ray.get_actor(server_name(self.replica_rank))
         return self._server
 
 
-def _server_name(replica: int, suffix: str = "") -> str:
-    return f"{NAME}_server_{replica}_0{suffix}"
+def _nodes() -> list[Any]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _settings(config: Any, longest: int) -> dict[str, Any]:
@@ -256,30 +277,6 @@ def _settings(config: Any, longest: int) -> dict[str, Any]:
     }
     own = (config.engine_kwargs or {}).get(NAME) or {}
     return {key: value for key, value in {**settings, **own}.items() if value is not None}
-
-
-async def _drain(weights: Any) -> None:
-    if isinstance(weights, AsyncIterator):
-        async for _ in weights:
-            pass
-    else:
-        for _ in weights:
-            pass
-
-
-def _pulled(
-    weights: AsyncIterator[tuple[str, Tensor]], loop: asyncio.AbstractEventLoop
-) -> Iterator[tuple[str, Tensor]]:
-    """What an asynchronous stream of ``loop`` yields, in another thread."""
-    while True:
-        item: Any = asyncio.run_coroutine_threadsafe(_next(weights), loop).result(_PULL)
-        if item is None:
-            return
-        yield item
-
-
-async def _next(weights: AsyncIterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
-    return await anext(weights, None)
 
 
 _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.ServerAdapter"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clients.install import folder
@@ -18,6 +19,25 @@ from rollout import Rollout
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CLIENT = folder("verl")
+
+
+def run(job: str, *arguments: Path) -> dict[str, Any]:
+    """The last line that a job prints, with verl's environment over this one."""
+    path = [str(CLIENT), str(ROOT), str(HERE.parent)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / job), *map(str, arguments)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=270,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_verl_finds_the_plugin_by_its_entry_point() -> None:
@@ -31,20 +51,7 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     models = [tmp_path / "one", tmp_path / "other"]
     for seed, path in enumerate(models):
         write_tiny(path, seed=seed, tokenizer=True)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "verl_job.py"), *map(str, models)],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{CLIENT}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=270,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    got = json.loads(done.stdout.splitlines()[-1])
+    got = run("verl_job.py", *models)
     asked = {"temperature": 1.0, "max_tokens": 8, "seed": 3, "ignore_eos": True}
     told = []
     for path in models:
@@ -66,3 +73,26 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert len(partial["token_ids"]) == len(partial["log_probs"]) == 400
     assert (partial["extra_fields"]["min_global_steps"]) == 11
     assert (partial["extra_fields"]["max_global_steps"]) == 12
+
+
+@pytest.mark.more
+@pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
+def test_verls_trainer_learns_and_its_checkpoint_engine_sends_over_our_transports(
+    tmp_path: Path,
+) -> None:
+    """Two FSDP2 ranks of verl's own worker, its losses, manager and standalone replica."""
+    write_tiny(tmp_path, seed=0, tokenizer=True)
+    got = run("verl_sync_job.py", tmp_path)
+    steps = got["steps"]
+    assert [row["global_steps"] for row in steps] == [[1] * 4, [2] * 4, [3] * 4]
+    assert len({tuple(row["logprobs"]) for row in steps}) == 3  # every step changed the weights
+    assert all(row["grad_norm"] > 0 for row in steps[:2])
+    # What verl's trainer computes of each token is what the engine sampled it with.
+    assert max(row["difference"] for row in steps) < 1e-4
+    # Weights with NaN: the engine's reason raises in verl's driver, and the third ones serve on.
+    assert "hold NaN or infinity" in got["failed"]
+    assert got["after"] == [3] * 4
+    apart = got["apart"]
+    assert not apart["host"].startswith("127.")
+    assert "token" in apart["refused"]
+    assert apart["version"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,15 @@ class GrpcServer:
         self.address = host_port(host, port)
 
     async def stop(self, grace: float = STOP_GRACE) -> None:
-        """Refuse new calls, end those under way within ``grace`` seconds. Idempotent."""
+        """Refuse new calls, end those under way within ``grace`` seconds. Idempotent.
+
+        Updates that have not ended by half of it are told that there is no engine any more.
+        """
         self._health.stop()
-        await self._server.stop(grace)
+        stopping = asyncio.ensure_future(self._server.stop(grace))
+        await asyncio.wait([stopping], timeout=grace / 2)
+        self._weights.shut_down()
+        await stopping
         self._weights.close()
 
 

@@ -134,6 +134,11 @@ class UpdateStream:
             if self._turn == turn:
                 self._detach()
 
+    def fail(self, error: RolloutError) -> None:
+        """The update is over, and its client is told; in the loop."""
+        self._add(error)
+        self.end(str(error))
+
     def end(self, why: str = "") -> None:
         """The update is over; ``why`` where it is aborted. Beside the loop: it may call ranks."""
         self._ended = True

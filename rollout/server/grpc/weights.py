@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rollout.errors import TransferFailed
+from rollout.errors import EngineClosed, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.server.grpc.services import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 class WeightSyncService:
     def __init__(self, rollout: AsyncRollout) -> None:
         self._rollout, self._held, self._verbs = rollout, HeldUpdates(), Verbs(rollout)
+        self._open: set[UpdateStream] = set()
 
     @answers
     async def Info(self, request: Any) -> Any:  # noqa: N802
@@ -111,15 +112,17 @@ class WeightSyncService:
         return document(await self._verbs.abort(parse(AbortBody, request.json)))
 
     async def Update(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        commands = aiter(commands)
+        commands, update = aiter(commands), None
         try:
             first = checked(await anext(commands, None))
             resume = first.resume if first is not None and first.HasField("resume") else None
             if resume is not None:
-                events = self._held.find(resume).talk(commands, resume)
+                update = self._held.find(resume)
+                events = update.talk(commands, resume)
             else:
                 update = UpdateStream(self._channel(first), self._held)
                 events = update.talk(_behind(first, commands))
+            self._open.add(update)
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
@@ -127,6 +130,9 @@ class WeightSyncService:
             raise
         except Exception as error:  # noqa: BLE001 - the edge of the process
             await abort_with(context, error)
+        finally:
+            if update is not None:
+                self._open.discard(update)
 
     def _channel(self, first: Any) -> WeightChannel:
         """What a new stream is about: an update of its own, or one more rank's part of another."""
@@ -136,6 +142,11 @@ class WeightSyncService:
         if lanes is None:
             raise TransferFailed(f"update {first.join.update_id:.80} has one stream alone")
         return lanes.open(first.join.lane)
+
+    def shut_down(self) -> None:
+        """Updates that are on a connection are over, and their clients told why."""
+        for update in list(self._open):
+            update.fail(EngineClosed("the engine was shut down during the update"))
 
     def close(self) -> None:
         """The server stops: what waits for its client to come back is given up."""

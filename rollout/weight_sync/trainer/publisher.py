@@ -85,12 +85,11 @@ def _detected(obj: Any, plans: PlanCache) -> Detected:
 def _first_opens(
     group: RankGroup, open_update: Callable[[], UpdateSession], timeout: float, stack: ExitStack
 ) -> tuple[UpdatePlan, UpdateSession | None]:
-    """Collective: the plan of the update that the first rank opens, which ``stack`` closes."""
+    """Collective: the plan of the update that the first rank opens, which ``stack`` ends."""
 
     def act() -> tuple[UpdatePlan, UpdateSession | None]:
         session = open_update()
-        stack.callback(session.close)
-        return session.plan, session
+        return session.plan, stack.enter_context(session)
 
     return group.first_does(
         act,

@@ -119,6 +119,15 @@ class UpdateSession:
             wait = 5 * self.options.timeout
             return receipt_of(self.connect, self.request.update_id, error, wait)
 
+    def __enter__(self) -> UpdateSession:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """What went wrong here, or on another trainer rank, is told to the engine."""
+        if error is not None:
+            self.channel.abort(str(error) or type(error).__name__)
+        self.close()
+
     def close(self) -> None:
         """Abort what did not commit, and let go of the sender and the channel."""
         for part in (self.buckets, self.sender, self.channel):
