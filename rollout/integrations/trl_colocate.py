@@ -183,7 +183,7 @@ def _started(model: str, size: int, settings: dict[str, Any]) -> tuple[Any, int]
     if size == 1:
         alone = Rollout(model, **given)
         return alone, alone.server_info().max_model_len
-    dist = torch.distributed
+    dist: Any = torch.distributed
     blocks = [list(range(at, at + size)) for at in range(0, dist.get_world_size(), size)]
     group, _ = dist.new_subgroups_by_enumeration(blocks)
     together = Rollout.from_ranks(model, group, **given)

@@ -164,7 +164,7 @@ NOT_RUN = {
     "it installs packages": 2,
     "needs a GPU": 1,
     "it takes minutes": 4,
-    "the framework's own test runs it": 3,
+    "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "
     "these lines with plain torch in its place": 1,
     "large checkpoints and minutes of measuring": 19,
