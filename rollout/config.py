@@ -59,10 +59,18 @@ class EngineConfig:
     The command line's flags and docs/api.md are made from these fields and their texts.
     """
 
-    model: str = field(metadata={"help": "checkpoint directory or hub id"})
+    model: str = field(metadata={"help": "checkpoint directory, hub id or URL (s3:// ...)"})
     revision: str | None = _setting(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = _setting(
         None, "directory or hub id of the tokenizer (default: the model's)"
+    )
+    tokenizer_revision: str | None = _setting(
+        None, "branch, tag or commit of the tokenizer's hub id"
+    )
+    tokenizer_mode: str = _setting(
+        "auto",
+        "auto (the Rust tokenizer, where it is one) or slow (through transformers' wrapper)",
+        *("auto", "slow"),
     )
     chat_template: str | None = _setting(
         None, "chat template: a file, or the template's own text (default: the tokenizer's)"
@@ -79,8 +87,25 @@ class EngineConfig:
     )
     load_format: str = _setting(
         "auto",
-        "auto, safetensors, pt, or dummy (made-up weights)",
-        *("auto", "safetensors", "pt", "dummy"),
+        "auto, safetensors, pt, sharded_state (ranks' own files), dummy (made-up weights), or what "
+        "register_loader made known",
+    )
+    hf_overrides: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "JSON object: fields of config.json to replace, nested ones by nested objects"
+        },
+    )
+    trust_remote_code: bool = _setting(
+        False, "run code that lies with the checkpoint (auto_map), which is never run else"
+    )
+    code_revision: str | None = _setting(
+        None, "branch, tag or commit of that code, where it is a hub id's"
+    )
+    module_map: str | None = _setting(
+        None,
+        "a Python file or module with MODULE_MAP: architecture, or class of transformers', to the "
+        "class in its place (docs/add_a_model.md)",
     )
     components: Mapping[str, str] = field(
         default_factory=dict,
@@ -205,6 +230,8 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} does not go with components yet: leave one out"
             )
+        if not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
         for name in ("model", "tokenizer"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))

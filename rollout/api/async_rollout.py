@@ -326,6 +326,7 @@ class AsyncRollout:
     receipts = _at_once(WeightVerbs.receipts)
     check_weights = _in_thread(WeightVerbs.check_weights)
     preflight = _in_thread(WeightVerbs.preflight)
+    save_sharded_state = _in_thread(WeightVerbs.save_sharded_state)
 
     @property
     def weight_version(self) -> Coroutine[Any, Any, int]:

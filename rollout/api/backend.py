@@ -128,6 +128,10 @@ class Backend(Protocol):
 
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
 
+    def save_sharded_state(self, path: str, timeout: float) -> int:
+        """Every rank's live weights as files of this host; returns their version."""
+        ...
+
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None: ...
 
     async def disconnect(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 import rollout
 from rollout.api.adapters import MergedAdapters
@@ -301,6 +302,9 @@ class EmbeddedBackend:
 
     def digests(self, timeout: float) -> dict[str, int]:
         return self.coordinator.digests(timeout)
+
+    def save_sharded_state(self, path: str, timeout: float) -> int:
+        return self.core.save_sharded_state(Path(path).expanduser(), timeout)
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self.coordinator.receipts

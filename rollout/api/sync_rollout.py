@@ -137,6 +137,7 @@ class Rollout:
     receipts = _here(WeightVerbs.receipts)
     check_weights = _here(WeightVerbs.check_weights)
     preflight = _here(WeightVerbs.preflight)
+    save_sharded_state = _here(WeightVerbs.save_sharded_state)
 
     def stream(
         self, prompt: AnyPrompt | Mapping[str, Any], params: OneParams | None = None

@@ -114,3 +114,14 @@ class WeightVerbs:
         """
         timeout = check_timeout(timeout)
         return preflight_source(source, connect=lambda: self._backend, timeout=timeout)
+
+    def save_sharded_state(self, path: str | Path, *, timeout: float = DEFAULT_TIMEOUT) -> int:
+        """Write what every rank holds live to a file of its own in the directory ``path``.
+
+        With the checkpoint's config and tokenizer beside them: an engine starts from it, with
+        ``load_format="sharded_state"`` or "auto", without cutting anything where it has as many
+        ranks. Components go to directories of their names in it. Generation waits meanwhile, and
+        each rank takes as much host memory as it has weights. Returns the version that was
+        written. Where the engine is this process's own; else ``ConfigError``.
+        """
+        return self._backend.save_sharded_state(str(path), check_timeout(timeout))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,6 +192,8 @@ def _kind(hint: Any) -> dict[str, Any]:
         plain = [kind for kind in get_args(hint) if kind is not type(None)]
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if get_origin(plain[0]) is Mapping and get_args(plain[0])[1] is Any:
+        return {"type": _json_object, "metavar": "JSON"}
     if get_origin(plain[0]) is Mapping:
         return {"action": _Pairs, "metavar": "NAME=VALUE"}
     if get_args(plain[0]):  # a tuple
@@ -201,6 +204,16 @@ def _kind(hint: Any) -> dict[str, Any]:
     if plain[0] is float:
         return {"type": float, "metavar": "X"}
     return {"metavar": "NAME"}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is no JSON object")
+    return found
 
 
 class _Pairs(argparse.Action):

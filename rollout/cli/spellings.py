@@ -51,8 +51,6 @@ _ONE_ENGINE = (
 REFUSED: Mapping[str, str] = {
     "--gpu-memory-utilization": _FRACTION,
     "--mem-fraction-static": _FRACTION,
-    "--trust-remote-code": "code that comes with a checkpoint is never run; a model of your own is "
-    "installed as a package with an entry point in the group rollout.models (docs/architecture.md)",
     "--enable-chunked-prefill": _ALWAYS,
     "--enable-sleep-mode": _ALWAYS,
     "--weight-transfer-config": _ALWAYS + " (gloo on CPUs, NCCL on GPUs)",
@@ -75,7 +73,6 @@ REFUSED: Mapping[str, str] = {
     "--cpu-offload-gb": "weights are not offloaded; use --tensor-parallel-size, or --staging host",
     "--swap-space": "nothing is swapped: preempted requests are computed again",
     "--max-logprobs": "leave it out: requests may ask for any number up to the vocabulary",
-    "--tokenizer-mode": "the checkpoint's tokenizer.json is used; use --tokenizer for another",
     "--hf-config-path": "use MODEL, a directory whose config.json is read",
     "--generation-config": "leave it out: a checkpoint's sampling defaults never apply silently",
     "--distributed-executor-backend": "use --executor inline or multiprocess",

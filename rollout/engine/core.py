@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,10 +19,11 @@ from rollout.distributed import choose_device
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
+from rollout.engine.found_model import FoundModel
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
-from rollout.engine.kv_cache import KVSize, MemoryPlan, plan_memory, size_kv
+from rollout.engine.kv_cache import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import Call, OutputProcessor, Sink
 from rollout.engine.scheduler import Scheduler
@@ -38,7 +41,7 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.generation import Request
-from rollout.loader import resolve_model
+from rollout.loader import copy_side_files, portable
 from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
@@ -91,18 +94,22 @@ class EngineCore:
         """
         config = self.config
         check_graphs(config, choose_device(config.device))
-        directory = str(resolve_model(config.model, config.revision, config.load_format))
-        self.model_config = ModelConfig.from_directory(directory)
+        found = FoundModel.of(config)
+        self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         if not config.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(
-                config.tokenizer or directory, chat_template=config.chat_template
+                config.tokenizer or str(found.directory),
+                config.tokenizer_revision,
+                chat_template=config.chat_template,
+                slow=config.tokenizer_mode == "slow",
+                trust_remote_code=config.trust_remote_code,
             )
-        self._directory = directory
+        self._directory = str(found.directory)
         with self._closing:  # from here on ``close`` ends the executor
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
-            executor = self._executor = self._executor or make_executor(config)
+            executor = self._executor = self._executor or make_executor(_for_ranks(config))
         try:
             executor.start()
             self.rank_info = [reply for reply, _ in self._ask("info", {}, config.start_timeout)]
@@ -125,6 +132,12 @@ class EngineCore:
         )
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.memory = plan_memory(config, size, self.rank_info)
+        for reply in self.rank_info:
+            log.info(
+                "rank %d read %s in %.2f s and holds %s of weights on %s, %.2f s after its start",
+                *(reply["rank"], mib(reply["bytes_read"]), reply["read_seconds"]),
+                *(mib(reply["weight_bytes"]), reply["device"], reply["seconds"]),
+            )
         log.info("memory %s; seed %d", self.memory, self.seed)
         self._warn_of_nonfinite()
         self.eos_ids = self._eos_ids()
@@ -174,6 +187,12 @@ class EngineCore:
         )
         self.images = ImageProcessor.load(self._directory, vision, limits, dtype)
         self._encoder = EncoderCache(config.encoder_cache_bytes, vision.features * dtype.itemsize)
+
+    def save_sharded_state(self, directory: Path, timeout: float) -> int:
+        """Every rank's live weights to ``directory``, with config and tokenizer; their version."""
+        replies = self._ask("save_shard", {"directory": str(directory.absolute())}, timeout)
+        copy_side_files(Path(self._directory), directory)
+        return int(replies[0][0]["version"])
 
     def close(self) -> None:
         """End everything: pending calls get ``EngineClosed``, ranks end. Idempotent."""
@@ -439,3 +458,10 @@ class EngineCore:
 
     def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
         return gather_replies(self.call(method, args), method, timeout)
+
+
+def _for_ranks(config: EngineConfig) -> EngineConfig:
+    """As ranks in processes of their own read it: what this program registered, by its import."""
+    if config.resolved_executor == "inline":
+        return config
+    return replace(config, load_format=portable(config.load_format))

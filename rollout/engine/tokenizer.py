@@ -23,22 +23,34 @@ _LONGEST = 64  # characters that one token is allowed to stand for, at least
 class Tokenizer:
     """A Hugging Face tokenizer behind the few verbs an engine needs. Thread-safe for reading."""
 
-    def __init__(self, hf: Any, chat_template: str | None = None) -> None:
+    def __init__(self, hf: Any, chat_template: str | None = None, *, slow: bool = False) -> None:
         self._hf = hf
+        # Asked for with every request; a wrapper counts its vocabulary anew each time.
+        self._length: int = len(hf)
+        self._eos: int | None = hf.eos_token_id
         self.chat_template: str | None = chat_template or hf.chat_template
         # The Rust object decodes in a tenth of the wrapper's time; the wrapper's own clean-up
         # of spaces, where a tokenizer asks for it, is only in the wrapper.
-        plain = bool(hf.is_fast) and not getattr(hf, "clean_up_tokenization_spaces", False)
+        plain = (
+            not slow and bool(hf.is_fast) and not getattr(hf, "clean_up_tokenization_spaces", False)
+        )
         self._fast = hf.backend_tokenizer if plain else None
         self._longest = max(_LONGEST, max(map(len, hf.get_vocab()), default=0))
 
     @classmethod
     def load(
-        cls, path: str | None, revision: str | None = None, *, chat_template: str | None = None
+        cls,
+        path: str | None,
+        revision: str | None = None,
+        *,
+        chat_template: str | None = None,
+        slow: bool = False,
+        trust_remote_code: bool = False,
     ) -> Tokenizer | None:
         """Load from a directory or hub id; None when it holds none, or an empty one.
 
-        ``chat_template``: a file or a text in the place of the tokenizer's own. Raises
+        ``chat_template``: a file or a text in the place of the tokenizer's own. ``slow``: through
+        transformers' wrapper alone. ``trust_remote_code``: run code that lies with it. Raises
         ``ConfigError`` naming ``path`` when files are there but cannot be used.
         """
         if path is None:
@@ -49,7 +61,9 @@ class Tokenizer:
         from transformers import AutoTokenizer  # slow to import: only where there is one
 
         try:
-            hf = AutoTokenizer.from_pretrained(path, revision=revision or "main")
+            hf = AutoTokenizer.from_pretrained(
+                path, revision=revision or "main", trust_remote_code=trust_remote_code
+            )
         except Exception as error:  # the Rust part and the hub's checks raise classes of their own
             raise ConfigError(
                 f"the tokenizer of {path} cannot be loaded: {' '.join(str(error).split())}; mend "
@@ -57,7 +71,8 @@ class Tokenizer:
             ) from error
         if hf is None or len(hf) == 0:
             return None
-        return cls(hf, None if chat_template is None else _template_text(chat_template))
+        template = None if chat_template is None else _template_text(chat_template)
+        return cls(hf, template, slow=slow)
 
     @property
     def hugging_face(self) -> Any:
@@ -71,8 +86,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        value: int | None = self._hf.eos_token_id
-        return value
+        return self._eos
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise ``PromptTooLong``, without tokenising, for text that cannot fit ``max_tokens``.
@@ -143,7 +157,7 @@ class Tokenizer:
         return text
 
     def __len__(self) -> int:
-        return len(self._hf)
+        return self._length
 
 
 def _template_text(given: str) -> str:

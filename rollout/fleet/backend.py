@@ -228,6 +228,9 @@ class FleetBackend:
     def digests(self, timeout: float) -> dict[str, int]:
         return self.fleet.ask_any(lambda client: client.digests(timeout))
 
+    def save_sharded_state(self, path: str, timeout: float) -> int:
+        raise ConfigError("save_sharded_state writes where ranks run: call it on a member")
+
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return tuple(self._receipts)
 

@@ -1,6 +1,30 @@
-"""Where ``(name, LazyTensor)`` streams come from: checkpoint files, the hub, made-up values."""
+"""Where ``(name, LazyTensor)`` streams come from: files, the hub, URLs, made-up values."""
 
-from rollout.loader.checkpoint import Checkpoint, open_checkpoint, open_directory
-from rollout.loader.hub import resolve_model
+from rollout.loader.checkpoint import Checkpoint, open_checkpoint, open_location
+from rollout.loader.hub import copy_side_files, resolve_model
+from rollout.loader.registry import (
+    Loader,
+    LoadRequest,
+    find_loader,
+    known_formats,
+    portable,
+    register_loader,
+)
+from rollout.loader.sharded_state import save_shard
+from rollout.weights.files import Files
 
-__all__ = ["Checkpoint", "open_checkpoint", "open_directory", "resolve_model"]
+__all__ = [
+    "Checkpoint",
+    "Files",
+    "LoadRequest",
+    "Loader",
+    "copy_side_files",
+    "find_loader",
+    "known_formats",
+    "open_checkpoint",
+    "open_location",
+    "portable",
+    "register_loader",
+    "resolve_model",
+    "save_shard",
+]

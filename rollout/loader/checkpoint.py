@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,10 +15,13 @@ from torch import Tensor
 from rollout.errors import ConfigError
 from rollout.loader.dummy import DummyFiles
 from rollout.loader.hub import resolve_model
+from rollout.loader.registry import LoadRequest, find_loader, register_loader
+from rollout.loader.remote import is_remote, open_remote
+from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weights import Box, LazyTensor, TensorMeta
-from rollout.weights.files import Files, open_weights
+from rollout.weights.files import Files, open_weights, weight_shards
 
-FORMATS = ("auto", "safetensors", "pt", "dummy")
+AHEAD = 256 << 20  # bytes that the system is asked to read before they are taken
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -25,19 +30,28 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     ``bytes_read`` counts the bytes of every box that was read. Not thread-safe.
     """
 
-    def __init__(self, directory: Path, load_format: str, files: Files, progress: bool) -> None:
-        self.directory, self.load_format = directory, load_format
+    def __init__(self, location: str, load_format: str, files: Files, progress: bool) -> None:
+        self.location, self.load_format = location, load_format
         self.bytes_read = 0
         self._files, self._progress = files, progress
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.location)
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         """Names, dtypes and shapes, in stream order; reads headers only."""
         return tuple(self._files.metadata().values())
 
     def items(self) -> Iterator[tuple[str, LazyTensor]]:
-        """Every tensor once; nothing is read before a ``LazyTensor`` is asked for a box."""
+        """Every tensor once; nothing is read before a ``LazyTensor`` is asked for a box.
+
+        What comes next is on its way from the disk meanwhile.
+        """
         metas: Sequence[TensorMeta] = self.metadata()
+        ahead = _Ahead(self._files, metas)
         for meta in _with_progress(metas) if self._progress else metas:
+            ahead.passed(meta)
             yield meta.name, LazyTensor(meta.shape, meta.dtype, self._reader(meta))
 
     def close(self) -> None:
@@ -73,6 +87,57 @@ class _Read:
         return part
 
 
+class _Ahead:
+    """Tells files which tensors are due, ``AHEAD`` bytes before they are; those that listen."""
+
+    def __init__(self, files: Files, metas: Sequence[TensorMeta]) -> None:
+        self._will_need = getattr(files, "will_need", None)
+        self._left = deque(metas if self._will_need is not None else ())
+        self._room = AHEAD
+
+    def passed(self, meta: TensorMeta) -> None:
+        while self._left and self._room > 0 and self._will_need is not None:
+            due = self._left.popleft()
+            self._will_need(due.name)
+            self._room -= due.nbytes
+        self._room += meta.nbytes
+
+
+@register_loader("auto")
+def _auto(request: LoadRequest) -> Files:
+    name = _found(request.location)
+    return find_loader(name)(replace(request, load_format=name))
+
+
+def _found(location: str) -> str:
+    """The format of a URL's files, or a directory's: of ranks' own, safetensors, .bin or .pt."""
+    if is_remote(location):
+        return "safetensors"
+    return "sharded_state" if is_sharded(Path(location)) else weight_shards(Path(location))[0].name
+
+
+@register_loader("safetensors")
+@register_loader("pt")
+def _files(request: LoadRequest) -> Files:
+    if is_remote(request.location):
+        if request.load_format == "safetensors":
+            return open_remote(request.location)
+        raise ConfigError(f"{request.location}: only safetensors are read by ranges; use them")
+    return open_weights(request.directory, request.load_format)[1]
+
+
+@register_loader("sharded_state")
+def _sharded(request: LoadRequest) -> Files:
+    return ShardedFiles(request.directory)
+
+
+@register_loader("dummy")
+def _dummy(request: LoadRequest) -> Files:
+    if not request.metadata:
+        raise ConfigError("load_format='dummy' needs the model's metadata: names and shapes")
+    return DummyFiles(request.metadata, request.seed)
+
+
 def open_checkpoint(
     model: str,
     revision: str | None = None,
@@ -83,37 +148,40 @@ def open_checkpoint(
     seed: int = 0,
     progress: bool = False,
 ) -> Checkpoint:
-    """Open the checkpoint at a directory or of a hub id.
+    """Open the checkpoint at a directory, of a hub id, or at a URL.
 
-    ``load_format`` auto (safetensors, else .bin/.pt) | safetensors | pt | dummy. ``dummy`` reads
-    no weight file: it makes up values for ``metadata`` (the model's complete set) that depend on
-    name, position and ``seed`` alone, so ranks agree. ``token`` is sent to the hub; None leaves it
-    to huggingface_hub's own settings (``HF_TOKEN``). ``progress`` draws a bar on stderr.
+    ``load_format`` auto (safetensors, else .bin/.pt) | safetensors | pt | sharded_state | dummy, or
+    what ``register_loader`` made known. ``dummy`` reads no weight file: it makes up values for
+    ``metadata`` (the model's complete set) that depend on name, position and ``seed`` alone, so
+    ranks agree. ``token`` is sent to the hub; None leaves it to huggingface_hub's own settings
+    (``HF_TOKEN``). ``progress`` draws a bar on stderr.
     Raises ``ConfigError`` naming the file or repository and the remedy.
     """
-    if load_format not in FORMATS:
-        raise ConfigError(
-            f"Load format `{load_format}` is not supported; use one of {', '.join(FORMATS)}"
-        )
-    directory = resolve_model(model, revision, load_format, token)
-    return open_directory(directory, load_format, metadata=metadata, seed=seed, progress=progress)
+    find_loader(load_format)
+    if not is_remote(model):
+        model = str(resolve_model(model, revision, load_format, token))
+    return open_location(model, load_format, metadata=metadata, seed=seed, progress=progress)
 
 
-def open_directory(
-    directory: Path,
+def open_location(
+    location: str,
     load_format: str = "auto",
     *,
     metadata: Sequence[TensorMeta] = (),
     seed: int = 0,
     progress: bool = False,
 ) -> Checkpoint:
-    """As ``open_checkpoint``, of a directory that need not have a ``config.json``."""
-    if load_format == "dummy":
-        if not metadata:
-            raise ConfigError("load_format='dummy' needs the model's metadata: names and shapes")
-        return Checkpoint(directory, "dummy", DummyFiles(metadata, seed), progress)
-    kind, files = open_weights(directory, load_format)
-    return Checkpoint(directory, kind.name, files, progress)
+    """As ``open_checkpoint``, of a directory, that need not have a ``config.json``, or a URL."""
+    find_loader(load_format)
+    load_format = _found(location) if load_format == "auto" else load_format
+    request = LoadRequest(location=location, load_format=load_format, metadata=metadata, seed=seed)
+    files = find_loader(load_format)(request)
+    if not all(callable(getattr(files, verb, None)) for verb in ("metadata", "read", "close")):
+        raise ConfigError(
+            f"the loader of load_format={load_format!r} returned a {type(files).__name__}; it has "
+            "to return an object with metadata(), read(name, box) and close()"
+        )
+    return Checkpoint(location, load_format, files, progress)
 
 
 def _with_progress(metas: Sequence[TensorMeta]) -> Iterator[TensorMeta]:

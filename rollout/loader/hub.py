@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rollout.errors import ConfigError
+from rollout.loader.remote import SIDE_FILES, fetch_side_files, is_remote
 from rollout.weights.files import (
     PT,
     SAFETENSORS,
@@ -14,7 +17,6 @@ from rollout.weights.files import (
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
 
 
 def resolve_model(
@@ -23,11 +25,14 @@ def resolve_model(
     load_format: str = "auto",
     token: str | None = None,
 ) -> Path:
-    """A local directory as it is; a hub id from the cache, else downloaded into it.
+    """A local directory as it is; a hub id from the cache, else downloaded into it; of a URL, one
+    with all but the weights.
 
     Only the files ``load_format`` needs are fetched; ``auto`` fetches .bin files when there are no
     safetensors. huggingface_hub's own locks let several ranks call this at once.
     """
+    if is_remote(model):
+        return fetch_side_files(model)
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -37,9 +42,9 @@ def resolve_model(
         raise ConfigError(f"{path} is a file; give the directory it lies in")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"{model!r} is no directory here and no hub id; check the path")
-    kinds = {"auto": (SAFETENSORS, PT), "safetensors": (SAFETENSORS,), "pt": (PT,)}
+    kinds = {"safetensors": (SAFETENSORS,), "pt": (PT,), "dummy": (None,)}
     for local in (True, False):
-        for kind in kinds.get(load_format, (None,)):
+        for kind in kinds.get(load_format, (SAFETENSORS, PT)):
             found = _snapshot(model, revision, kind, token, local=local)
             if found is not None:
                 return found
@@ -53,7 +58,7 @@ def _snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_SIDE_FILES, *(kind.patterns if kind else ())]
+    patterns = [*SIDE_FILES, *(kind.patterns if kind else ())]
     try:
         found = snapshot_download(
             model,
@@ -67,8 +72,8 @@ def _snapshot(
         if local:
             return None
         raise ConfigError(
-            f"{model}: no such directory, not in the hub cache, and the hub cannot be reached; "
-            "check the path, or download it first"
+            f"{model}: no such directory, not in the hub cache (revision {revision or 'main'}), "
+            "and the hub cannot be reached; check the path, or download it first"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
@@ -84,3 +89,13 @@ def _snapshot(
         if local:
             return None
         raise
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """All of a checkpoint but its weights and what indexes them."""
+    if source.resolve() == target.resolve():
+        return
+    for path in source.iterdir():
+        named = any(fnmatch(path.name, pattern) for pattern in SIDE_FILES)
+        if named and path.is_file() and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)

@@ -67,6 +67,11 @@ def build_model(
     if config.hf_values is not None:
         return _by_transformers(build, max_len)
     check_quantization(build)
+    if config.modules:
+        raise ConfigError(
+            f"MODULE_MAP: {config.architecture} runs natively, and modules of transformers' models "
+            f"alone are replaced, not {next(iter(config.modules))}; map the architecture itself"
+        )
     kind = (registry or Registry()).load(config.architecture)
     if isinstance(kind, Arch):
         kind = CausalLM if config.vision is None else VisionCausalLM

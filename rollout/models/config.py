@@ -18,6 +18,7 @@ from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, read_layers
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
+from rollout.models.remote_code import RemoteCode
 from rollout.models.text_config import PREFIXES, text_config
 from rollout.models.transformers_probe import probe
 from rollout.models.vision_config import VisionConfig, read_vision
@@ -34,7 +35,8 @@ class ModelConfig:
     Factors are 1 and caps 0 where there is none. ``prefixes``: what checkpoints put before names,
     or hold for a purpose that is none here (``weights.names.placed``). ``hf_values``: the whole
     file, of a model that runs as transformers' modules (``transformers_lm.py``); None for one of
-    ours. ``vision``: of a model that sees images.
+    ours. ``vision``: of a model that sees images. ``code``: leave to run the checkpoint's own.
+    ``modules``: classes in the place of transformers' (``module_map.py``).
     """
 
     architecture: str
@@ -69,6 +71,8 @@ class ModelConfig:
     logits_softcap: float = 0.0
     hf_values: Mapping[str, Any] | None = None
     vision: VisionConfig | None = None
+    code: RemoteCode | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_hf(
@@ -77,17 +81,20 @@ class ModelConfig:
         *,
         file: str = "config.json",
         registry: Registry | None = None,
+        code: RemoteCode | None = None,
     ) -> Self:
         """Read the plain dict of a ``config.json``; ``file`` only names it in errors.
+
+        ``code``: leave to run the checkpoint's own, of an architecture that nobody else has.
 
         Raises ``ConfigError`` for an unsupported architecture, a missing or malformed field, and
         for what these models cannot do.
         """
         read = Reader(values, file)
         registry = registry or Registry()
-        names = read.names("architectures")
+        names = _architectures(read)
         if not registry.knows(names):
-            return _by_transformers(cls, read, names, registry)
+            return _by_transformers(cls, read, names, registry, code)
         architecture = registry.choose(names)
         outer = registry.arch(architecture)
         whole = values
@@ -140,14 +147,22 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_directory(cls, path: str | Path, registry: Registry | None = None) -> Self:
+    def from_directory(
+        cls,
+        path: str | Path,
+        registry: Registry | None = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        code: RemoteCode | None = None,
+    ) -> Self:
         """Read ``config.json`` of a checkpoint directory, without touching the network.
 
-        End-of-sequence ids of a ``generation_config.json`` join those of the config; nothing else
-        of that file is used.
+        ``overrides`` replace its fields, those of objects one by one. End-of-sequence ids of a
+        ``generation_config.json`` join those of the config; nothing else of that file is used.
         """
         file = Path(path) / "config.json"
-        config = cls.from_hf(_read_json(file), file=str(file), registry=registry)
+        values = _overridden(_read_json(file), overrides or {})
+        config = cls.from_hf(values, file=str(file), registry=registry, code=code)
         extra_file = Path(path) / "generation_config.json"
         if not extra_file.is_file():
             return config
@@ -237,10 +252,34 @@ class ModelConfig:
                 )
 
 
-def _by_transformers(cls: type[T], read: Reader, names: list[str], registry: Registry) -> T:
+def _architectures(read: Reader) -> list[str]:
+    """What the file names; of one that names none, what transformers has for its ``model_type``."""
+    kind = read.values.get("model_type")
+    if not read.values.get("architectures") and isinstance(kind, str):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        if name is not None:
+            return [name] if isinstance(name, str) else [name[0]]
+    return read.names("architectures")
+
+
+def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with fields replaced; an object in the place of another replaces its fields."""
+    found = dict(values)
+    for name, value in overrides.items():
+        held = found.get(name)
+        both = isinstance(held, Mapping) and isinstance(value, Mapping)
+        found[name] = _overridden(held, value) if both else value  # type: ignore[arg-type]
+    return found
+
+
+def _by_transformers(
+    cls: type[T], read: Reader, names: list[str], registry: Registry, code: RemoteCode | None
+) -> T:
     """Of an architecture that nothing here declares; ``ConfigError`` says why it is not served."""
     try:
-        found = probe(read.values, names[0] if names else "", read.file)
+        found = probe(read.values, names[0] if names else "", read.file, code)
     except ConfigError as error:
         raise registry.refusal(names, f" Nor by transformers: {error}") from None
     return cls(
@@ -263,6 +302,7 @@ def _by_transformers(cls: type[T], read: Reader, names: list[str], registry: Reg
         dtype=read.dtype(),
         eos_token_ids=token_ids(read.values.get("eos_token_id"), read.file),
         hf_values=found.values,
+        code=code,
     )
 
 

@@ -9,6 +9,7 @@ tensors. Where they land is learnt beforehand, by watching it load tensors witho
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -170,13 +171,34 @@ def _copy_whole(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 
 def _construct(kind: type[nn.Module], build: Build, max_len: int) -> nn.Module:
-    """Build on the device of ``build``; floating-point parameters get its dtype."""
+    """Build on the device of ``build``; floating-point parameters get its dtype.
+
+    Raises ``ConfigError`` where the class takes something else, or has another ``forward``.
+    """
+    _check_signature(kind, kind, ("build", "max_len"))
+    _check_signature(kind, kind.forward, ("self", "batch", "kv"))
     with build.device:
         model = kind(build, max_len)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(weight_dtype(name, build.dtype))
     return model
+
+
+def _check_signature(kind: type[nn.Module], call: Any, takes: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return  # of native code; it will say itself
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        what = "is built as" if call is kind else "computes"
+        shown = kind.__name__ if call is kind else f"{kind.__name__}.forward"
+        raise ConfigError(
+            f"{shown}{signature} does not fit ({error}): a model class {what} {shown}"
+            f"({', '.join(t for t in takes if t != 'self')}); docs/add_a_model.md has one"
+        ) from None
 
 
 def trace_loading(

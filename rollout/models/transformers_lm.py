@@ -18,6 +18,7 @@ from rollout.models.foreign import box_of, storage_id
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
+from rollout.models.module_map import replace_modules
 from rollout.models.transformers_probe import AttentionCall, bind, construct, load_class
 from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, WeightSlot
@@ -43,8 +44,9 @@ class TransformersCausalLM(Model):
         assert config.hf_values is not None
         self._checked = inner is not None
         if inner is None:
-            kind, values = load_class(config.hf_values, config.architecture)
+            kind, values = load_class(config.hf_values, config.architecture, config.code)
             inner = construct(kind, values, build.dtype, build.device)
+            replace_modules(inner, config.modules)
             _own_buffers(inner, build.dtype)
         self.inner = inner
         self._keeps_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters

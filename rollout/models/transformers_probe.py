@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError
+from rollout.models.remote_code import MODEL, RemoteCode, auto_map
 from rollout.weights.names import weight_dtype
 
 NAME = "rollout"
@@ -60,9 +61,14 @@ class Probed:
     tied: bool
 
 
-def probe(values: Mapping[str, Any], architecture: str, file: str) -> Probed:
-    """What attention needs in each layer; ``ConfigError`` says why a model cannot be served so."""
-    kind, config = _classes(values, architecture, file)
+def probe(
+    values: Mapping[str, Any], architecture: str, file: str, code: RemoteCode | None = None
+) -> Probed:
+    """What attention needs in each layer; ``ConfigError`` says why a model cannot be served so.
+
+    ``code``: leave to run the checkpoint's, where transformers has no such model.
+    """
+    kind, config = _classes(values, architecture, file, code)
     refuse(kind, config, architecture)
     model = construct(kind, config, torch.float32, torch.device("meta"))
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
@@ -115,9 +121,11 @@ def construct(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.de
     return done
 
 
-def load_class(values: Mapping[str, Any], architecture: str) -> tuple[type[Any], Any]:
-    """transformers' class of an architecture that ``probe`` accepted, and its config."""
-    return _classes(values, architecture, "config.json")
+def load_class(
+    values: Mapping[str, Any], architecture: str, code: RemoteCode | None = None
+) -> tuple[type[Any], Any]:
+    """The class of an architecture that ``probe`` accepted, and its config."""
+    return _classes(values, architecture, "config.json", code)
 
 
 def bind(model: nn.Module, step: Step) -> None:
@@ -172,14 +180,25 @@ def _interface(
     return out, None
 
 
-def _classes(values: Mapping[str, Any], architecture: str, file: str) -> tuple[type[Any], Any]:
+def _classes(
+    values: Mapping[str, Any], architecture: str, file: str, code: RemoteCode | None
+) -> tuple[type[Any], Any]:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = getattr(transformers, architecture, None)
     if kind is None or architecture not in _causal_names():
+        if code is not None and auto_map(values):
+            kind, config_kind = code.classes(values)
+            return kind, config_kind.from_dict(dict(values))
+        own = (
+            f"; its own code lies with it ({auto_map(values)[MODEL]}), and is run with "
+            "trust_remote_code=True alone"
+            if MODEL in auto_map(values)
+            else ""
+        )
         raise ConfigError(
-            f"{architecture}: transformers {transformers.__version__} has no such model"
+            f"{architecture}: transformers {transformers.__version__} has no such model{own}"
         )
     model_type = str(values.get("model_type") or kind.config_class.model_type)
     if model_type not in CONFIG_MAPPING:

@@ -17,7 +17,13 @@ import grpc
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
-from rollout.errors import EngineClosed, EngineError, EngineRestarted, InvalidRequest
+from rollout.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    EngineRestarted,
+    InvalidRequest,
+)
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
@@ -287,6 +293,12 @@ class RolloutClient:
     def digests(self, timeout: float) -> dict[str, int]:
         reply = self._ask("Digests", pb.DigestsRequest(timeout=timeout), timeout + 1)
         return dict(reply.digests)
+
+    def save_sharded_state(self, path: str, timeout: float) -> int:
+        raise ConfigError(
+            "save_sharded_state writes where the engine's ranks run: call it on the Rollout that "
+            "owns the engine, not on a client"
+        )
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         reply = self._ask("Receipts", pb.ReceiptsRequest(), self.timeout)

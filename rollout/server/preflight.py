@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
+from rollout.engine.found_model import FoundModel
 from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
 from rollout.engine.state_cache import StateShape
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import library, native_status
-from rollout.loader import open_checkpoint, resolve_model
+from rollout.loader import open_location
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
 from rollout.wire.frames import DTYPES, dtype_name
@@ -64,10 +63,10 @@ def check(config: EngineConfig) -> Preflight:
     """
     device, ranks = choose_device(config.device), config.tensor_parallel_size
     check_graphs(config, device)
-    directory = resolve_model(config.model, config.revision, config.load_format)
-    model = ModelConfig.from_directory(directory)
+    found = FoundModel.of(config)
+    model = found.config
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    tables = _tables(config, directory, model, dtype)
+    tables = _tables(config, found, dtype)
     weight_bytes = max(_rank_bytes(table, dtype) for table in tables)
     kv = KVShape.of(model, ranks, config.block_size, dtype)
     free = available_bytes(device)
@@ -99,10 +98,9 @@ def check(config: EngineConfig) -> Preflight:
     )  # fmt: skip
 
 
-def _tables(
-    config: EngineConfig, directory: Path, model: ModelConfig, dtype: torch.dtype
-) -> Sequence[WeightTable]:
+def _tables(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> Sequence[WeightTable]:
     """Every rank's, whole together and as the files have their tensors."""
+    model = found.config
     model.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
     tables = build_tables(
         model,
@@ -113,11 +111,12 @@ def _tables(
         expert_parallel=config.expert_parallel,
         deterministic=config.deterministic,
         quantization=config.quantization,
-        tensors=lambda: _headers(directory),
+        registry=found.registry,
+        tensors=lambda: _headers(config, found),
     )
     check_tables(tables)
     if config.load_format != "dummy":
-        _check_files(config, directory, tables[0])
+        _check_files(config, found, tables[0])
     return tables
 
 
@@ -131,28 +130,28 @@ def _kernels() -> str:
     return f"{status}; {cpu.LEVELS[cpu.level()]} in linear layers"
 
 
-def _headers(directory: str | Path) -> tuple[TensorMeta, ...]:
-    with open_checkpoint(str(directory)) as checkpoint:
+def _headers(config: EngineConfig, found: FoundModel) -> tuple[TensorMeta, ...]:
+    with open_location(found.location, config.load_format) as checkpoint:
         return checkpoint.metadata()
 
 
-def _check_files(config: EngineConfig, directory: str | Path, table: WeightTable) -> None:
+def _check_files(config: EngineConfig, found: FoundModel, table: WeightTable) -> None:
     """The files' tensors against the table: all mistakes in one error."""
-    with open_checkpoint(str(directory), load_format=config.load_format) as checkpoint:
-        found = {
+    with open_location(found.location, config.load_format) as checkpoint:
+        held = {
             name: shape
             for meta in checkpoint.metadata()
             for name, shape in table.spellings.split_shape(meta.name, meta.shape)
         }
     problems = []
-    if missing := sorted(set(table.slots) - set(found)):
+    if missing := sorted(set(table.slots) - set(held)):
         problems.append(f"missing {_some(missing)}")
-    unknown = [n for n in found if n not in table.slots and n not in table.aliases]
+    unknown = [n for n in held if n not in table.slots and n not in table.aliases]
     if unknown := sorted(name for name in unknown if not table.ignores(name)):
         problems.append(f"unknown {_some(unknown)}")
-    for name in sorted(set(found) & {*table.slots, *table.aliases}):
-        if tuple(found[name]) != tuple(table.shape_of(name)):
-            problems.append(f"{name} is {list(found[name])}, not {list(table.shape_of(name))}")
+    for name in sorted(set(held) & {*table.slots, *table.aliases}):
+        if tuple(held[name]) != tuple(table.shape_of(name)):
+            problems.append(f"{name} is {list(held[name])}, not {list(table.shape_of(name))}")
     if problems:
         raise WeightMismatch(f"the files of {config.model} do not fit: " + "; ".join(problems[:8]))
 

@@ -82,12 +82,19 @@ def test_the_spellings_of_others_mean_ours() -> None:
     [
         ("--gpu-memory-utilization=0.9", "--kv-cache-bytes"),
         ("--mem-fraction-static", "--kv-cache-bytes"),
-        ("--trust-remote-code", "never run"),
         ("-pp", "--tensor-parallel-size"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(run: Run, tiny: Path, flag, ours) -> None:
     refused(run("serve", tiny, flag, "0.9"), flag.split("=")[0], ours)
+
+
+def test_a_load_format_that_nobody_registered_is_refused_as_vllm_does(run: Run, tiny: Path) -> None:
+    for command in ("serve", "check"):
+        refused(run(command, tiny, "--load-format", "nope"), "Load format `nope` is not supported")
+    refused(run("serve", tiny, "--hf-overrides", "[1]"), "is no JSON object")
+    refused(run("serve", tiny, "--hf-overrides", "{"), "is no JSON")
+    refused(run("serve", tiny, "--component", "draft"), "--component takes NAME=VALUE")
 
 
 def test_a_model_is_given_once_as_a_word_or_a_flag(run: Run, bare: Path) -> None:

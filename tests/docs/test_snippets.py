@@ -237,7 +237,7 @@ def run_command(words: list[str], here: Path) -> None:
         assert main(words[1:]) == 0, words
     elif words[0] == "pytest":
         assert (ROOT / words[-1]).exists(), words
-    elif words[0] == "torchrun":
+    elif words[0] == "torchrun" or (words[0] == "python" and (here / words[1]).is_file()):
         run_job(words, here)
     else:
         look_at(words)
@@ -264,7 +264,12 @@ def run_job(words: list[str], here: Path) -> None:
     job = subprocess.run(
         [str(Path(sys.executable).with_name(words[0])), *words[1:]],
         cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT),
+        },
         timeout=JOB_LIMIT,
         check=False,
     )
@@ -276,6 +281,8 @@ def look_at(words: list[str]) -> None:
     while words[0] == "env" or "=" in words[0]:
         words = words[1:]
     if words[0].endswith("python"):
+        if any(s.file == words[1] for s in SNIPPETS):
+            return
         script = ROOT / words[1]
         assert script.is_file(), f"there is no {words[1]}"
         text = "".join(p.read_text() for p in script.parent.glob("*.py"))

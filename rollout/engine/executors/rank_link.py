@@ -147,7 +147,10 @@ class RankLink:
         if future is None or not future.set_running_or_notify_cancel():
             return
         if "error" in header:
-            future.set_exception(from_wire(header["error"]))
+            error = from_wire(header["error"])
+            if trace := header.get("trace"):
+                error.add_note(f"On rank {self.rank}, whose traceback is:\n{trace}")
+            future.set_exception(error)
         else:
             future.set_result((header["reply"], tensors))
 

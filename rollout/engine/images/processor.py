@@ -65,7 +65,9 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         try:
-            hf = AutoImageProcessor.from_pretrained(directory, backend="pil")
+            hf = AutoImageProcessor.from_pretrained(
+                directory, backend="pil", trust_remote_code=False
+            )
         except Exception as error:
             raise ConfigError(
                 f"the image processor of {directory} cannot be loaded: {str(error)[:300]}"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.batch import decode_batch, with_drawn
+from rollout.engine.found_model import FoundModel
 from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
@@ -25,7 +25,7 @@ from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
-from rollout.loader import Checkpoint, open_checkpoint, open_directory
+from rollout.loader import Checkpoint, open_location
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
@@ -48,21 +48,21 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig,
-        directory: Path,
+        found: FoundModel,
         tp: TensorParallel,
         device: torch.device,
     ) -> None:
         started = time.perf_counter()
-        self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
-        self.dtype = model_config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
-        self._directory = directory
+        self.config, self.tp, self.device = config, tp, device
+        self._found, self.model_config = found, found.config
+        self.dtype = found.config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
         self._components = {
             name: HeldComponent.at(path, tp, config.expert_parallel)
             for name, path in config.components.items()
         }
         live = self._build(self.device)
-        self._load(live, directory)
+        self.bytes_read = self._load(live)
+        self.read_seconds = time.perf_counter() - started
         self.table, self.metadata = live.table, live.weight_metadata()
         self.gives_hidden_states = live.gives_hidden_states
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
@@ -91,6 +91,8 @@ class ModelRunner:
             "free_bytes": available_bytes(self.device),
             "host_free_bytes": available_bytes(torch.device("cpu")),
             "seconds": self.load_seconds,
+            "bytes_read": self.bytes_read,
+            "read_seconds": self.read_seconds,
         }
 
     def step(
@@ -217,6 +219,7 @@ class ModelRunner:
             deterministic=self.config.deterministic,
             quantization=self.config.quantization,
             head_dtype=torch.float32 if self.config.head_dtype == "float32" else None,
+            registry=self._found.registry,
             tensors=self._checkpoint_tensors,
         )
 
@@ -228,17 +231,20 @@ class ModelRunner:
 
     def _checkpoint_tensors(self) -> tuple[TensorMeta, ...]:
         """What the checkpoint's files hold, from their headers."""
-        with open_checkpoint(str(self._directory)) as checkpoint:
+        with open_location(self._found.location, self.config.load_format) as checkpoint:
             return checkpoint.metadata()
 
-    def _load(self, model: Model, directory: Path) -> None:
-        """Read this rank's part of each checkpoint; the first rank shows the progress."""
-        places = {POLICY: directory, **{n: c.directory for n, c in self._components.items()}}
+    def _load(self, model: Model) -> int:
+        """Read this rank's part of each checkpoint, and return the bytes of that; the first rank
+        shows the progress.
+        """
+        places = {POLICY: self._found.location}
+        places |= {name: str(held.directory) for name, held in self._components.items()}
         wanted = model.weight_metadata()
         with ExitStack() as stack:
-            streams = []
+            streams, opened = [], []
             for component, place in places.items():
-                checkpoint = open_directory(
+                checkpoint = open_location(
                     place,
                     self.config.load_format,
                     metadata=[
@@ -249,8 +255,10 @@ class ModelRunner:
                     seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
                     progress=self.config.progress and self.tp.rank == 0,
                 )
+                opened.append(checkpoint)
                 streams.append(_named(component, stack.enter_context(checkpoint)))
             model.load_weights(chain.from_iterable(streams))
+            return sum(checkpoint.bytes_read for checkpoint in opened)
 
 
 def _named(component: str, checkpoint: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:

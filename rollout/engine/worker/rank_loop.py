@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +24,7 @@ from rollout.errors import RolloutError, TransferFailed, to_wire
 from rollout.wire.frames import Frame, LostPayloadError, Reply, recv_frame, send_frame
 
 log = logging.getLogger(__name__)
+MAX_TRACE = 8000  # characters of a traceback that travel: its end
 
 
 class RankLoop:
@@ -127,9 +129,13 @@ class RankLoop:
             log.error("%s failed", header["method"], exc_info=error)
         # Other ranks may be inside this step's collectives: they are freed by our end alone.
         fatal = internal and header["method"] == "step" and self._worker.tp.size > 1
+        told = to_wire(error)
+        if (internal and not fatal) or header["method"] == "start":
+            told["message"] = f"rank {self._worker.tp.rank}: {told['message']}"
         answer = {
             "id": header["id"],
-            "error": to_wire(error),
+            "error": told,
+            "trace": "".join(traceback.format_exception(error))[-MAX_TRACE:],
             "internal": internal,
             "fatal": fatal,
         }

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +18,17 @@ from torch import Tensor
 
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import Rendezvous, TensorParallel, choose_device, join_group
+from rollout.engine.found_model import FoundModel
 from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
 from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
-from rollout.loader import resolve_model
-from rollout.models.config import ModelConfig
+from rollout.loader import save_shard
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
+from rollout.weights import WeightSlot
+from rollout.weights.components import POLICY, component_of, own_name
 from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import Reply, dtype_name
 
@@ -66,6 +70,7 @@ class Worker:
             "wake_up": self._plain(self.wake_up),
             "info": self._plain(self.info),
             "profile": self._plain(self.profile),
+            "save_shard": self._plain(self.save_shard),
             "read_speed": self._plain(lambda _: {"bytes_per_second": read_speed(self.device)}),
             "weight_info": self._plain(self.weight_info),
             "interrupt_update": self._plain(self.interrupt_update),
@@ -143,12 +148,11 @@ class Worker:
             config = self.config
             if self.device.type == "cuda" and self.tp.size > 1:
                 torch.cuda.set_device(self.device)  # this process is the rank's own
-            directory = resolve_model(config.model, config.revision, config.load_format)
-            model_config = ModelConfig.from_directory(directory)
-            model_config.check_tensor_parallel(self.tp.size, config.expert_parallel)
+            found = FoundModel.of(config)
+            found.config.check_tensor_parallel(self.tp.size, config.expert_parallel)
             if args.get("rendezvous") is not None:
                 self._join(args["rendezvous"])
-            self._runner = ModelRunner(config, model_config, directory, self.tp, self.device)
+            self._runner = ModelRunner(config, found, self.tp, self.device)
             device = str(self.device)
             self._updates = RankUpdates(
                 self._runner.instances, self.tp.rank, device, check_finite=config.check_finite
@@ -230,6 +234,22 @@ class Worker:
         found: dict[str, Any] = {} if self._profile is None else self._profile.close()
         self._profile = RankProfile(self.runner) if args["on"] else None
         return found
+
+    def save_shard(self, args: Args) -> dict[str, Any]:
+        """Write what this rank holds live into ``directory``: a file of each component."""
+        live, nbytes = self.runner.instances.live, 0
+        held: dict[str, list[WeightSlot]] = {}
+        for source, slots in live.table.slots.items():
+            held.setdefault(component_of(source), []).extend(slots)
+        for component, found in held.items():
+            into = Path(args["directory"])
+            values = (
+                (replace(slot, source=own_name(slot.source)), live.read_slot(slot))
+                for slot in found
+            )
+            into = into if component == POLICY else into / component
+            nbytes += save_shard(into, self.tp.rank, self.tp.size, values)
+        return {"version": self.version, "num_bytes": nbytes}
 
     def weight_info(self, args: Args) -> dict[str, Any]:
         """The complete set that a full update sends, in file form, and the accepted aliases."""

@@ -65,11 +65,15 @@ def open_weights(
     """
     kind, shards = weight_shards(directory, load_format)
     form = SafetensorsFiles if kind is SAFETENSORS else TorchFiles
-    files: Files = form(shards, mapped=mapped)
+    return kind, unpacked(form(shards, mapped=mapped), directory)
+
+
+def unpacked(files: Files, directory: Path) -> Files:
+    """``files`` as what their packed tensors stand for; ``directory`` holds the ``config.json``."""
     try:
         if has_fp8(files.metadata()):
             files = Fp8Files(files, directory)
-        return kind, Mxfp4Files(files) if is_packed(files.metadata()) else files
+        return Mxfp4Files(files) if is_packed(files.metadata()) else files
     except ConfigError:
         files.close()
         raise
@@ -85,5 +89,6 @@ __all__ = [
     "TorchFiles",
     "find_shards",
     "open_weights",
+    "unpacked",
     "weight_shards",
 ]

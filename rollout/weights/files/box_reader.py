@@ -28,8 +28,11 @@ class BoxReader:
     """One open file. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._begin(path)
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _begin(self, path: Path) -> None:
+        self.path, self._fd = path, -1
         self._memory = _ReusedMemory()
 
     def read(self, name: str, at: int, dtype: torch.dtype, shape: Shape, box: Box) -> Tensor:
@@ -48,6 +51,11 @@ class BoxReader:
         except OSError as error:
             raise ConfigError(f"{self.path}: {name} cannot be read ({error})") from error
         return out
+
+    def will_need(self, at: int, nbytes: int) -> None:
+        """Have the system read these bytes meanwhile."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Idempotent."""

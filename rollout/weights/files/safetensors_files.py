@@ -6,6 +6,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,7 @@ from rollout.weights import Box, TensorMeta
 from rollout.weights.files.box_reader import BoxReader, MappedReader
 from rollout.weights.files.shards import REPAIR, Shards
 
+META = "__metadata__"  # what a header has beside tensors
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,7 +42,7 @@ class SafetensorsFiles:
         self._shards = shards
         self._readers: dict[Path, BoxReader] = {}
         self._where: dict[str, Path] = {}
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Row] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             for path in shards.files:
@@ -55,6 +57,11 @@ class SafetensorsFiles:
         row = self._rows[name]
         reader = self._readers[self._where[name]]
         return reader.read(name, row.at, row.meta.dtype, row.meta.shape, box)
+
+    def will_need(self, name: str) -> None:
+        """Have the system begin to read a tensor; returns at once."""
+        row = self._rows[name]
+        self._readers[self._where[name]].will_need(row.at, row.meta.nbytes)
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -88,26 +95,42 @@ class SafetensorsFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
     """A tensor of a file, from byte ``at``."""
 
     meta: TensorMeta
     at: int
 
 
-def _rows(path: Path) -> dict[str, _Row]:
+def _rows(path: Path) -> dict[str, Row]:
     """What the header says, in its order, once safetensors itself has found it sound."""
     with safe_open(str(path), framework="pt", device="cpu") as checked:
         names = list(checked.keys())
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    rows = {}
-    for name in names:
-        said = header[name]
-        dtype = DTYPES.get(said["dtype"])
-        if dtype is None:
-            raise ConfigError(f"{path}: {name} has the unsupported dtype {said['dtype']}")
-        meta = TensorMeta(name, dtype, tuple(said["shape"]))
-        rows[name] = _Row(meta, 8 + length + said["data_offsets"][0])
+        rows = {row.meta.name: row for row in rows_of(str(path), file.read(length))}
+    return {name: rows[name] for name in names}
+
+
+def rows_of(path: str, header: bytes, size: int | None = None) -> list[Row]:
+    """The tensors of a header; of a file of ``size`` bytes, each is checked to lie in it."""
+    try:
+        said = json.loads(header)
+        rows = [_row(path, len(header), name, one) for name, one in said.items() if name != META]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} is truncated or no safetensors file ({error!r})") from error
+    for row in rows:
+        if size is not None and not 0 <= row.at <= size - row.meta.nbytes:
+            raise ConfigError(f"{path} ends within {row.meta.name}; {REPAIR}")
     return rows
+
+
+def _row(path: str, length: int, name: str, said: Any) -> Row:
+    dtype = DTYPES.get(said["dtype"])
+    if dtype is None:
+        raise ConfigError(f"{path}: {name} has the unsupported dtype {said['dtype']}")
+    shape, (start, stop) = tuple(map(int, said["shape"])), said["data_offsets"]
+    meta = TensorMeta(name, dtype, shape)
+    if min((0, start, *shape)) < 0 or stop - start != meta.nbytes:
+        raise ValueError(f"{name} has {stop - start} bytes for shape {shape}")
+    return Row(meta, 8 + length + start)

@@ -1,0 +1,45 @@
+"""Which model an engine serves: the directory of its config, and what that says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from rollout.config import EngineConfig
+from rollout.loader import find_loader, resolve_model
+from rollout.models.config import ModelConfig
+from rollout.models.module_map import ModuleMap
+from rollout.models.registry import Registry
+from rollout.models.remote_code import RemoteCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """``directory`` has all but, of a URL, the weights; those are at ``location``."""
+
+    directory: Path
+    location: str
+    config: ModelConfig
+    registry: Registry
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Fetched if it has to be; raises ``ConfigError``, before anything is built."""
+        find_loader(config.load_format)
+        own = ModuleMap() if config.module_map is None else ModuleMap.read(config.module_map)
+        registry = own.registry()
+        directory = resolve_model(config.model, config.revision, config.load_format)
+        code = None
+        if config.trust_remote_code:
+            code = RemoteCode(directory=str(directory), revision=config.code_revision)
+        model = ModelConfig.from_directory(
+            directory, registry, overrides=config.hf_overrides, code=code
+        )
+        mapped = model.architecture in own.models  # a map may be of several models
+        return cls(
+            directory=directory,
+            location=config.model if "://" in config.model else str(directory),
+            config=replace(model, modules={} if mapped else own.modules),
+            registry=registry,
+        )

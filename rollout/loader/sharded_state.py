@@ -1,0 +1,130 @@
+"""What every rank held, in a file of its own: read again without a cut or a copy too many.
+
+``rank-00001-of-00004.safetensors`` has the boxes of checkpoint tensors that rank 1 of 4 held. Ranks
+of the same number find each of their boxes whole in their own file; any other number of ranks puts
+theirs together of all files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollout.errors import ConfigError
+from rollout.weights import Box, TensorMeta, WeightSlot
+from rollout.weights.files.safetensors_files import SafetensorsFiles
+from rollout.weights.files.shards import Shards
+
+PATTERN = "rank-*-of-*.safetensors"
+MARK = "rollout_boxes"
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether ranks have written files there."""
+    return any(directory.glob(PATTERN))
+
+
+def save_shard(
+    directory: Path, rank: int, size: int, held: Iterable[tuple[WeightSlot, Tensor]]
+) -> int:
+    """Write what one rank holds of each slot; returns the file's bytes.
+
+    The file has its name once it is complete. Takes as much host memory as the rank has weights.
+    """
+    boxes: dict[str, list[Any]] = {}
+    tensors: dict[str, Tensor] = {}
+    for slot, values in held:
+        if slot.take.numel:
+            key = str(len(boxes))
+            boxes[key] = [slot.source, slot.shape, slot.take.starts, slot.take.stops]
+            tensors[key] = values.detach().to("cpu", copy=True).contiguous()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"rank-{rank:05d}-of-{size:05d}.safetensors"
+    half = path.with_suffix(".part")
+    save_file(tensors, half, metadata={MARK: json.dumps(boxes)})
+    os.replace(half, path)
+    return path.stat().st_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    files: SafetensorsFiles
+    entry: str
+    box: Box
+
+
+class ShardedFiles:
+    """Every rank's files as one checkpoint. Raises ``ConfigError`` naming what is missing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._pieces: dict[str, dict[Box, _Piece]] = {}
+        self._metadata: dict[str, TensorMeta] = {}
+        self._files: list[SafetensorsFiles] = []
+        try:
+            for path in _paths(directory):
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def metadata(self) -> Mapping[str, TensorMeta]:
+        return self._metadata
+
+    def read(self, name: str, box: Box) -> Tensor:
+        pieces = self._pieces[name]
+        for held, piece in pieces.items():
+            if held.intersect(box) == box:
+                back = tuple(-start for start in held.starts)
+                return piece.files.read(piece.entry, box.shifted(back))
+        out, found = torch.empty(box.shape, dtype=self._metadata[name].dtype), 0
+        for held, piece in pieces.items():
+            if (common := held.intersect(box)) is None:
+                continue
+            inside, there = (tuple(-start for start in of.starts) for of in (box, held))
+            part = piece.files.read(piece.entry, common.shifted(there))
+            out[common.shifted(inside).slices] = part
+            found += common.numel
+        if found != box.numel:
+            raise ConfigError(f"{name}: the ranks' files do not hold {box.starts}..{box.stops}")
+        return out
+
+    def close(self) -> None:
+        for files in self._files:
+            files.close()
+
+    def _open(self, path: Path) -> None:
+        files = SafetensorsFiles(Shards((path,)), mapped=True)
+        self._files.append(files)
+        with safe_open(str(path), framework="pt") as header:
+            boxes = json.loads((header.metadata() or {}).get(MARK, "null"))
+        if not isinstance(boxes, dict) or set(boxes) != set(files.metadata()):
+            raise ConfigError(f"{path} was not written by save_sharded_state; choose load_format")
+        for entry, (source, shape, starts, stops) in boxes.items():
+            box = Box(tuple(starts), tuple(stops))
+            meta = TensorMeta(source, files.metadata()[entry].dtype, tuple(shape))
+            if self._metadata.setdefault(source, meta) != meta:
+                raise ConfigError(f"{path}: {source} is of another model than the other files'")
+            self._pieces.setdefault(source, {}).setdefault(box, _Piece(files, entry, box))
+
+
+def _paths(directory: Path) -> list[Path]:
+    found = sorted(directory.glob(PATTERN))
+    sizes = {path.stem.rpartition("-")[2] for path in found}
+    if len(sizes) != 1 or not next(iter(sizes)).isdigit():
+        what = "files of ranks" if not found else "one set of ranks' files"
+        raise ConfigError(
+            f"{directory} does not hold {what} ({PATTERN}); write them by save_sharded_state"
+        )
+    size = int(next(iter(sizes)))
+    if len(found) != size:
+        raise ConfigError(f"{directory} holds {len(found)} of {size} ranks' files; copy all")
+    return found

@@ -1,0 +1,203 @@
+"""Code that lies with a checkpoint runs if it was allowed to, and never else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import write_tiny
+
+from rollout import EngineConfig, Rollout, SamplingParams
+from rollout.cli.main import main
+from rollout.errors import ConfigError
+from rollout.models.config import ModelConfig
+from rollout.server.preflight import check
+
+CPU = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32, "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+MODEL = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({sentinel!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-of-this-repository"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+
+Path({sentinel!r}).touch()
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """A Llama that says to be a model of its own code, which leaves a file when it is imported."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    path, sentinel = tmp_path / "model", tmp_path / "was_run"
+    write_tiny(path, "llama", tokenizer=True)
+    config = json.loads((path / "config.json").read_text())
+    config |= {
+        "architectures": ["OwnForCausalLM"],
+        "model_type": "own-of-this-repository",
+        "auto_map": {
+            "AutoConfig": "modeling_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "modeling_own.py").write_text(MODEL.format(sentinel=str(sentinel)))
+    yield path, sentinel
+    for name in [n for n in sys.modules if n.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def own_tokenizer(path: Path, sentinel: Path) -> None:
+    file = path / "tokenizer_config.json"
+    said = json.loads(file.read_text())
+    said |= {"tokenizer_class": "OwnTokenizer"}
+    said["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    file.write_text(json.dumps(said))
+    (path / "tokenization_own.py").write_text(TOKENIZER.format(sentinel=str(sentinel)))
+
+
+def test_no_code_of_a_checkpoint_runs_unless_it_is_trusted(remote, capsys):
+    path, sentinel = remote
+    for run in (
+        lambda: Rollout(str(path), **CPU),
+        lambda: Rollout(str(path), load_format="dummy", tensor_parallel_size=1, **CPU),
+        lambda: check(EngineConfig(model=str(path), device="cpu")),
+        lambda: ModelConfig.from_directory(path),
+    ):
+        with pytest.raises(ConfigError, match=r"OwnForCausalLM\), and is run with trust_remote_c"):
+            run()
+    assert main(["serve", str(path), "--device", "cpu"]) == 2
+    assert "trust_remote_code=True" in capsys.readouterr().err
+    assert not sentinel.exists()
+
+
+def test_nor_does_the_code_of_a_tokenizer(remote, capsys):
+    path, sentinel = remote
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (path / "config.json").write_text(json.dumps(config))
+    own_tokenizer(path, sentinel)
+    with pytest.raises(ConfigError, match=r"tokenizer of .*trust_remote_code=True"):
+        Rollout(str(path), **CPU)
+    assert not sentinel.exists()
+    with Rollout(str(path), trust_remote_code=True, **CPU) as r:
+        assert r.generate("The quick", GREEDY)[0].prompt_token_ids
+    assert sentinel.exists()
+
+
+def test_trusted_code_is_served_and_updated_like_transformers_own(remote):
+    path, sentinel = remote
+    llama = write_tiny(path.parent / "llama", "llama")
+    with Rollout(str(path), trust_remote_code=True, **CPU) as r:
+        assert sentinel.exists()
+        tokens = r.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+        with torch.no_grad():
+            for parameter in llama.parameters():
+                parameter.mul_(0.75)
+        r.update_weights(llama)
+        assert r.check_weights(llama).equal
+    with Rollout(str(path.parent / "llama"), **CPU) as r:
+        assert r.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids == tokens
+
+
+def test_code_that_cannot_be_imported_is_named(remote):
+    path, _ = remote
+    (path / "modeling_own.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(ConfigError, match=r"its code modeling_own\.OwnForCausalLM cannot be"):
+        Rollout(str(path), trust_remote_code=True, **CPU)
+
+
+def test_fields_of_the_config_can_be_replaced(tmp_path):
+    """Nested ones one by one; the file stays as it is."""
+    write_tiny(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    plain = ModelConfig.from_directory(tmp_path)
+    other = ModelConfig.from_directory(
+        tmp_path, overrides={"rope_parameters": {"rope_theta": 2e4}, "rms_norm_eps": 1e-3}
+    )
+    assert plain.layers[0].rope.theta == 5e5
+    assert (other.layers[0].rope.theta, other.norm_eps) == (2e4, 1e-3)
+    settings = {"hf_overrides": {"num_hidden_layers": 1}, **CPU}
+    with Rollout(str(tmp_path), load_format="dummy", **settings) as r:
+        assert not any("layers.1." in meta.name for meta in r.weight_info().tensors)
+    with pytest.raises(ConfigError, match="hf_overrides must be a dict"):
+        EngineConfig(model="x", hf_overrides=[1])
+
+
+def test_a_config_without_architectures_is_read_by_its_model_type(tmp_path):
+    write_tiny(tmp_path, "qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_directory(tmp_path).architecture == "Qwen3ForCausalLM"
+
+
+WRONG = """
+from torch import nn
+class NoLength(nn.Module):
+    def __init__(self, build): super().__init__()
+class OtherForward(nn.Module):
+    def __init__(self, build, max_len): super().__init__()
+    def forward(self, input_ids): ...
+MODULE_MAP = {
+    "LlamaForCausalLM": NoLength, "Qwen3ForCausalLM": OtherForward,
+    "transformers.models.llama.modeling_llama.LlamaMLP": NoLength,
+}
+"""
+
+
+def test_a_class_with_another_signature_is_told_what_it_should_have(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "both.py").write_text("MODULE_MAP = {'a.b': 3}")
+    for arch, match in (
+        ("llama", r"NoLength\(build\) does not fit .* is built as NoLength\(build, max_len\)"),
+        ("qwen3", r"OtherForward\.forward\(self, input_ids\) does not fit"),
+    ):
+        write_tiny(tmp_path / arch, arch)
+        file = tmp_path / f"{arch}.py"
+        keys = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        file.write_text(f"{WRONG}\nMODULE_MAP = {{'{keys[arch]}': MODULE_MAP['{keys[arch]}']}}\n")
+        with pytest.raises(ConfigError, match=match):
+            Rollout(str(tmp_path / arch), module_map=str(file), **CPU)
+    for name, match in (
+        ("nowhere.py", "cannot be imported"),
+        ("both.py", r"MODULE_MAP\['a\.b'\] must be a class"),
+        ("json", "has no dict MODULE_MAP"),
+    ):
+        where = str(tmp_path / name) if name.endswith(".py") else name
+        with pytest.raises(ConfigError, match=match):
+            Rollout(str(tmp_path / "llama"), module_map=where, **CPU)
+    patch = tmp_path / "patch.py"
+    patch.write_text("MODULE_MAP = {'transformers.models.llama.modeling_llama.LlamaMLP': 'a:B'}")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM runs natively"):
+        Rollout(str(tmp_path / "llama"), module_map=str(patch), **CPU)
+
+
+def test_importing_what_serves_initialises_no_gpu():
+    code = (
+        "import rollout.server.service, rollout.engine.worker.worker, torch; "
+        "print(torch.cuda.is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "False"
