@@ -128,8 +128,18 @@ def reference(model: Any, ids: Sequence[int], pictures: Sequence[Image.Image]) -
 
 def check_greedy(model: Any, output: Any, pictures: Sequence[Image.Image]) -> None:
     """Raise AssertionError unless transformers draws the same tokens, with the same logprobs."""
-    prompt, done = output.prompt_token_ids, output.outputs[0]
-    rows = reference(model, [*prompt, *done.token_ids], pictures)[len(prompt) - 1 : -1]
-    assert rows.argmax(-1).tolist() == done.token_ids
-    wanted = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(done.logprobs.raw), wanted, atol=1e-4, rtol=0)
+    for rows, done in check_logprobs(model, output, pictures):
+        assert rows.argmax(-1).tolist() == done.token_ids
+
+
+def check_logprobs(
+    model: Any, output: Any, pictures: Sequence[Image.Image]
+) -> list[tuple[torch.Tensor, Any]]:
+    """The logprobs of each sample's tokens are transformers' own; those of the vocabulary."""
+    prompt, found = output.prompt_token_ids, []
+    for done in output.outputs:
+        rows = reference(model, [*prompt, *done.token_ids], pictures)[len(prompt) - 1 : -1]
+        wanted = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs.raw), wanted, atol=1e-4, rtol=0)
+        found.append((rows, done))
+    return found

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import rollout
 from rollout.api.adapters import MergedAdapters
-from rollout.api.image_inputs import fetched, take_images
+from rollout.api.image_inputs import take_images
 from rollout.api.output_collector import RequestOutputCollector
+from rollout.api.prompts import PromptPreparer
 from rollout.api.read_once import ReadOnce
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
-from rollout.engine.images.processor import ImageProcessor
-from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.live_weights import live_weights
@@ -38,7 +37,6 @@ from rollout.generation import (
     ChatOptions,
     ImagePrompt,
     PlacedImage,
-    PromptInput,
     Request,
     RequestOutput,
     SamplingParams,
@@ -72,6 +70,7 @@ class EmbeddedBackend:
         """``executor``: the way to the ranks, where it is not the one that ``config`` names."""
         self.config = config
         self.core = EngineCore(config, executor=executor)
+        self.prompts = PromptPreparer(self.core)
         self.adapters = MergedAdapters(config)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
@@ -107,10 +106,10 @@ class EmbeddedBackend:
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         plain = [p.prompt if isinstance(p, ImagePrompt) else p for p in prompts]
-        ids = await self._token_ids(plain)
+        ids = await self.prompts.token_ids(plain)
         texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
         files = [p.images if isinstance(p, ImagePrompt) else () for p in prompts]
-        ids, images = await self._placed(ids, files)
+        ids, images = await self.prompts.placed(ids, files)
         async with contextlib.aclosing(
             self._run(ids, texts, params, request_ids, stream, images)
         ) as outputs:
@@ -130,23 +129,16 @@ class EmbeddedBackend:
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        tokenizer = self._tokenizer("chat")
-
-        def encode(conversation: Messages) -> tuple[str, list[int], list[bytes]]:
-            conversation, parts = take_images(conversation)
-            self._images(parts[0][0]) if parts else None
-            text = tokenizer.render_chat(conversation, options)
-            tokenizer.check_length(text, self.max_model_len)
-            files = [fetched(url, where, self.config.allow_remote_images) for where, url in parts]
-            return text, tokenizer.encode(text, add_special_tokens=False), files
-
-        encoded = await asyncio.to_thread(lambda: [encode(one) for one in conversations])
-        texts = [text for text, _, _ in encoded]
-        ids, images = await self._placed(
-            [ids for _, ids, _ in encoded], [files for _, _, files in encoded]
-        )
+        chats = await self.prompts.chats(conversations, options)
         async with contextlib.aclosing(
-            self._run(ids, texts, params, request_ids, stream, images)
+            self._run(
+                [chat.token_ids for chat in chats],
+                [chat.text for chat in chats],
+                params,
+                request_ids,
+                stream,
+                [chat.images for chat in chats],
+            )
         ) as outputs:
             async for item in outputs:
                 yield item
@@ -157,14 +149,16 @@ class EmbeddedBackend:
         add_special_tokens: bool | None = None,
         options: ChatOptions | None = None,
     ) -> list[int]:
-        tokenizer = self._tokenizer("tokenize")
         if not isinstance(prompt, str):
-            return await asyncio.to_thread(tokenizer.encode_chat, prompt, options or ChatOptions())
+            [chat] = await self.prompts.chats([prompt], options or ChatOptions())
+            return chat.token_ids
+        tokenizer = self.prompts.tokenizer("tokenize")
         special = True if add_special_tokens is None else add_special_tokens
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
 
     async def render(self, messages: Messages, options: ChatOptions) -> str:
-        tokenizer = self._tokenizer("a chat template")
+        tokenizer = self.prompts.tokenizer("a chat template")
+        messages, _ = take_images(messages)
         return await asyncio.to_thread(tokenizer.render_chat, messages, options)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
@@ -344,51 +338,6 @@ class EmbeddedBackend:
     def _is_live(self, receipt: UpdateReceipt) -> bool:
         """Whether what is served is still what that update brought, whole."""
         return receipt.version == self.core.version and self.core.broken is None
-
-    async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not texts:
-            return [prompt for prompt in prompts if not isinstance(prompt, str)]
-        tokenizer = self._tokenizer("a text prompt")
-        for text in texts:
-            tokenizer.check_length(text, self.max_model_len)
-        encode = tokenizer.encode
-        encoded = iter(await asyncio.to_thread(lambda: [encode(text) for text in texts]))
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-    def _tokenizer(self, what: str) -> Tokenizer:
-        if self.core.tokenizer is None:
-            raise InvalidRequest(
-                f"{what} needs a tokenizer, but {self.config.model} has none: send token ids, or "
-                "start the engine with tokenizer=DIRECTORY"
-            )
-        return self.core.tokenizer
-
-    async def _placed(
-        self, prompts: Sequence[Sequence[int]], files: Sequence[Sequence[bytes]]
-    ) -> tuple[list[Sequence[int]], list[tuple[PlacedImage, ...]]]:
-        """Prompts with their images in their places, which is nothing to do without any."""
-        if not any(files):
-            return list(prompts), [()] * len(prompts)
-        images = self._images("the prompt")
-
-        def prepare() -> list[tuple[Sequence[int], tuple[PlacedImage, ...]]]:
-            several = len(prompts) > 1
-            return [
-                images.prepare(ids, own, f"prompt {n}" if several else "the prompt")
-                if own
-                else (ids, ())
-                for n, (ids, own) in enumerate(zip(prompts, files, strict=True))
-            ]
-
-        placed = await asyncio.to_thread(prepare)
-        return [ids for ids, _ in placed], [own for _, own in placed]
-
-    def _images(self, where: str) -> ImageProcessor:
-        if self.core.images is None:
-            why = "has no image processor's file" if self.core.model_config.vision else "sees none"
-            raise InvalidRequest(f"{where} has images, but {self.config.model} {why}")
-        return self.core.images
 
     async def _compile(self, params: Sequence[SamplingParams]) -> None:
         """Wait, off the engine's thread, until every grammar of a call is known to be one."""

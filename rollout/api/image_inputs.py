@@ -20,7 +20,7 @@ from typing import Any
 from rollout.errors import InvalidRequest
 from rollout.generation import ImagePrompt
 
-KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
+IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
 FETCH_TIMEOUT = 10.0  # seconds for a connection, and for each piece of an answer
 MAX_FETCHED = 32 << 20  # bytes of a remote file
 REMOTE = ("http://", "https://")
@@ -69,7 +69,7 @@ def has_images(messages: Any) -> bool:
         return False
     contents = (m.get("content") for m in messages if isinstance(m, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts)
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
 
 
 def image_file(image: Any, where: str) -> bytes:
@@ -136,8 +136,8 @@ def part_url(where: str, part: Mapping[str, Any]) -> str:
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or not url.startswith(("data:", *REMOTE)):
         raise InvalidRequest(
-            f'{where} needs {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,'
-            '..."}}'
+            f"{where} of type {part.get('type')!r} needs an image_url whose url is a data: URI, "
+            "data:image/png;base64,..."
         )
     return url
 
@@ -151,7 +151,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         if isinstance(content, list):
             parts = []
             for p, part in enumerate(content):
-                if isinstance(part, Mapping) and part.get("type") in KINDS:
+                if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
                     where = f"messages[{m}].content[{p}]"
                     found.append((where, part_url(where, part)))
                     part = {"type": "image"}
@@ -161,7 +161,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     return out, found
 
 
-def fetched(url: str, where: str, remote: bool) -> bytes:
+def fetched(url: str, where: str, remote: bool = False) -> bytes:
     """The file at ``url``; blocks. Raises ``InvalidRequest``, also for what must not be fetched."""
     if url.startswith("data:"):
         return data_uri_bytes(url, where)

@@ -8,6 +8,7 @@ yet. It is tokenised by itself and appended, less an end token that was already 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -16,9 +17,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollout.api.backend import Backend
+from rollout.api.image_inputs import fetched, has_images, portable, take_images
 from rollout.api.trajectory import SessionTokens, Trajectory
 from rollout.errors import EngineRestarted, InvalidRequest
-from rollout.generation import ChatOptions, PromptInput, RequestOutput, SamplingParams
+from rollout.generation import (
+    AnyPrompt,
+    ChatOptions,
+    ImagePrompt,
+    PromptInput,
+    RequestOutput,
+    SamplingParams,
+)
 from rollout.rpc.convert import Messages
 
 R = TypeVar("R")
@@ -85,6 +94,8 @@ class AsyncSession:
     ) -> AsyncGenerator[RequestOutput]:
         """As ``chat``, with cumulative outputs; leaving the loop early undoes the turn."""
         new = _as_messages(messages, first=not self._turns)
+        if has_images(new):
+            new = await asyncio.to_thread(portable, new)
         with self._one_turn():
             ids = await self._ids_of(new)
             if self._turns and self._turns[-1].ended and ids[:1] == [self._tokens.ids[-1]]:
@@ -237,17 +248,22 @@ class AsyncSession:
         one = SamplingParams.of(params)
         if one.n != 1:
             raise InvalidRequest(f"a turn of a session has one sample, not n={one.n}: fork it")
-        prompt, name = [*self.token_ids, *added], request_id or uuid.uuid4().hex
+        ids = [*self.token_ids, *added]
+        prompt: AnyPrompt = ids
+        _, images = take_images([*self._messages, *(messages or ())])
+        if images:
+            files = await asyncio.to_thread(lambda: [fetched(url, at) for at, url in images])
+            prompt = ImagePrompt(ids, tuple(files))
+        name = request_id or uuid.uuid4().hex
         outputs = self._backend.generate([prompt], [one], [name], stream=stream)
         async with aclosing(outputs):
             async for _, output in outputs:
                 if output.finished:
-                    self._record(added, output, messages)
+                    self._record(output, messages)
                 yield output
 
     def _record(
         self,
-        added: Sequence[int],
         output: RequestOutput,
         messages: Sequence[Mapping[str, Any]] | None,
     ) -> None:
@@ -261,7 +277,8 @@ class AsyncSession:
         reason = completion.finish_reason or ""
         turn = _Turn(len(self._messages), len(self._tokens.ids), ended, self._templated, reason)
         if self._turns:
-            self._tokens.append(added)
+            # With a placeholder for each part of an image: as the engine saw it.
+            self._tokens.append(output.prompt_token_ids[self.num_tokens :])
         else:
             self._prompt = list(output.prompt_token_ids)
         self._tokens.sampled(completion)

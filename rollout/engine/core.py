@@ -140,13 +140,14 @@ class EngineCore:
             )
         log.info("memory %s; seed %d", self.memory, self.seed)
         self._warn_of_nonfinite()
-        self.eos_ids = self._eos_ids()
+        self.eos_ids, vision = self._eos_ids(), self.model_config.vision
         self.inputs = InputProcessor(
             vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len,
             eos_ids=self.eos_ids, tokenizer=self.tokenizer, seed=self.seed,
             max_queued=config.max_queued_requests,
             num_waiting=lambda: self.scheduler.num_waiting,
             hidden_states=all(reply["hidden_states"] for reply in self.rank_info),
+            image_token=None if vision is None else vision.image_token,
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size

@@ -24,7 +24,8 @@ class InputProcessor:
 
     ``live_ids`` are the request ids between the two and until the last output. ``num_waiting()``
     counts the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be.
-    ``hidden_states``: whether the model gives them.
+    ``hidden_states``: whether the model gives them. ``image_token``: what stands for images in a
+    prompt of a model that sees them.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class InputProcessor:
         max_queued: int,
         num_waiting: Callable[[], int],
         hidden_states: bool,
+        image_token: int | None = None,
     ) -> None:
         self.live_ids: set[str] = set()
         self._max_queued, self._num_waiting = max_queued, num_waiting
-        self._hidden_states = hidden_states
+        self._hidden_states, self._image_token = hidden_states, image_token
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -65,6 +67,7 @@ class InputProcessor:
         for request in requests:
             self._check_length(request)  # first, and without a look at the tokens
             self._check_tokens(request)
+            self._check_images(request)
             self._check_alternatives(request)
             self._check_texts(request.params)
         count = sum(request.params.n for request in requests)
@@ -194,6 +197,16 @@ class InputProcessor:
                         f"{name}: token id {token} in {where} is outside the vocabulary of "
                         f"{self._vocab_size}"
                     )
+
+    def _check_images(self, request: Request) -> None:
+        if self._image_token is None:
+            return
+        places = request.prompt_token_ids.count(self._image_token)
+        if places != sum(placed.image.count for placed in request.images):
+            raise InvalidRequest(
+                f"request {request.request_id!r}: the prompt has placeholders of images (token "
+                f"{self._image_token}) without images: send them with it"
+            )
 
     def _check_alternatives(self, request: Request) -> None:
         if request.params.hidden_state and not self._hidden_states:

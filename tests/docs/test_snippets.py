@@ -163,6 +163,7 @@ def test_what_is_not_run_is_counted() -> None:
 NOT_RUN = {
     "it installs packages": 2,
     "needs a GPU": 1,
+    "the service of these pages serves a model of text": 1,
     "it takes minutes": 4,
     "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "

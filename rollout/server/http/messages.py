@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout.api.image_inputs import IMAGE_KINDS, part_url
 from rollout.errors import InvalidRequest
 
 
@@ -13,8 +14,9 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """The messages as a template reads them; raises ``InvalidRequest`` naming the one at fault.
 
     Content is one text: parts of type "text" are joined, null is "" where an assistant called
-    tools or only thought. Arguments of tool calls become objects. Fields that are null are left
-    out, as clients send those of an answer that had none.
+    tools or only thought; where a part is an image, the list of them. Arguments of tool calls
+    become objects. Fields that are null are left out, as clients send those of an answer that had
+    none.
     """
     return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
@@ -39,24 +41,30 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "content": _content(where, given.get("content"), silent)}
 
 
-def _content(where: str, content: Any, may_be_missing: bool) -> str:
+def _content(where: str, content: Any, may_be_missing: bool) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if content is None and may_be_missing:
         return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} needs content: a text, or a list of text parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f'{where} has a part of type {kind!r}; only {{"type": "text", "text": ...}} is '
-                "supported"
-            )
-        texts.append(text)
-    return "".join(texts)
+    parts = [_part(f"{where}.content[{number}]", part) for number, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(where: str, part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in IMAGE_KINDS:
+        return {"type": "image_url", "image_url": {"url": part_url(where, part)}}
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f'{where} is a part of type {kind!r}; only {{"type": "text", "text": ...}} and '
+            '{"type": "image_url", ...} are supported'
+        )
+    return {"type": "text", "text": text}
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -5,11 +5,12 @@ SkyRL and prime-rl sample through ``/inference/v1/generate``; TRL renders chats 
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -18,8 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout.api import AsyncRollout
 from rollout.api.async_rollout import in_order
 from rollout.api.embedded import EmbeddedBackend
+from rollout.api.image_inputs import image_file
+from rollout.api.prompts import PreparedChat
 from rollout.errors import InvalidRequest
-from rollout.generation import RequestOutput, SamplingParams
+from rollout.generation import AnyPrompt, ImagePrompt, RequestOutput, SamplingParams
 from rollout.server.auth import Access
 from rollout.server.http.answers import (
     AnswerDefaults,
@@ -40,6 +43,32 @@ _KNOWN = frozenset(field.name for field in fields(SamplingParams))
 _WITHOUT_EFFECT = frozenset(("output_kind", "skip_clone", "spaces_between_special_tokens"))
 
 
+class ImageFeatures(BaseModel):
+    """What ``render`` makes of a chat's images, and ``generate`` takes beside their placeholders.
+
+    ``kwargs_data``: the files, in base64; nobody but this server reads them. The engine places
+    them by the tokens alone, of which each image must have as many as ``length`` said.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kwargs_data: dict[Literal["image"], list[str]]
+    mm_placeholders: dict[Literal["image"], list[dict[str, int]]]
+    mm_hashes: dict[Literal["image"], list[str]] = {}
+
+    @classmethod
+    def of(cls, chat: PreparedChat) -> ImageFeatures | None:
+        if not chat.images:
+            return None
+        return cls(
+            kwargs_data={"image": [base64.b64encode(file).decode() for file in chat.files]},
+            mm_placeholders={
+                "image": [{"offset": p.start, "length": p.image.count} for p in chat.images]
+            },
+            mm_hashes={"image": [placed.image.digest.hex() for placed in chat.images]},
+        )
+
+
 class GenerateBody(BaseModel):
     """``/inference/v1/generate``; ``cache_salt`` is taken without effect: no KV is found by who
     does not send the very tokens, under the same weights.
@@ -54,6 +83,7 @@ class GenerateBody(BaseModel):
     return_token_ids: bool = False
     cache_salt: str | None = None
     priority: int = 0
+    features: ImageFeatures | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -62,6 +92,18 @@ class GenerateBody(BaseModel):
         if not isinstance(values, dict):
             return values
         return {k: v for k, v in values.items() if v or k in ("token_ids", "sampling_params")}
+
+    def prompt(self) -> AnyPrompt:
+        """With the images that ``render`` has handed out."""
+        if self.features is None:
+            return self.token_ids
+        files = self.features.kwargs_data.get("image", [])
+        if len(files) != len(self.features.mm_placeholders.get("image", [])):
+            raise InvalidRequest("features: mm_placeholders and kwargs_data differ in number")
+        return ImagePrompt(
+            self.token_ids,
+            tuple(image_file(f"data:;base64,{f}", f"image {n}") for n, f in enumerate(files)),
+        )
 
     def params(self) -> SamplingParams:
         """vLLM's names are ours; without ``max_tokens`` up to the model's length."""
@@ -90,7 +132,7 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
         request_id=body.request_id or uuid.uuid4().hex,
     )
     outputs = rollout.stream_many(
-        [body.token_ids], params, request_ids=[style.request_id], stream=False
+        [body.prompt()], params, request_ids=[style.request_id], stream=False
     )
     done = await unless_disconnected(request, in_order(outputs))
     if done is None:
@@ -125,8 +167,12 @@ def _answer(output: RequestOutput, style: AnswerStyle, body: GenerateBody) -> Do
 async def render(rollout: Engine, body: ChatBody) -> Document:
     """The body of ``/inference/v1/generate`` that this chat would be."""
     model = await served_model(rollout, body.model)
-    options = body.chat_options().to_dict()
-    ids = await rollout.tokenize(body.conversation(), **options)
+    backend = rollout.backend
+    if not isinstance(backend, EmbeddedBackend):
+        raise InvalidRequest("this server's engine is elsewhere: chats are rendered there")
+    await rollout.start()
+    [chat] = await backend.prompts.chats([body.conversation()], body.chat_options())
+    features = ImageFeatures.of(chat)
     plain, asked = SamplingParams(max_tokens=None), body.sampling()
     changed = {
         field.name: value
@@ -135,10 +181,10 @@ async def render(rollout: Engine, body: ChatBody) -> Document:
     }
     return {
         "request_id": body.request_id or f"chatcmpl-{uuid.uuid4().hex}",
-        "token_ids": ids,
+        "token_ids": chat.token_ids,
         "sampling_params": changed,
         "model": model,
-        "features": None,
+        "features": None if features is None else features.model_dump(),
     }
 
 
