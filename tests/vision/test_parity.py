@@ -36,6 +36,7 @@ def test_greedy_tokens_equal_those_of_transformers_whole_and_in_chunks(tmp_path,
         check(engine, model)
 
 
+@pytest.mark.more
 def test_two_ranks_give_the_tokens_of_transformers(tmp_path):
     model = write_vision(tmp_path)
     settings = {"device": "cpu", "dtype": "float32", "num_threads": 1, "block_size": 8}
