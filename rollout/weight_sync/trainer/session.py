@@ -240,25 +240,14 @@ class Opener:
             undo.callback(sender.close)
             channel = self.link.open()
             undo.callback(channel.close)
-            request = self._request(transport, sender, encoding, metadata)
-            request = replace(request, components=components)
+            request = self._request(transport, sender, encoding, metadata, components)
             begun = channel.begin(request)
             if boxes is not None:
                 meet = {"offer": dict(sender.offer), **self.plans.wants_for(begun, boxes)}
                 plan = UpdatePlan(pieces="boxes", encoding=encoding, own_digests=True, meet=meet)
             else:
                 plan = self._plan(encoding, request, channel, streams)
-            full = encoding.name == "full"
-            buckets = BucketSender(
-                channel,
-                sender,
-                self.stats,
-                bucket_bytes=options.bucket_bytes,
-                timeout=options.timeout,
-                digests=full and not plan.own_digests,
-                zero_copy=full and plan.pieces == "gathered",
-                wire=lambda name, dtype: wire_dtype(name, dtype, self.info.dtype),
-            )
+            buckets = self._buckets(channel, sender, plan)
             undo.callback(buckets.close)
             if boxes is None:  # else every trainer rank connects, after it has been told where
                 buckets.connect()
@@ -273,6 +262,7 @@ class Opener:
         sender: Sender,
         encoding: Encoding,
         metadata: tuple[TensorMeta, ...] | None,
+        components: tuple[str, ...],
     ) -> UpdateRequest:
         options = self.options
         return UpdateRequest(
@@ -291,6 +281,20 @@ class Opener:
             label=options.label,
             timeout=options.timeout,
             protocol=min(PROTOCOL, self.info.protocol),
+            components=components,
+        )
+
+    def _buckets(self, channel: WeightChannel, sender: Sender, plan: UpdatePlan) -> BucketSender:
+        full = plan.encoding.name == "full"
+        return BucketSender(
+            channel,
+            sender,
+            self.stats,
+            bucket_bytes=self.options.bucket_bytes,
+            timeout=self.options.timeout,
+            digests=full and not plan.own_digests,
+            zero_copy=full and plan.pieces == "gathered",
+            wire=lambda name, dtype: wire_dtype(name, dtype, self.info.dtype),
         )
 
     def _whole(self, encoding: Encoding, transport: Transport) -> Encoding:

@@ -143,17 +143,8 @@ def exchange_layout(
     except Exception as error:  # noqa: BLE001 - the trainer's own code
         failure = source_failed(error, "")
     group.vote(failure, timeout, "layout")
-    problem, metadata, mine = looked
-    status = {
-        "problem": problem,
-        "mine": _digest(mine),
-        "metadata": _digest([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
-        "source": plans.source_digest,
-        "wants": plans.wants_digest,
-        "host": host_id(),
-        "copies": [copies.epoch, copies.version, copies.cut, copies.since_full],
-    }
-    said = group.exchange(status, timeout, "layout")
+    _, metadata, mine = looked
+    said = group.exchange(_status(looked, plans, copies), timeout, "layout")
     problems = [
         f"on trainer rank {rank}, {s['problem']}" for rank, s in enumerate(said) if s["problem"]
     ]
@@ -177,6 +168,20 @@ def exchange_layout(
 
 
 _Look = tuple[str, tuple[TensorMeta, ...], dict[str, Any]]
+
+
+def _status(looked: _Look, plans: PlanCache, copies: Committed) -> dict[str, Any]:
+    """What this rank tells the others before any box travels."""
+    problem, metadata, mine = looked
+    return {
+        "problem": problem,
+        "mine": _digest(mine),
+        "metadata": _digest([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
+        "source": plans.source_digest,
+        "wants": plans.wants_digest,
+        "host": host_id(),
+        "copies": [copies.epoch, copies.version, copies.cut, copies.since_full],
+    }
 
 
 def _look(source: Incoming) -> _Look:
