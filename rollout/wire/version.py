@@ -15,7 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from rollout.errors import ConfigError
 
 OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in them
-FEATURES = ("components", "images", "prepare", "repeats")  # beyond what version 5 began with
+# Beyond what version 5 began with.
+FEATURES = ("components", "images", "prepare", "regions", "repeats")
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"
 SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 RANKS = 2
+PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=0)
 SPECIAL = SamplingParams(
@@ -40,8 +42,32 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).c
 with torch.no_grad():
     for p in model.parameters():
         p.mul_(1.5)
+        if sys.argv[4:] == ["made here"]:  # in memory that torch's allocator made, not moved to it
+            p.data = p.data * 1
 with Rollout.connect(sys.argv[1]) as engine:
-    print(engine.update_weights(model, transport=sys.argv[3]).transport)
+    receipt = engine.update_weights(model, transport=sys.argv[3])
+    told = receipt.details
+    print(told.get("packed_because"), told.get("read_in_place"), receipt.num_tensors, sep="|")
+    print(receipt.transport)
+"""
+# Processes that announce where their tensors lie and are gone: ranks find them, nothing, or half.
+DIE = """
+import os, signal, sys, threading, time
+import torch, transformers, rollout.api.sync_rollout
+from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
+announce = CudaIpcSender.in_place
+def die(self, channel, header, regions):
+    kill = threading.Timer(wait, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    kill.start()
+    announce(self, channel, header, regions)
+    time.sleep(60)
+CudaIpcSender.in_place = die
+for wait in map(float, sys.argv[4].split(",")):
+    if (child := os.fork()) == 0:
+        del sys.argv[4:]
+        exec(SENDER)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 """
 
 
@@ -190,23 +216,74 @@ def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:
         assert _tokens(engine)
 
 
+def _send(engine: Rollout, path: Path, code: str, *arguments: str, **env: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code, engine.address, str(path), *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("transport", ["ipc", "auto", "inline"])
 def test_another_process_on_the_same_gpu_updates_the_engine(
     tiny_qwen3: Path, transport: str
 ) -> None:
+    """Its tensors are read where they lie; the process may have another version of torch."""
     with _engine(tiny_qwen3) as engine:
         before = _tokens(engine)
-        done = subprocess.run(
-            [sys.executable, "-c", SENDER, engine.address, str(tiny_qwen3), transport],
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-        assert done.returncode == 0, done.stderr
-        wanted = "ipc" if transport == "auto" else transport
-        assert done.stdout.split()[-1] == wanted
+        told, took = _send(engine, tiny_qwen3, SENDER, transport)
+        assert took == ("ipc" if transport == "auto" else transport)
+        packed, in_place, count = told.split("|")
+        assert in_place == ("None" if transport == "inline" else f"{count} tensors")
+        assert (packed == "None") == (transport != "inline")
         assert engine.weight_version == 1
         assert _tokens(engine) != before
+
+
+def test_memory_that_cannot_be_mapped_is_packed_and_the_receipt_says_why(tiny_qwen3: Path) -> None:
+    with _engine(tiny_qwen3) as engine:
+        before = _tokens(engine)
+        allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        told, took = _send(engine, tiny_qwen3, SENDER, "ipc", "made here", **allocator)
+        assert took == "ipc"
+        packed, in_place, _ = told.split("|")
+        assert in_place == "None"
+        assert "its memory cannot be mapped" in packed
+        assert _tokens(engine) != before
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_is_killed_while_ranks_read_its_memory_costs_the_update_alone(
+    tiny_qwen3: Path,
+) -> None:
+    times = 2 if PRETENDED else 30
+    waits = ",".join(f"{0.05 * n / times:.4f}" for n in range(times))
+    with _engine(tiny_qwen3) as engine:
+        before = _tokens(engine)
+        _send(engine, tiny_qwen3, f"SENDER = {SENDER!r}{DIE}", "ipc", waits)
+        assert engine.weight_version == 0
+        assert _tokens(engine) == before
+        engine.update_weights(_model(tiny_qwen3))  # nobody holds the lease any more
+        assert _tokens(engine) == before
+
+
+def test_updates_leave_the_devices_memory_as_it_was(tiny_qwen3: Path, trained: Any) -> None:
+    """In place and through the host, with what torch keeps given back in between."""
+    held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
+    with _engine(tiny_qwen3) as engine:
+        engine.update_weights(held)
+        engine.update_weights(trained)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(1 if PRETENDED else 50):
+            engine.update_weights(held)
+            engine.update_weights(trained)
+            torch.cuda.empty_cache()
+        assert torch.cuda.mem_get_info()[0] >= free - (4 << 20)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -26,7 +26,7 @@ from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_m
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import save_shard
 from rollout.weight_sync.protocol.digests import slot_rows
-from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
+from rollout.weight_sync.transports.cuda_memory import gpu_uuid
 from rollout.weights import WeightSlot
 from rollout.weights.components import POLICY, component_of, own_name
 from rollout.wire.codec import from_plain, to_plain

@@ -203,6 +203,7 @@ class Message:
 class BucketHeader:
     """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
 
+    ``regions``: handles of the sender's memory that entries lie in, where ranks have to map it.
     A round in which all trainer ranks send has ``messages`` instead of entries of its own, whose
     bytes ``nbytes`` adds up; what one rank sees of it is its ``share``.
     """
@@ -211,6 +212,7 @@ class BucketHeader:
     entries: Many[BucketEntry]
     nbytes: Count
     messages: Many[Message] = ()
+    regions: Many[Text] = field(default=(), metadata=ADDED)
 
     @property
     def is_in_place(self) -> bool:

@@ -130,7 +130,10 @@ class UpdateSession:
 
     def close(self) -> None:
         """Abort what did not commit, and let go of the sender and the channel."""
-        for part in (self.buckets, self.sender, self.channel):
+        # Ranks that read the sender's memory stop when the channel is closed; those that wait for
+        # a member of their group are freed by the sender's end.
+        ends = (self.sender, self.channel)
+        for part in (self.buckets, *(ends[::-1] if self.sender.bytes_go == "memory" else ends)):
             part.close()
 
     def _details(self, sent: list[int]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from rollout.weight_sync.transports.base import (
     Transport,
     offer_of,
 )
-from rollout.weight_sync.transports.cuda_ipc import gpu_uuid
+from rollout.weight_sync.transports.cuda_memory import gpu_uuid
 from rollout.weight_sync.transports.group import GroupOffer, check_group, explained
 from rollout.weight_sync.transports.links import Links
 from rollout.weight_sync.transports.nccl_group import NcclGroup

@@ -1,11 +1,15 @@
-"""Buckets in GPU memory that the engine's ranks map, for a trainer on the GPUs of their host.
+"""GPU memory of a trainer that the engine's ranks map: its weights where they lie, and buckets.
 
-The sender owns one allocation made by the CUDA runtime itself: memory of torch's caching allocator
-cannot be shared once ``expandable_segments`` is on, and a handle of it would name a whole segment.
-It holds a page of flags, one byte a rank, and two halves that buckets are packed into.
+Tensors that stay where they are during the update are read there: their allocations' handles come
+with the announcement, ranks map each once, and unmap it when the update ends. Nothing is kept
+between updates: freeing memory that another process has mapped is undefined, and to map a model of
+8 B parameters anew took 3 ms. What cannot be mapped is packed into buckets.
 
-The handle travels as plain bytes (a mark, the GPU's UUID, the size, a secret, CUDA's 64 bytes),
-never pickled, and the GPU is named by its UUID, since ordinals differ between processes. Memory is
+For the buckets the sender owns one allocation made by the CUDA runtime itself: memory of torch's
+caching allocator cannot be shared once ``expandable_segments`` is on. It holds a page of flags, one
+byte a rank, and two halves that buckets are packed into.
+
+Handles are ``cuda_memory``'s. Memory is
 freed when no rank has it open: a rank sets its flag when it maps the memory and clears it after its
 last read; one that has never set it gets some time to, in case it is about to. A MIG slice has no
 such handles; other transports than this one are taken there.
@@ -13,29 +17,27 @@ such handles; other transports than this one are taken there.
 
 from __future__ import annotations
 
-import ctypes
-import hmac
 import logging
 import secrets
-import struct
 import threading
 import time
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
-from uuid import UUID
 
 import torch
 from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
-from rollout.errors import ConfigError, TransferFailed
+from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.transports import cuda_memory
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,
@@ -46,95 +48,28 @@ from rollout.weight_sync.transports.base import (
     Transport,
     offer_of,
 )
+from rollout.weight_sync.transports.cuda_memory import (
+    FLAGS,
+    Allocation,
+    ForeignMemory,
+    device_of,
+    gpu_uuid,
+    pack_handle,
+    size_of,
+    tensor_at,
+    unpack_handle,
+    whole_pages,
+)
 from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import half_of
 from rollout.wire.codec import Positive, Text
 
 MAX_HALF = 256 << 20
-FLAGS = 4096  # bytes before the halves; one for each rank
 
 _OPEN, _CLOSED = 1, 2
-_FORM = struct.Struct("<16s16sQ16s64s")  # mark, UUID, bytes, secret, CUDA's handle
-_MAGIC = b"rollout-cuda-1"
-_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _FREE_WAIT, _FREE_POLL = 60.0, 0.05  # seconds
 _OPEN_WAIT = 2.0  # seconds from mapping the memory to setting the flag
 _log = logging.getLogger(__name__)
-
-
-class _Handle(ctypes.Structure):
-    """``cudaIpcMemHandle_t``; it is passed by value."""
-
-    _fields_ = (("reserved", ctypes.c_char * 64),)
-
-
-class Runtime:
-    """The few calls of libcudart that torch does not offer; torch has loaded the library."""
-
-    def __init__(self) -> None:
-        major = (torch.version.cuda or "").split(".")[0]
-        try:
-            self._library = ctypes.CDLL(f"libcudart.so.{major}")
-        except OSError as error:
-            raise ConfigError(
-                f"CUDA IPC needs libcudart.so.{major}, which cannot be loaded ({error}); use "
-                "transport='broadcast' or 'auto'"
-            ) from error
-        self._library.cudaIpcOpenMemHandle.argtypes = (
-            ctypes.POINTER(ctypes.c_void_p),
-            _Handle,
-            ctypes.c_uint,
-        )
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
-
-    def allocate(self, nbytes: int) -> int:
-        pointer = ctypes.c_void_p()
-        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        return int(pointer.value or 0)
-
-    def free(self, pointer: int) -> None:
-        self._call("cudaFree", ctypes.c_void_p(pointer))
-
-    def handle(self, pointer: int) -> bytes:
-        found = _Handle()
-        self._call("cudaIpcGetMemHandle", ctypes.byref(found), ctypes.c_void_p(pointer))
-        return ctypes.string_at(ctypes.addressof(found), 64)
-
-    def open(self, handle: bytes) -> int:
-        pointer, wanted = ctypes.c_void_p(), _Handle()
-        ctypes.memmove(ctypes.addressof(wanted), handle, 64)
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), wanted, _PEER_ACCESS)
-        return int(pointer.value or 0)
-
-    def close(self, pointer: int) -> None:
-        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
-
-    def set_byte(self, pointer: int, value: int) -> None:
-        """Write one byte of the current GPU after everything that was asked of it before."""
-        self._call("cudaDeviceSynchronize")
-        self._call("cudaMemset", ctypes.c_void_p(pointer), value, ctypes.c_size_t(1))
-        self._call("cudaDeviceSynchronize")
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            self._library.cudaGetLastError()  # or torch would report it at its next call
-            text = self._library.cudaGetErrorString(code).decode()
-            raise TransferFailed(f"{name} failed: {text} ({code})")
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """The UUID of a GPU; "" for a CPU, a MIG slice, or where torch does not tell."""
-    if device.type != "cuda":
-        return ""
-    properties: Any = torch.cuda.get_device_properties(device)
-    if " MIG " in f"{properties.name} ":
-        return ""
-    found = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
-    try:
-        return str(UUID(found))
-    except ValueError:
-        return ""
 
 
 def why_not(info: WeightInfo) -> str | None:
@@ -148,26 +83,6 @@ def why_not(info: WeightInfo) -> str | None:
     if not gpu_uuid(torch.device("cuda", torch.cuda.current_device())):
         return "this process's GPU has no UUID to share memory by (MIG)"
     return None
-
-
-def pack_handle(uuid: str, nbytes: int, secret: str, handle: bytes) -> str:
-    """What travels: hexadecimal digits of plain bytes."""
-    if len(handle) != 64:
-        raise ValueError(f"a handle of CUDA has 64 bytes, not {len(handle)}")
-    return _FORM.pack(_MAGIC, UUID(uuid).bytes, nbytes, bytes.fromhex(secret), handle).hex()
-
-
-def unpack_handle(text: str, nbytes: int, secret: str) -> tuple[str, bytes]:
-    """(UUID, CUDA's handle) of memory of ``nbytes`` marked with ``secret``, else ``ValueError``."""
-    raw = bytes.fromhex(text)
-    if len(raw) != _FORM.size:
-        raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
-    magic, uuid, size, marked, handle = _FORM.unpack(raw)
-    if magic.rstrip(b"\0") != _MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
-        raise ValueError("it is not marked as this update's")
-    if size != nbytes:
-        raise ValueError(f"it has {size} bytes, announced were {nbytes}")
-    return str(UUID(bytes=uuid)), handle
 
 
 def released(flags: Tensor, waited: float = _OPEN_WAIT) -> bool:
@@ -196,7 +111,7 @@ class CudaIpc(Transport):
         return why_not(info)
 
     def open(self, opening: Opening) -> Sender:
-        return CudaIpcSender(opening.info, opening.bucket_bytes)
+        return CudaIpcSender(opening.info, opening.bucket_bytes, opening.timeout)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
         offer_of(SharedAllocation, request)
@@ -215,10 +130,14 @@ class CudaIpcSender(Sender):
 
     bytes_go = "memory"
 
-    def __init__(self, info: WeightInfo, bucket_bytes: int) -> None:
-        self._ranks = info.tensor_parallel_size
+    def __init__(self, info: WeightInfo, bucket_bytes: int, timeout: float) -> None:
+        self._ranks, self._timeout = info.tensor_parallel_size, timeout
+        self._maps = "regions" in info.features
+        self._given: list[tuple[int, Allocation, str]] = []  # handles given out, by start
+        self._uuids: dict[torch.device, str] = {}
+        self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._runtime = Runtime()
+        self._runtime = cuda_memory.Runtime()
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
         size, secret = FLAGS + 2 * half, secrets.token_hex(16)
@@ -229,9 +148,10 @@ class CudaIpcSender(Sender):
             except TransferFailed:
                 self._runtime.free(self._pointer)
                 raise
-        whole = self._whole = _tensor_at(self._pointer, size, self._device)
+        whole = self._whole = tensor_at(self._pointer, size, self._device)
         whole[:FLAGS].zero_()
         self.buffers = whole[FLAGS : FLAGS + half], whole[FLAGS + half :]
+        self._secret = secret
         packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
         self.offer = asdict(SharedAllocation(handle=packed, secret=secret, half=half))
         torch.cuda.current_stream(self._device).synchronize()
@@ -247,8 +167,81 @@ class CudaIpcSender(Sender):
         torch.cuda.current_stream(self._device).synchronize()
         channel.bucket(header, None)
 
+    def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
+        channel.wait(index, timeout)
+        self._unread -= {taken for taken in self._unread if taken <= index}
+
+    def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
+        if not self._maps:
+            return "the engine is of a version that maps no memory but buckets"
+        if not tensor.is_contiguous():
+            return "it is not contiguous"
+        if not self._uuid(tensor.device):
+            return "its GPU has no UUID to share memory by (MIG)"
+        try:
+            self._handle(tensor)
+        except TransferFailed as error:
+            return f"its memory cannot be mapped: {error}"
+        return None
+
+    def in_place(
+        self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
+    ) -> None:
+        """Announce where the tensors lie within the allocations around them."""
+        handles: dict[str, int] = {}
+        entries = []
+        for entry, region in zip(header.entries, regions, strict=True):
+            around, handle = self._handle(region)
+            at = handles.setdefault(handle, len(handles))
+            entries.append(replace(entry, region=at, offset=region.data_ptr() - around.start))
+        for device in {region.device for region in regions}:
+            torch.cuda.synchronize(device)  # a rank's stream knows nothing of ours
+        self._unread.add(header.index)
+        channel.bucket(replace(header, entries=tuple(entries), regions=tuple(handles)), None)
+
+    def _handle(self, tensor: Tensor) -> tuple[Allocation, str]:
+        """The allocation around a tensor, and its handle; ``TransferFailed`` where it has none."""
+        start, size = tensor.data_ptr(), tensor.nbytes
+        at = bisect_right(self._given, start, key=lambda given: given[0])
+        if at:
+            _, around, handle = self._given[at - 1]
+            if start + size <= around.start + around.nbytes:
+                return around, handle
+        around = self._runtime.around(start)
+        if not around.shareable:
+            raise TransferFailed(
+                "it is no allocation of cudaMalloc's (torch's expandable_segments have none)"
+            )
+        if start + size > around.start + around.nbytes:
+            raise TransferFailed("it reaches over several allocations")
+        with torch.cuda.device(tensor.device):
+            raw = self._runtime.handle(around.start)
+        handle = pack_handle(self._uuid(tensor.device), around.nbytes, self._secret, raw)
+        self._given.insert(at, (around.start, around, handle))
+        return around, handle
+
+    def _uuid(self, device: torch.device) -> str:
+        if device not in self._uuids:
+            self._uuids[device] = gpu_uuid(device)
+        return self._uuids[device]
+
+    def _until_unread(self) -> None:
+        """After a failure: what belongs to the source is the trainer's again only when no rank
+        reads it any more. A rank that died leaves its flag set, which bounds the wait.
+        """
+        deadline = time.monotonic() + self._timeout
+        flags = self._whole[: self._ranks]
+        while bool((flags == _OPEN).any()):
+            if time.monotonic() > deadline:
+                _log.warning("a rank has not said that it stopped reading this process's tensors")
+                break
+            time.sleep(_FREE_POLL / 10)
+        self._unread.clear()
+
     def close(self) -> None:
         """Let go; the memory is freed in the background once no rank has it open."""
+        if self._unread and self._pointer:
+            self._until_unread()
         pointer, self._pointer = self._pointer, 0
         if pointer:
             whole, self.buffers = self._whole, ()
@@ -268,6 +261,7 @@ class CudaIpcReceiver:
         self._shared, self._rank, self._device = shared, rank, device
         self._limit = whole_pages(bucket_bytes)
         self._memory: Tensor | None = None
+        self._mapped: dict[str, Tensor] = {}  # of the sender's own allocations, by handle
 
     def connect(self, timeout: float) -> None:
         shared = self._shared
@@ -280,7 +274,7 @@ class CudaIpcReceiver:
             uuid, handle = unpack_handle(shared.handle, size, shared.secret)
         except ValueError as error:
             raise self._refused(str(error)) from error
-        owner = _device_of(uuid)
+        owner = device_of(uuid)
         if owner is None:
             raise self._refused(f"this rank does not see the GPU {uuid}")
         with torch.cuda.device(owner):
@@ -289,38 +283,67 @@ class CudaIpcReceiver:
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         return half_of(self._memory, FLAGS, self._shared.half, header, self._rank)
 
+    def regions(self, header: BucketHeader, carried: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """The sender's allocations, mapped once an update."""
+        mapped, memory = self._mapped, self._memory
+        if memory is None:
+            raise TransferFailed(f"rank {self._rank}: the transfer was given up")
+        for text in header.regions:
+            if text not in mapped:
+                mapped[text] = self._map(text, memory)
+        return [mapped[text] for text in header.regions]
+
+    def _map(self, text: str, memory: Tensor) -> Tensor:
+        try:
+            size = size_of(text)
+            uuid, handle = unpack_handle(text, size, self._shared.secret)
+        except ValueError as error:
+            raise self._refused(str(error)) from error
+        owner = device_of(uuid)
+        if owner is None:
+            raise self._refused(f"this rank does not see the GPU {uuid}")
+        with torch.cuda.device(owner):
+            return torch.as_tensor(_Region(handle, size, owner, memory), device=owner)
+
     def close(self) -> None:
-        self._memory = None  # unmapped when the last view of it is gone
+        # Unmapped when the last view is gone; the flag is cleared after all else.
+        self._mapped = {}
+        self._memory = None
 
     def _refused(self, why: str) -> TransferFailed:
         return TransferFailed(f"rank {self._rank}: the shared GPU memory is refused: {why}")
 
 
-def whole_pages(nbytes: int) -> int:
-    return -(-nbytes // FLAGS) * FLAGS
+class _Region(ForeignMemory):
+    """An allocation of the sender's own, as long as the update or a view lasts.
 
-
-class _Memory:
-    """Memory that torch may look at but does not own (the CUDA array interface).
-
-    A tensor made of it keeps this object alive.
+    ``memory``: that with the flags, which says that this process is reading until this is gone.
     """
 
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.pointer = pointer
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 2,
-        }
+    def __init__(self, handle: bytes, nbytes: int, device: torch.device, memory: Tensor) -> None:
+        self._runtime, self._device, self._memory = cuda_memory.Runtime(), device, memory
+        super().__init__(self._runtime.open(handle), nbytes)
+        found = self._runtime.around(self.pointer)
+        if found.start + found.nbytes < self.pointer + nbytes:
+            raise TransferFailed(f"{found.nbytes} bytes were mapped, {nbytes} announced")
+
+    def __del__(self) -> None:
+        pointer = getattr(self, "pointer", 0)
+        if not pointer:
+            return
+        try:
+            torch.cuda.synchronize(self._device)  # a launch may still read it
+            with torch.cuda.device(self._device):
+                self._runtime.close(pointer)
+        except (TransferFailed, RuntimeError) as error:
+            _log.warning("a sender's GPU memory could not be unmapped: %s", error)
 
 
-class _Mapped(_Memory):
+class _Mapped(ForeignMemory):
     """A sender's memory in this process: flagged while it is open, unmapped at its end."""
 
     def __init__(self, handle: bytes, nbytes: int, device: torch.device, rank: int) -> None:
-        self._runtime, self._device, self._rank = Runtime(), device, rank
+        self._runtime, self._device, self._rank = cuda_memory.Runtime(), device, rank
         super().__init__(self._runtime.open(handle), nbytes)
         self._runtime.set_byte(self.pointer + rank, _OPEN)
 
@@ -336,20 +359,12 @@ class _Mapped(_Memory):
             _log.warning("a sender's GPU memory could not be unmapped: %s", error)
 
 
-def _tensor_at(pointer: int, nbytes: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Memory(pointer, nbytes), device=device)
-
-
-def _device_of(uuid: str) -> torch.device | None:
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        if gpu_uuid(device) == uuid:
-            return device
-    return None
-
-
 def _free(
-    runtime: Runtime, pointer: int, flags: Tensor, device: torch.device, over: threading.Event
+    runtime: cuda_memory.Runtime,
+    pointer: int,
+    flags: Tensor,
+    device: torch.device,
+    over: threading.Event,
 ) -> None:
     """Freeing what a rank still has open is undefined; a rank that died leaves its flag set."""
     with torch.cuda.device(device):

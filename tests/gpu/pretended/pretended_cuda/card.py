@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from pretended_cuda.segments import in_segment
 from pretended_cuda.timeline import copy_later, is_pinned, read_later, record, wait
 
 DEVICE = torch.device("cuda", 0)  # the process's own: ``set_device`` sets it
@@ -124,7 +125,7 @@ def moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             wait("a copy to the host")
         elif kwargs.get("non_blocking"):
             read_later(plain)
-        run = functools.partial(_fresh, plain, dtype or plain.dtype)
+        run = functools.partial(_fresh, plain, dtype or plain.dtype, on_card=target.type != "cpu")
     found = run()
     record(run, found)
     if found is plain:
@@ -132,8 +133,11 @@ def moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found if target.type == "cpu" else wrapped(found)
 
 
-def _fresh(plain: Tensor, dtype: torch.dtype) -> Tensor:
-    return plain.detach().to(dtype, copy=True)
+def _fresh(plain: Tensor, dtype: torch.dtype, *, on_card: bool) -> Tensor:
+    plain = plain.detach()
+    if on_card and plain.numel() and plain.is_contiguous():
+        return in_segment(plain.to(dtype))
+    return plain.to(dtype, copy=True)
 
 
 def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

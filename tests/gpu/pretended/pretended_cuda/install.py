@@ -153,6 +153,6 @@ def install() -> None:
 
     dist.ProcessGroupNCCL = Nccl  # type: ignore[misc, assignment]
 
-    from rollout.weight_sync.transports import cuda_ipc
+    from rollout.weight_sync.transports import cuda_memory
 
-    cuda_ipc.Runtime = Runtime  # type: ignore[misc, assignment]
+    cuda_memory.Runtime = Runtime  # type: ignore[misc, assignment]

@@ -13,7 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pretended_cuda.card import Card, all_tensors, plain_of
+from pretended_cuda.segments import name_of_segment, segment_at
 from pretended_cuda.timeline import record
+from rollout.errors import TransferFailed
+from rollout.weight_sync.transports.cuda_memory import Allocation
 
 
 class Nccl:
@@ -70,13 +73,27 @@ class Runtime:
         return self._map(Path(name), own=True)
 
     def handle(self, pointer: int) -> bytes:
+        if (name := name_of_segment(pointer)) is not None:
+            return name.encode().ljust(64, b"\0")
         path = self._held[pointer][1]
         assert path is not None
         return path.name.encode().ljust(64, b"\0")
 
     def open(self, handle: bytes) -> int:
         name = handle.rstrip(b"\0").decode()
+        if name.startswith("/proc/"):
+            try:
+                return self._map(Path(name), own=False)
+            except OSError as error:
+                raise TransferFailed(f"cudaIpcOpenMemHandle failed: {error}") from error
         return self._map(Path(tempfile.gettempdir(), name), own=False)
+
+    def around(self, pointer: int) -> Allocation:
+        for start, (memory, _) in self._held.items():
+            if start <= pointer < start + len(memory):
+                return Allocation(start, len(memory), False)
+        found = segment_at(pointer)
+        return Allocation(pointer, 1 << 62, False) if found is None else found
 
     def set_byte(self, pointer: int, value: int) -> None:
         ctypes.memset(pointer, value, 1)

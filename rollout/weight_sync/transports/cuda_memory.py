@@ -1,0 +1,195 @@
+"""A GPU's memory by address, and by handles that other processes open.
+
+``Runtime`` is all that this package asks of CUDA's own libraries. A handle travels as plain bytes
+(a mark, the GPU's UUID, the size, a secret, CUDA's 64 bytes), never pickled, and the GPU is named
+by its UUID, since ordinals differ between processes. torch's own handles of storages are not used:
+their form is another in other versions of torch, and trainer and engine need not be of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import struct
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError, TransferFailed
+
+FLAGS = 4096  # bytes: a page
+_FORM = struct.Struct("<16s16sQ16s64s")  # mark, UUID, bytes, secret, CUDA's handle
+_MAGIC = b"rollout-cuda-1"
+_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_IS_SHAREABLE, _RANGE_START, _RANGE_SIZE = 10, 11, 12  # CUpointer_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One of the driver's, around an address; ``shareable``: by handles of CUDA IPC."""
+
+    start: int
+    nbytes: int
+    shareable: bool
+
+
+class _Handle(ctypes.Structure):
+    """``cudaIpcMemHandle_t``; it is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class Runtime:
+    """The few calls of libcudart that torch does not offer; torch has loaded the library."""
+
+    def __init__(self) -> None:
+        major = (torch.version.cuda or "").split(".")[0]
+        try:
+            self._library = ctypes.CDLL(f"libcudart.so.{major}")
+        except OSError as error:
+            raise ConfigError(
+                f"CUDA IPC needs libcudart.so.{major}, which cannot be loaded ({error}); use "
+                "transport='broadcast' or 'auto'"
+            ) from error
+        self._library.cudaIpcOpenMemHandle.argtypes = (
+            ctypes.POINTER(ctypes.c_void_p),
+            _Handle,
+            ctypes.c_uint,
+        )
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        self._driver: ctypes.CDLL | None = None
+
+    def allocate(self, nbytes: int) -> int:
+        pointer = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        return int(pointer.value or 0)
+
+    def free(self, pointer: int) -> None:
+        self._call("cudaFree", ctypes.c_void_p(pointer))
+
+    def handle(self, pointer: int) -> bytes:
+        found = _Handle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(found), ctypes.c_void_p(pointer))
+        return ctypes.string_at(ctypes.addressof(found), 64)
+
+    def open(self, handle: bytes) -> int:
+        pointer, wanted = ctypes.c_void_p(), _Handle()
+        ctypes.memmove(ctypes.addressof(wanted), handle, 64)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), wanted, _PEER_ACCESS)
+        return int(pointer.value or 0)
+
+    def close(self, pointer: int) -> None:
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
+
+    def around(self, pointer: int) -> Allocation:
+        """The driver's allocation that ``pointer`` lies in, of this process or mapped into it.
+
+        Memory of torch's expandable segments, and of CUDA's own pools, is not shareable.
+        """
+        start, size, legacy = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint32()
+        self._ask(start, _RANGE_START, pointer)
+        self._ask(size, _RANGE_SIZE, pointer)
+        self._ask(legacy, _IS_SHAREABLE, pointer)
+        return Allocation(start.value, size.value, bool(legacy.value & 0xFF))
+
+    def _ask(self, into: Any, attribute: int, pointer: int) -> None:
+        if self._driver is None:
+            try:
+                self._driver = ctypes.CDLL("libcuda.so.1")
+            except OSError as error:
+                raise TransferFailed(f"libcuda.so.1 cannot be loaded: {error}") from error
+        code = self._driver.cuPointerGetAttribute(
+            ctypes.byref(into), ctypes.c_int(attribute), ctypes.c_uint64(pointer)
+        )
+        if code:
+            raise TransferFailed(f"the driver knows nothing of the address {pointer:#x} ({code})")
+
+    def set_byte(self, pointer: int, value: int) -> None:
+        """Write one byte of the current GPU after everything that was asked of it before."""
+        self._call("cudaDeviceSynchronize")
+        self._call("cudaMemset", ctypes.c_void_p(pointer), value, ctypes.c_size_t(1))
+        self._call("cudaDeviceSynchronize")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            self._library.cudaGetLastError()  # or torch would report it at its next call
+            text = self._library.cudaGetErrorString(code).decode()
+            raise TransferFailed(f"{name} failed: {text} ({code})")
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The UUID of a GPU; "" for a CPU, a MIG slice, or where torch does not tell."""
+    if device.type != "cuda":
+        return ""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if " MIG " in f"{properties.name} ":
+        return ""
+    found = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
+    try:
+        return str(UUID(found))
+    except ValueError:
+        return ""
+
+
+def pack_handle(uuid: str, nbytes: int, secret: str, handle: bytes) -> str:
+    """What travels: hexadecimal digits of plain bytes."""
+    if len(handle) != 64:
+        raise ValueError(f"a handle of CUDA has 64 bytes, not {len(handle)}")
+    return _FORM.pack(_MAGIC, UUID(uuid).bytes, nbytes, bytes.fromhex(secret), handle).hex()
+
+
+def unpack_handle(text: str, nbytes: int, secret: str) -> tuple[str, bytes]:
+    """(UUID, CUDA's handle) of memory of ``nbytes`` marked with ``secret``, else ``ValueError``."""
+    raw = bytes.fromhex(text)
+    if len(raw) != _FORM.size:
+        raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
+    magic, uuid, size, marked, handle = _FORM.unpack(raw)
+    if magic.rstrip(b"\0") != _MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
+        raise ValueError("it is not marked as this update's")
+    if size != nbytes:
+        raise ValueError(f"it has {size} bytes, announced were {nbytes}")
+    return str(UUID(bytes=uuid)), handle
+
+
+def size_of(text: str) -> int:
+    """The bytes that a handle says its memory has; ``ValueError`` where it is none."""
+    raw = bytes.fromhex(text)
+    if len(raw) != _FORM.size:
+        raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
+    return int(_FORM.unpack(raw)[2])
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // FLAGS) * FLAGS
+
+
+class ForeignMemory:
+    """Memory that torch may look at but does not own (the CUDA array interface).
+
+    A tensor made of it keeps this object alive.
+    """
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.pointer = pointer
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }
+
+
+def tensor_at(pointer: int, nbytes: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(ForeignMemory(pointer, nbytes), device=device)
+
+
+def device_of(uuid: str) -> torch.device | None:
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if gpu_uuid(device) == uuid:
+            return device
+    return None
