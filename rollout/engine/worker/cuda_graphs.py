@@ -89,7 +89,8 @@ class DecodeInputs:
 
     def fits(self, batch: ForwardBatch) -> bool:
         count, width = batch.block_tables.shape
-        return count <= self.rows and width <= self.max_blocks
+        plain = batch.positions.dim() == 1 and batch.visual is None and batch.state_slots is None
+        return plain and count <= self.rows and width <= self.max_blocks
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Take over a decode batch (CPU) of at most ``size`` rows; the rest of them is padding.
