@@ -81,6 +81,7 @@ def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.2, help="of the probability ratio")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
     parser.add_argument("--ranks", type=int, default=2, help="of the trainer")
+    parser.add_argument("--replicas", type=int, default=1, help="of the engine, updated as one")
     parser.add_argument("--layers", type=int, default=5, help="of the model")
     parser.add_argument(
         "--warmup-target", type=float, default=0.40, help="mean reward to start from"
@@ -91,7 +92,16 @@ def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
     parser.set_defaults(**{"service": True, **defaults})
     args = parser.parse_args()
-    for name in ("steps", "prompts", "samples", "minibatches", "warmup_steps", "layers", "ranks"):
+    for name in (
+        "steps",
+        "prompts",
+        "samples",
+        "minibatches",
+        "warmup_steps",
+        "layers",
+        "ranks",
+        "replicas",
+    ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.prompts % (args.ranks * args.minibatches):
@@ -107,6 +117,8 @@ def run(args: argparse.Namespace, display: Display, scratch: Path, script: Path)
         return train(args, display, scratch, "", script)
     flags = ("--tensor-parallel-size", "2", "--device", "cpu", "--dtype", "float32")
     flags += ("--num-threads", "1", "--max-num-seqs", "512")
+    if args.replicas > 1:
+        flags += ("--replicas", str(args.replicas))
     with rollout_service(checkpoint, scratch / "service.log", *flags) as address:
         display.say(
             f"rollout service at {address}; {args.steps} steps on {args.ranks} trainer ranks"

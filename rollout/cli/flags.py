@@ -127,12 +127,13 @@ def engine_flags(config: EngineConfig) -> list[str]:
     for f in ENGINE_FLAGS:
         value = getattr(config, f.name)
         name = "--" + f.name.replace("_", "-")
-        if value == f.default:
+        if value == (f.default if f.default_factory is MISSING else f.default_factory()):
             continue
         if isinstance(value, bool):
             words.append(name if value else name.replace("--", "--no-", 1))
-        elif isinstance(value, tuple):
-            words += [word for one in value for word in (name.removesuffix("s"), str(one))]
+        elif isinstance(value, tuple | Mapping):
+            each = [f"{k}={v}" for k, v in value.items()] if isinstance(value, Mapping) else value
+            words += [word for one in each for word in (name.removesuffix("s"), str(one))]
         else:
             words += [name, str(value)]
     return words

@@ -204,6 +204,11 @@ class SamplingParams:
     prompt_logprobs: int | None = _param(
         None, _count, "the same for the prompt's tokens", served=False
     )
+    min_version: int | None = _param(
+        None,
+        _count,
+        "wait until weights of this version or a later one are live, at most the engine's timeout",
+    )
     hidden_state: bool = _param(
         False, _flag, "bring the last hidden state of the prompt's last token", served=False
     )

@@ -1,10 +1,12 @@
 """A fleet of real engines behaves as one: its updates, its versions, its members' deaths."""
 
 import copy
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import LEASE, Front
+from conftest import ENGINE, LEASE, Front
 from tiny_models import randomize
 
 from rollout import Rollout
@@ -167,3 +169,27 @@ def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(
         )
     finally:
         front.close()
+
+
+def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, trained, oracle):
+    begun = threading.Event()
+
+    def ask():
+        begun.set()
+        return front.rollout.generate(PROMPTS[:2], {**GREEDY, "min_version": 1})
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        begun.wait()
+        time.sleep(0.1)
+        assert not asked.done()
+        front.rollout.update_weights(trained)
+        outputs = asked.result(10)
+    assert tokens(outputs) == tokens(oracle.generate(PROMPTS[:2], GREEDY))
+    assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
+
+
+def test_a_version_that_does_not_come_is_refused_at_the_deadline(checkpoint):
+    conflict = pytest.raises(VersionConflict, match=r"version 5 was asked for .* version 0 is")
+    with Rollout(checkpoint, **ENGINE, timeout=0.3) as engine, conflict:
+        engine.generate([[1, 2]], {**GREEDY, "min_version": 5})

@@ -24,6 +24,7 @@ from rollout.server.http import (
     control,
     dashboard,
     embeddings,
+    fleet,
     sessions,
     sglang,
     tinker,
@@ -69,6 +70,7 @@ DIALECTS = (
     Dialect(name="adapters", routes=adapters.routes),
     Dialect(name="sglang", routes=sglang.routes, error=sglang.sglang_error),
     Dialect(name="tinker", routes=tinker.routes, error=tinker.tinker_error),
+    Dialect(name="fleet", routes=fleet.routes),
     Dialect(name="dashboard", routes=dashboard.routes),
 )
 

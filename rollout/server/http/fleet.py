@@ -1,0 +1,58 @@
+"""Who is in the fleet behind this address: looked at, added and let go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout.errors import ConfigError
+from rollout.fleet.backend import FleetBackend
+from rollout.fleet.fleet import Fleet
+from rollout.server.auth import Access
+from rollout.server.http.guard import Engine, Routes
+
+routes = Routes()
+
+
+class MemberBody(BaseModel):
+    """``address``: "host:port" of the engine's gRPC server. ``token``: its control token."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    address: Annotated[str, Field(pattern=r"^[^\s/]+:\d{1,5}$", max_length=300)]
+    token: Annotated[str, Field(max_length=4096)] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+@routes.on("GET", "/fleet/members", Access.GENERATION)
+async def members(rollout: Engine) -> dict[str, Any]:
+    """What is live, and for each member whether it serves, or why not."""
+    fleet = _fleet(rollout)
+    return {"epoch": fleet.epoch, "version": fleet.version, "members": fleet.members()}
+
+
+@routes.on("POST", "/fleet/members", Access.CONTROL)
+async def add_member(rollout: Engine, body: MemberBody) -> dict[str, Any]:
+    """It gets the live weights from another member, and then requests."""
+    fleet = _fleet(rollout)
+    name = await asyncio.to_thread(fleet.add, body.address, body.token, body.name)
+    return {"name": name, "members": fleet.members()}
+
+
+@routes.on("DELETE", "/fleet/members", Access.CONTROL)
+async def remove_member(rollout: Engine, name: str) -> dict[str, Any]:
+    """No request goes there any more; those under way go on elsewhere if it ends."""
+    fleet = _fleet(rollout)
+    await asyncio.to_thread(fleet.remove, name)
+    return {"name": name, "members": fleet.members()}
+
+
+def _fleet(rollout: Engine) -> Fleet:
+    if not isinstance(rollout.backend, FleetBackend):
+        raise ConfigError(
+            "this is one engine: only `rollout serve MODEL --replicas N` and `rollout fleet` have "
+            "members"
+        )
+    return rollout.backend.fleet

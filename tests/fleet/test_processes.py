@@ -1,0 +1,113 @@
+"""``rollout serve --replicas`` and ``rollout fleet`` as processes, and the routes of members."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from serving import alive, descendants, serve
+
+from rollout import Rollout
+from rollout.errors import RolloutError
+
+pytestmark = pytest.mark.more
+GREEDY = {"max_tokens": 6, "temperature": 0.0}
+PROMPTS = [[5, 6, 7, n] for n in range(12)]
+FLAGS = ("--num-kv-blocks", "64", "--max-model-len", "256")
+
+
+def members(address, method="GET", body=None, query=""):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://{address}/fleet/members{query}", data, method=method,
+        headers={"content-type": "application/json"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)["members"]
+
+
+def wait_serving(address, count, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while sum(row["status"] == "serving" for row in members(address)) != count:
+        assert time.monotonic() < deadline, members(address)
+        time.sleep(0.1)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle):
+    with serve(checkpoint, "--replicas", "2", *FLAGS) as served:
+        processes = descendants(served.process.pid)
+        with Rollout.connect(served.grpc) as client:
+            assert client.update_weights(trained).version == 1
+            expected = tokens(oracle.generate(PROMPTS, GREEDY))
+            assert tokens(client.generate(PROMPTS, GREEDY)) == expected
+            killed = next(pid for pid in processes if b"serve" in command(pid))
+            os.kill(killed, signal.SIGKILL)
+            assert tokens(client.generate(PROMPTS, GREEDY)) == expected
+            wait_serving(served.http, 2)
+            assert tokens(client.generate(PROMPTS, GREEDY)) == expected
+            receipt = client.update_weights(trained)
+            assert set(receipt.details["members"].values()) == {"committed"}
+        processes |= descendants(served.process.pid)
+    deadline = time.monotonic() + 10
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline, "a replica outlived its front"
+        time.sleep(0.1)
+
+
+def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_path):
+    with serve(checkpoint, *FLAGS) as one, serve(checkpoint, *FLAGS) as two:
+        record = tmp_path / "record"
+        with front(record, one.grpc, two.grpc) as (http, grpc), Rollout.connect(grpc) as client:
+            client.update_weights(trained)
+            two.process.send_signal(signal.SIGSTOP)
+            begun = time.monotonic()
+            try:
+                with pytest.raises(RolloutError, match=r"a commit needs 2|1 of 2|does not answer"):
+                    client.update_weights(trained, timeout=3)
+                assert time.monotonic() - begun < 20
+            finally:
+                two.process.send_signal(signal.SIGCONT)
+            wait_serving(http, 2, 20)
+            assert client.update_weights(trained).version >= 2
+            with serve(checkpoint, *FLAGS) as three:
+                members(http, "POST", {"address": three.grpc, "name": "third"})
+                wait_serving(http, 3, 20)
+                assert "third" in client.update_weights(trained).details["members"]
+                members(http, "DELETE", query="?name=third")
+            with pytest.raises(urllib.error.HTTPError):
+                members(http, "DELETE", query="?name=third")
+
+
+def command(pid):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+
+
+class front:  # noqa: N801
+    """``rollout fleet`` over engines, as (HTTP address, gRPC address)."""
+
+    def __init__(self, record, *engines):
+        words = [sys.executable, "-m", "rollout", "fleet", "--port", "0", "--grpc-port", "0"]
+        words += ["--record", str(record), "--exit-with-stdin"]
+        words += [word for engine in engines for word in ("--engine", engine)]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self):
+        line = self.process.stdout.readline().split()
+        assert line[0] == "ready", line
+        return line[1].removeprefix("http="), line[2].removeprefix("grpc=")
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.communicate(timeout=30)
