@@ -341,51 +341,6 @@ class EmbeddedBackend:
         """Whether what is served is still what that update brought, whole."""
         return receipt.version == self.core.version and self.core.broken is None
 
-    async def _token_ids(self, prompts: Sequence[PromptInput]) -> list[Sequence[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not texts:
-            return [prompt for prompt in prompts if not isinstance(prompt, str)]
-        tokenizer = self._tokenizer("a text prompt")
-        for text in texts:
-            tokenizer.check_length(text, self.max_model_len)
-        encode = tokenizer.encode
-        encoded = iter(await asyncio.to_thread(lambda: [encode(text) for text in texts]))
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-    def _tokenizer(self, what: str) -> Tokenizer:
-        if self.core.tokenizer is None:
-            raise InvalidRequest(
-                f"{what} needs a tokenizer, but {self.config.model} has none: send token ids, or "
-                "start the engine with tokenizer=DIRECTORY"
-            )
-        return self.core.tokenizer
-
-    async def _placed(
-        self, prompts: Sequence[Sequence[int]], files: Sequence[Sequence[bytes]]
-    ) -> tuple[list[Sequence[int]], list[tuple[PlacedImage, ...]]]:
-        """Prompts with their images in their places, which is nothing to do without any."""
-        if not any(files):
-            return list(prompts), [()] * len(prompts)
-        images = self._images("the prompt")
-
-        def prepare() -> list[tuple[Sequence[int], tuple[PlacedImage, ...]]]:
-            several = len(prompts) > 1
-            return [
-                images.prepare(ids, own, f"prompt {n}" if several else "the prompt")
-                if own
-                else (ids, ())
-                for n, (ids, own) in enumerate(zip(prompts, files, strict=True))
-            ]
-
-        placed = await asyncio.to_thread(prepare)
-        return [ids for ids, _ in placed], [own for _, own in placed]
-
-    def _images(self, where: str) -> ImageProcessor:
-        if self.core.images is None:
-            why = "has no image processor's file" if self.core.model_config.vision else "sees none"
-            raise InvalidRequest(f"{where} has images, but {self.config.model} {why}")
-        return self.core.images
-
     async def _has_come(self, version: int) -> None:
         """Wait until ``version`` is live; ``VersionConflict`` at the engine's timeout."""
         deadline = time.monotonic() + self.config.timeout

@@ -165,6 +165,8 @@ NOT_RUN = {
     "needs a GPU": 1,
     "the service of these pages serves a model of text": 1,
     "it takes minutes": 4,
+    "it takes half a minute": 1,
+    "it needs two engines": 1,
     "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "
     "these lines with plain torch in its place": 1,
@@ -284,6 +286,8 @@ def look_at(words: list[str]) -> None:
     if words[0].endswith("python"):
         if any(s.file == words[1] for s in SNIPPETS):
             return
+        if words[1] == "-m":
+            words = [words[0], words[2].replace(".", "/") + ".py", *words[3:]]
         script = ROOT / words[1]
         assert script.is_file(), f"there is no {words[1]}"
         text = "".join(p.read_text() for p in script.parent.glob("*.py"))

@@ -3,15 +3,10 @@
 import threading
 
 import pytest
+from fleet_front import ENGINE, Front
 from tiny_models import write_tiny
 
-from rollout import AsyncRollout, Rollout
-from rollout.fleet.backend import FleetBackend
-from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
-
-ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 256}
-LEASE = 1.0
+from rollout import Rollout
 
 
 @pytest.fixture(scope="session")
@@ -42,19 +37,6 @@ def engines(checkpoint):
     yield started
     for engine in started:
         engine.shutdown()
-
-
-class Front:
-    """A fleet and the verbs over it."""
-
-    def __init__(self, record, engines, **options):
-        self.fleet = Fleet(Record(record), lease=LEASE, **options)
-        self.names = [self.fleet.add(engine.address) for engine in engines]
-        self.backend = FleetBackend(self.fleet)
-        self.rollout = Rollout.over(lambda: AsyncRollout.over(self.backend))
-
-    def close(self):
-        self.rollout.shutdown()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ENGINE, LEASE, Front
+from fleet_front import ENGINE, LEASE, Front
 from tiny_models import randomize
 
 from rollout import Rollout
