@@ -65,7 +65,7 @@ class Rescorer:
     @torch.no_grad()
     def _logprobs(self, ids: list[int], spans) -> Tensor:
         """float32 [positions, vocab]: row p is what followed position p, by its own version."""
-        cache, rows = DynamicCache(), []
+        cache, rows = DynamicCache(config=AutoConfig.from_pretrained(self._path)), []
         for span in spans:
             part = torch.tensor([ids[span.start : min(span.stop, len(ids))]])
             logits = self._model(span.version)(part, past_key_values=cache, use_cache=True).logits

@@ -36,6 +36,18 @@ ARCHITECTURES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
+# Two gated delta nets, then a layer of attention; odd sizes, value heads that share keys. What a
+# state gives at first may be near to nothing, and its norm would blow up the last bits of it.
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-3,
+}
 # Dense ones, under the stems of their classes, and what sets their tiny models apart.
 SLIDING: dict[str, Any] = {"sliding_window": 7}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +89,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {**SLIDING, "num_hidden_layers": 4}),
+    "qwen3_5": ("Qwen3_5", DELTA),
     "phi3": ("Phi3", {**SLIDING, "partial_rotary_factor": 0.5}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
 }
@@ -90,10 +103,12 @@ MIXTURES = {
     "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
     "olmoe": "Olmoe",
+    "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next",
 }
+TEXTS = ("gemma3", "llama4", "qwen3_5", "qwen3_5_moe")  # whose configs are called so
 for _name, _stem in [*((name, stem) for name, (stem, _) in DENSE.items()), *MIXTURES.items()]:
-    _config = f"{_stem}{'Text' if _name in ('gemma3', 'llama4') else ''}Config"
+    _config = f"{_stem}{'Text' if _name in TEXTS else ''}Config"
     ARCHITECTURES[_name] = (
         getattr(transformers, _config),
         getattr(transformers, f"{_stem}ForCausalLM"),
@@ -191,16 +206,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
-# Two gated delta nets, then a layer of attention; odd sizes, value heads that share keys.
-DELTA: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
-}
+EXPERTS["qwen3_5_moe"] = {**EXPERTS["qwen2_moe"], **DELTA}
 EXPERTS["qwen3_next"] = {**EXPERTS["qwen2_moe"], **DELTA, "mlp_only_layers": [1]}
 EXPERTS["glm4_moe_lite"] = {
     **{key: value for key, value in EXPERTS["deepseek_v3"].items() if key[:5] != "first"},
@@ -284,7 +290,9 @@ def randomize(model: torch.nn.Module, scale: float = 1.0) -> None:
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("norm.weight") and not parameter.any():  # it is added to one
+                parameter.uniform_(-0.5, 0.5)
+            elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1 * scale)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tiny_models import make_tokenizer, randomize
+from tiny_models import DELTA, make_tokenizer, randomize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 START, PAD, END = 320, 321, 322  # of an image, and of each of its parts
@@ -57,6 +57,15 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VLMoe",
         {**MIXED, "head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [2, 2, 2]}},
         QWEN3,
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **DELTA,
+            "head_dim": 32,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+        },
+        {"num_position_embeddings": 16},
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",

@@ -161,7 +161,7 @@ class BlockManager:
             self.hit_tokens += seq.num_computed
         seq.block_table.extend(self._allocate() for _ in range(need))
         if self.states is not None:
-            seq.branch = found.known if found.known > len(hits) else 0
+            seq.branch = found.known if found.known > len(found.blocks) else 0
             self.states.admit(seq, found.snapshot)
             if seq.forks and found.snapshot and seq.num_computed == self._prompt_end(seq):
                 self.states.hold(seq, found.snapshot)

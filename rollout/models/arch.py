@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.weights.fused_experts import PROJ_NAMES, ExpertNames
@@ -186,9 +186,9 @@ class Arch:
     ``gated``: ``q_proj`` has a gate behind each head, whose sigmoid multiplies what it attends to.
 
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
-    them behind the others, and nothing here takes them. ``passed_over``: how the names of others
-    begin that nothing here takes. ``texts``: it is the text model within a multimodal one, what the
-    ``model_type`` of its ``text_config`` says. ``vision``: images, too.
+    them behind the others, and nothing here takes them. ``prefixes``: what names of files and
+    trainers may begin with (``weights.names.placed``). ``texts``: it is the text model within a
+    multimodal one, what the ``model_type`` of its ``text_config`` says. ``vision``: images, too.
     """
 
     qkv_bias: Switch = ("attention_bias", False)
@@ -227,7 +227,7 @@ class Arch:
     grown: bool = False
     mrope: Literal["sections", "interleaved"] | None = None
     next_layers: str | None = None
-    passed_over: tuple[str, ...] = ()
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     latent: LatentArch | None = None
     delta: DeltaArch | None = None
     gated: bool = False

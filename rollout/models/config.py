@@ -329,7 +329,7 @@ def _refuse_unsupported(read: Reader) -> None:
 
 def _prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
     found = dict(PREFIXES) if nested else {}
-    found |= dict.fromkeys(arch.passed_over, "")
+    found |= arch.prefixes
     if arch.next_layers:
         first = read.count("num_hidden_layers")
         further = read.count(arch.next_layers, 0, least=0)

@@ -196,7 +196,8 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     if kind == "default":
         # transformers ignores the factor for most architectures' unscaled rotary; so do we.
         share = 1.0 if arch.partial_rotary is None else float(partial)
-        return RopeConfig(kind=kind, theta=theta, partial=share, axes=_read_axes(read, arch, given))
+        axes = _read_axes(read, arch, given, share)
+        return RopeConfig(kind=kind, theta=theta, partial=share, axes=axes)
     # A top-level value wins over the one inside, as in transformers.
     own = values.get("original_max_position_embeddings")
     own = own or given.get("original_max_position_embeddings")
@@ -204,20 +205,24 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     scaling = {name: given[name] for name in sorted(given) if name not in NO_SCALING}
     if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
         raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
-    axes = _read_axes(read, arch, given)
+    axes = _read_axes(read, arch, given, float(partial))
     return RopeConfig(kind=kind, theta=theta, partial=float(partial), scaling=scaling, axes=axes)
 
 
-def _read_axes(read: Reader, arch: Arch, given: Mapping[str, Any]) -> tuple[int, ...]:
-    """The position that turns each pair: ``mrope_section`` counts those of time, row and column."""
+def _read_axes(read: Reader, arch: Arch, given: Mapping[str, Any], share: float) -> tuple[int, ...]:
+    """The position that turns each pair: ``mrope_section`` counts those of time, row and column.
+
+    ``share`` of each head turns.
+    """
     if arch.mrope is None:
         return ()
     sections = given.get("mrope_section") or MROPE_SECTIONS[arch.mrope]
-    pairs = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    whole = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    pairs = int(whole * share)
     if len(sections) != 3 or sum(sections) != pairs // 2:
         raise ConfigError(
             f"{read.file}: mrope_section {list(sections)} must be three counts that add up to half "
-            f"of head_dim {pairs}"
+            f"of the {pairs} dimensions of a head that turn"
         )
     if arch.mrope == "sections":
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

@@ -31,22 +31,32 @@ def rescorer(path: Path, weights_of: Any) -> Any:
     return module.Rescorer(str(path), weights_of)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3", 1), ("qwen3", 2), pytest.param(("qwen3_5", 2), marks=pytest.mark.more)],
+)
+def kind(request):
+    """An architecture and its ranks; the last has recurrent states."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(kind, tmp_path_factory):
     return tmp_path_factory.mktemp("around") / "model"
 
 
 @pytest.fixture(scope="module")
-def sets(path, tmp_path_factory):
+def sets(kind, path, tmp_path_factory):
     """Weights by version modulo their number; the first are the checkpoint's."""
-    models = [write_tiny(path), write_tiny(tmp_path_factory.mktemp("other"), seed=1)]
+    other = tmp_path_factory.mktemp("other")
+    models = [write_tiny(path, kind[0]), write_tiny(other, kind[0], seed=1)]
     return [dict(model.state_dict()) for model in models]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def rollout(request, path, sets):
+@pytest.fixture(scope="module")
+def rollout(kind, path, sets):
     with Rollout(
-        str(path), tensor_parallel_size=request.param, device="cpu", dtype="float32",
+        str(path), tensor_parallel_size=kind[1], device="cpu", dtype="float32",
         num_threads=1, num_kv_blocks=256, max_model_len=512, timeout=20.0, undo="host",
     ) as running:  # fmt: skip
         yield running

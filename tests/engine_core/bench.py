@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from engine_core.toy_model import VOCAB, ToyExecutor, chain
+from torch import Tensor
 
 from rollout.engine.batch import encode_batch
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence, Status
+from rollout.engine.state_slots import StateSlots
 from rollout.generation import SamplingParams
 
 
 class Bench:
-    """Owns one scheduler and one toy; every sampled token and every stored state is checked."""
+    """Owns one scheduler and one toy; every sampled token and every stored state is checked.
+
+    ``snapshots``: the model is one with recurrent states, with so many slots for snapshots, made at
+    every second block.
+    """
 
     def __init__(
         self,
@@ -22,8 +28,13 @@ class Bench:
         budget: int = 16,
         max_seqs: int = 8,
         caching: bool = True,
+        snapshots: int | None = None,
     ) -> None:
-        self.blocks = BlockManager(num_blocks, block_size, salt=1, prefix_caching=caching)
+        self.states = None if snapshots is None else StateSlots(max_seqs, snapshots, every=2)
+        self.slots: dict[int, tuple[tuple[int, int], ...]] = {}  # (token, version) they have seen
+        self.blocks = BlockManager(
+            num_blocks, block_size, salt=1, prefix_caching=caching, states=self.states
+        )
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget
         )
@@ -60,6 +71,8 @@ class Bench:
             return batch
         states = [self._check_entry(entry.sequence, entry.num_new) for entry in batch.entries]
         args, tensors = encode_batch(batch, self.blocks.block_size)
+        if self.states is not None:
+            self._run_states(batch, tensors)
         header, reply = self.toy.call("step", args, tensors)[0].result(0)
         output = SamplerOutput.from_tensors(reply)
         assert header["version"] == batch.version == self.version
@@ -97,6 +110,22 @@ class Bench:
     def check(self) -> None:
         self.scheduler.check_integrity()
         assert len(self.scheduler.running) <= self.max_seqs
+
+    def _run_states(self, batch: ScheduledBatch, tensors: dict[str, Tensor]) -> None:
+        """What the ranks do with slots, on what a state would have seen."""
+        for source, target in tensors["state_restores"].tolist():
+            self.slots[target] = self.slots[source]
+        for entry, slot in zip(batch.entries, tensors["state_slots"].tolist(), strict=True):
+            seq = entry.sequence
+            seen = self.slots[slot] if entry.start else ()
+            spans = seq.kv_spans.spans()
+            versions = [span.version for span in spans for _ in range(span.start, span.stop)]
+            known = seq.token_ids[: entry.start]
+            assert seen == tuple(zip(known, versions, strict=True)), f"{seq}: another state"
+            new = seq.token_ids[entry.start : entry.stop]
+            self.slots[slot] = (*seen, *((token, batch.version) for token in new))
+        for source, target in tensors["state_saves"].tolist():
+            self.slots[target] = self.slots[source]
 
     def _check_entry(self, seq: Sequence, num_new: int) -> int:
         """Compare every stored state the step will read; returns the state it should end with."""

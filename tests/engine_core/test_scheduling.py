@@ -291,6 +291,40 @@ def test_freed_blocks_are_reused_oldest_first_and_unhashed_ones_before_all() -> 
     assert kept.num_cached_tokens == 8
 
 
+def test_a_prefix_is_taken_up_at_the_nearest_snapshot_of_its_states() -> None:
+    bench = Bench(num_blocks=64, snapshots=4)
+    assert bench.states is not None
+    first = bench.submit(prompt(21), 1)[0]  # snapshots after 8, 16 and 20 tokens
+    bench.run()
+    assert (first.num_cached_tokens, bench.states.saved, bench.states.num_kept) == (0, 3, 3)
+    same = bench.submit(prompt(21), 1)[0]
+    bench.run()
+    assert same.num_cached_tokens == 20
+    branching = [*prompt(13), *prompt(9, 60)]  # three blocks are known, and a state after two
+    for wanted in (8, 20):
+        seq = bench.submit(branching, 1)[0]
+        bench.run()
+        assert seq.num_cached_tokens == wanted
+    # Behind the third block, where the two part, there is one now: at its second visit.
+    other = bench.submit([*prompt(13), *prompt(5, 80)], 1)[0]
+    bench.run()
+    assert other.num_cached_tokens == 12
+
+
+def test_a_state_of_two_versions_is_held_for_forks_and_found_by_nobody() -> None:
+    bench = Bench(num_blocks=64, budget=8, snapshots=6)
+    assert bench.states is not None
+    samples = bench.submit(prompt(21), 3, n=3)
+    bench.step()
+    bench.commit("keep")
+    bench.run()
+    spans = [seq.kv_spans.spans() for seq in samples]
+    assert all(len(found) == 2 and found[0] == VersionSpan(0, 0, 8) for found in spans), spans
+    assert bench.states.num_kept == 0
+    assert bench.submit(prompt(21), 1)[0].num_cached_tokens <= 0
+    bench.run()
+
+
 OPS = st.one_of(
     st.tuples(
         st.just("submit"),
@@ -315,11 +349,17 @@ OPS = st.one_of(
     budget=st.integers(1, 40),
     max_seqs=st.integers(1, 6),
     caching=st.booleans(),
+    snapshots=st.none() | st.integers(0, 5),
 )
 def test_any_history_keeps_the_books_and_gives_the_models_tokens(
-    ops: list[tuple[Any, ...]], num_blocks: int, budget: int, max_seqs: int, caching: bool
+    ops: list[tuple[Any, ...]],
+    num_blocks: int,
+    budget: int,
+    max_seqs: int,
+    caching: bool,
+    snapshots: int | None,
 ) -> None:
-    bench = Bench(num_blocks, 4, budget, max_seqs, caching)
+    bench = Bench(num_blocks, 4, budget, max_seqs, caching, snapshots)
     for op in ops:
         match op:
             case ("submit", length, prefix, n, max_tokens, scored):

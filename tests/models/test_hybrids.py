@@ -6,16 +6,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.config import EngineConfig
+from rollout.errors import ConfigError
+from rollout.server.preflight import check
 
 SETTINGS = {
     "device": "cpu", "dtype": "float32", "num_threads": 1, "block_size": 8, "max_model_len": 128,
     "num_kv_blocks": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24, "timeout": 20.0,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+FORKED = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=9, ignore_eos=True)
 PROMPTS = [[(3 + 11 * i + 7 * j) % 320 for j in range(7 + 9 * i)] for i in range(4)]
 
 
@@ -23,48 +28,88 @@ def start(path: Path, **settings: Any) -> Rollout:
     return Rollout(str(path), **{**SETTINGS, **settings})
 
 
-def check(model: torch.nn.Module, prompt: list[int], sample: Any) -> None:
-    """That the tokens are greedy, and their logprobs transformers', of one forward pass."""
+def compare(model: torch.nn.Module, prompt: list[int], sample: Any, greedy: bool = True) -> None:
+    """With transformers' logprobs of one forward pass over prompt and answer."""
     whole = torch.tensor([[*prompt, *sample.token_ids]])
     with torch.no_grad():
-        logprobs = (
-            model(whole, use_cache=False).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
-        )
-    chosen = torch.tensor(sample.token_ids)
+        rows = model(whole, use_cache=False).logits[0].float().log_softmax(-1)
+    rows, chosen = rows[len(prompt) - 1 : -1], torch.tensor(sample.token_ids)
     raw = torch.tensor(sample.logprobs.raw)
-    assert (logprobs.gather(1, chosen[:, None])[:, 0] - raw).abs().max() < 1e-4
-    top = logprobs.topk(2).values
+    assert (rows.gather(1, chosen[:, None])[:, 0] - raw).abs().max() < 1e-4
+    top = rows.topk(2).values
     clear = top[:, 0] - top[:, 1] > 1e-3
-    assert torch.equal(logprobs.argmax(-1)[clear], chosen[clear])
+    assert not greedy or torch.equal(rows.argmax(-1)[clear], chosen[clear])
 
 
-def test_chunks_preemption_prefix_hits_and_forks_give_what_transformers_computes(
-    tmp_path: Path,
+@pytest.mark.parametrize(("arch", "tp"), [("qwen3_next", 1), ("qwen3_5", 2)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_chunks_preemption_prefixes_and_forks_give_what_transformers_computes(
+    tmp_path: Path, arch: str, tp: int, ahead: bool
 ) -> None:
-    model = write_tiny(tmp_path, "qwen3_next")
-    with start(tmp_path, num_kv_blocks=16, state_snapshot_blocks=2) as rollout:
+    model = write_tiny(tmp_path, arch)
+    with start(
+        tmp_path, tensor_parallel_size=tp, num_kv_blocks=16, state_snapshot_blocks=2,
+        async_scheduling=ahead,
+    ) as rollout:  # fmt: skip
         for _turn in range(2):
             for prompt, output in zip(PROMPTS, rollout.generate(PROMPTS, GREEDY), strict=True):
-                check(model, prompt, output.outputs[0])
-        assert rollout.metrics().preemptions_total > 0
-        assert rollout.metrics().state_snapshot_hits_total > 0
-
-
-def test_forks_copy_the_state_at_the_end_of_their_prompt(tmp_path: Path) -> None:
-    model = write_tiny(tmp_path, "qwen3_next")
-    params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=9, ignore_eos=True)
-    with start(tmp_path, max_num_seqs=3) as rollout:
+                compare(model, prompt, output.outputs[0])
         before = rollout.metrics()
-        outputs = rollout.generate(PROMPTS, params)
-        after = rollout.metrics()
+        assert before.preemptions_total > 0
+        assert before.state_snapshot_hits_total > 0
+        outputs = rollout.generate(PROMPTS, FORKED)
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             for sample in output.outputs:
-                raw = torch.tensor(sample.logprobs.raw)
-                whole = torch.tensor([[*prompt, *sample.token_ids]])
-                with torch.no_grad():
-                    logits = model(whole, use_cache=False).logits[0].float()
-                wanted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-                wanted = wanted.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-                assert (wanted - raw).abs().max() < 1e-4
+                compare(model, prompt, sample, greedy=False)
         assert len({tuple(s.token_ids) for s in outputs[0].outputs}) > 1
-        assert after.state_snapshot_saves_total > before.state_snapshot_saves_total
+        assert rollout.metrics().state_snapshot_saves_total > before.state_snapshot_saves_total
+
+
+def test_a_warm_run_equals_a_cold_one_bit_for_bit_and_only_of_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    model = write_tiny(tmp_path, "qwen3_5")
+    with start(tmp_path, max_num_seqs=24, state_snapshot_blocks=1) as rollout:
+
+        def run() -> tuple[list[Any], list[int]]:
+            outputs = [rollout.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+            samples = [output.outputs[0] for output in outputs]
+            rows = [(s.token_ids, s.logprobs.raw, s.logprobs.processed) for s in samples]
+            return rows, [output.num_cached_tokens for output in outputs]
+
+        cold, cached = run()
+        assert cached == [0, 0, 0, 0]  # of prompts that share no block
+        warm, cached = run()
+        assert cached == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+        assert warm == cold
+        rollout.sleep(1)
+        rollout.wake_up()
+        assert run() == (cold, [0, 0, 0, 0])
+        rollout.update_weights(model)
+        again, cached = run()
+        assert (again, cached) == (cold, [0, 0, 0, 0])
+        assert run() == (warm, [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS])
+
+
+def test_few_slots_give_the_same_answers_in_more_steps(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, "qwen3_5")
+    found = check(EngineConfig(model=str(tmp_path), **SETTINGS))
+    each = found.memory.states // 12
+    assert (found.size.running, found.size.snapshots) == (6, 6)
+    assert f"{found.size.running} of sequences, 6 snapshots" in str(found.memory)
+    with start(tmp_path, state_cache_bytes=3 * each) as rollout:
+        for prompt, output in zip(PROMPTS, rollout.generate(PROMPTS, FORKED), strict=True):
+            for sample in output.outputs:
+                compare(model, prompt, sample, greedy=False)
+        assert rollout.metrics().state_snapshot_evictions_total > 0
+    with pytest.raises(ConfigError, match=f"state_cache_bytes={each} must be from {2 * each}"):
+        start(tmp_path, state_cache_bytes=each)
+
+
+def test_what_recurrent_states_cannot_do_yet_is_refused_by_name(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3_next")
+    with pytest.raises(ConfigError, match="layers with a recurrent state"):
+        start(tmp_path, deterministic=True)
+    write_tiny(tmp_path / "odd", "qwen3_next", linear_num_key_heads=1)
+    with pytest.raises(ConfigError, match=r"linear attention key heads \(1\)"):
+        start(tmp_path / "odd", tensor_parallel_size=2)

@@ -39,6 +39,7 @@ SHAPES = {
         "attention_bias": True,
     },
     "minimax_m2": {},
+    "qwen3_5_moe": {"linear_num_key_heads": 8, "linear_conv_kernel_dim": 2},
     "qwen3_next": {},
     "olmoe": {},
     "deepseek_v3": {},
@@ -108,6 +109,7 @@ MORE = (
     "glm4_moe, normalised heads, one dense layer, no groups",
     "deepseek_v3, queries of the hidden state, one dense layer, yarn",
     "deepseek_v2",
+    "qwen3_5_moe",
     "glm4_moe_lite",
     "llama4, all sparse, all listed, even temperature",
 )

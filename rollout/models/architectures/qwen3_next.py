@@ -9,7 +9,7 @@ Qwen3NextForCausalLM = Arch(
     head_dim_given=True,
     partial_rotary=0.25,
     gated=True,
-    passed_over=("mtp.",),
+    prefixes={"mtp.": ""},
     delta=DeltaArch(fused=True),
     moe=MoEArch(shared=SharedArch(size="shared_expert_intermediate_size")),
 )
