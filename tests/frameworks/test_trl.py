@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from serving import serve
 from tiny_models import write_tiny
+from tiny_vision import write_vision
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,6 +44,29 @@ def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) ->
         # The server's logprobs are those of the distribution it sampled from, as TRL computes them.
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["completions/mean_length"] > 0
+
+
+@pytest.mark.more
+def test_the_stock_grpo_trainer_trains_on_images_tower_and_all(tmp_path: Path) -> None:
+    write_vision(tmp_path / "tiny", tokenizer=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--dtype", "float32", "--logprobs-mode", "raw_logprobs", "--token", "secret"]
+    routes = (*ROUTES, "/v1/chat/completions/render", "/inference/v1/generate")
+    flags += ["--open-routes", ",".join(routes), "--open-port", str(port)]
+    with serve(tmp_path / "tiny", *flags) as served:
+        got = run(
+            "trl_vision_job.py", tmp_path / "tiny",
+            f"http://127.0.0.1:{port}", served.grpc, "secret", tmp_path / "out",
+        )  # fmt: skip
+    assert [sync["equal"] for sync in got["syncs"]] == [True] * 3
+    assert [sync["version"] for sync in got["syncs"]] == [1, 2, 3]
+    assert got["images"] > 0
+    assert got["moved"] > 0  # the tower learns, and every sync brings it
+    for row in got["rows"]:
+        # The server saw the very images that TRL scores the samples with.
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+    assert len(got["rows"]) == 2
 
 
 @pytest.mark.more
