@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from start_engines import outcome, start, trainer_job
 from tiny_models import DENSE, write_tiny
+from tiny_vision import END, PAD, START, check_greedy, picture, write_vision
 from trainer_processes import Job
 
-from rollout import Rollout
+from rollout import Rollout, SamplingParams
 
 pytestmark = pytest.mark.more
 
@@ -24,6 +25,8 @@ MIXTURES = (
 # With two ranks: fused files, norms over all ranks, norms of each head; groups, stacked experts.
 TWO_RANKS = ("phi3", "olmo3", "cohere", "deepseek_v3", "gpt_oss", "qwen3_next")
 BUCKET = 16 << 10
+PICTURED = [5, 6, START, PAD, END, 9, 8]
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,28 @@ def test_an_fsdp2_trainer_makes_the_engine_that_its_files_would(
             assert None not in job.ask(op="become", path=str(paths[which])), job.log.read_text()
             assert update(job, engine, transport)["transport"] == transport
             assert outcome(engine) == fresh[which]
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("qwen3_vl", 2), ("qwen3_vl_moe", 1)])
+def test_an_fsdp2_trainer_brings_the_tower_to_every_rank(
+    job: Job, tmp_path: Path, kind: str, tp: int
+) -> None:
+    paths, image = [tmp_path / name for name in ("a", "b")], picture(1)
+    models = [write_vision(path, kind, seed=seed) for seed, path in enumerate(paths)]
+
+    def pictured(engine: Rollout, which: int) -> Any:
+        [output] = engine.generate([PICTURED], GREEDY, images=[[image]])
+        check_greedy(models[which], output, [image])
+        return outcome(engine), output.outputs[0].token_ids, output.outputs[0].logprobs.raw
+
+    with start(paths[1], tp, max_num_batched_tokens=16) as engine:
+        second = pictured(engine, 1)
+    with start(paths[0], tp, max_num_batched_tokens=16) as engine:
+        fresh = [pictured(engine, 0), second]
+        for which, transport in ((1, "broadcast"), (0, "p2p")):
+            assert None not in job.ask(op="become", path=str(paths[which])), job.log.read_text()
+            assert update(job, engine, transport)["transport"] == transport
+            assert pictured(engine, which) == fresh[which]
 
 
 def update(job: Job, engine: Rollout, transport: str) -> dict[str, Any]:

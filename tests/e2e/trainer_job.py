@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rollout import Rollout, RolloutError
 from rollout.testing.faults import Fault, Faulty
@@ -58,16 +58,18 @@ class Dying:
 
 def build(kind: str, path: str, loaded: bool = False) -> tuple[Any, nn.Module]:
     """What the trainer passes to ``update_weights``, and the module whose weights it sets."""
-    if loaded:
-        model = AutoModelForCausalLM.from_pretrained(path)  # in the dtypes of its files
-    else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
+    config = AutoConfig.from_pretrained(path)
+    sees = hasattr(config, "vision_config")
+    kinds: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    # What is loaded is in the dtypes of its files.
+    model = kinds.from_pretrained(path) if loaded else kinds.from_config(config).float()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model), model
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.model.layers:
+        text = model.model.language_model if sees else model.model
+        for layer in (*text.layers, *(model.model.visual.blocks if sees else ())):
             fully_shard(layer)
         return fully_shard(model), model
     if kind == "zero3":

@@ -34,11 +34,3 @@ def test_greedy_tokens_equal_those_of_transformers_whole_and_in_chunks(tmp_path,
         check(engine, model)
     with Rollout(tmp_path, max_num_batched_tokens=7, **settings) as engine:
         check(engine, model)
-
-
-@pytest.mark.more
-def test_two_ranks_give_the_tokens_of_transformers(tmp_path):
-    model = write_vision(tmp_path)
-    settings = {"device": "cpu", "dtype": "float32", "num_threads": 1, "block_size": 8}
-    with Rollout(tmp_path, tensor_parallel_size=2, max_num_batched_tokens=16, **settings) as engine:
-        check(engine, model)
