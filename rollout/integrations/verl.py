@@ -45,6 +45,7 @@ class Server:
         self._rollout = AsyncRollout(model, **settings)
         self._limits, self._apart = limits, apart
         self._token = secrets.token_urlsafe(32) if apart else None
+        self._rejecting = False  # requests that come while generation is paused
         self._steps: dict[int, int] = {}  # the trainer's step by version
 
     async def launch_server(self) -> str:
@@ -76,6 +77,8 @@ class Server:
         """
         if image_data or video_data or audio_data:
             raise InvalidRequest("this engine takes text alone, no images, videos or audio")
+        if self._rejecting:  # verl's client asks another replica
+            return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", num_preempted=0)
         params = self._params(list(prompt_ids), dict(sampling_params))
         [output] = await self._rollout.generate(
             [list(prompt_ids)], params, request_ids=[request_id]
@@ -98,12 +101,16 @@ class Server:
         """Nothing was released."""
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Running requests end with what they have; new ones wait for ``resume_generation``."""
+        """Running requests end with what they have; new ones wait for ``resume_generation``, or
+        with ``reject_request`` are answered "aborted" at once.
+        """
+        self._rejecting = reject_request
         running = (await self._rollout.metrics()).running
         await self._rollout.pause_generation("abort")
         return {"aborted_count": running, "request_ids": []}
 
     async def resume_generation(self) -> None:
+        self._rejecting = False
         await self._rollout.resume_generation()
 
     async def set_global_steps(self, global_steps: int, version: int | None = None) -> None:

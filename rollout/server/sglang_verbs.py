@@ -19,7 +19,7 @@ from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import WAKE_TAGS
 from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
-from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest, VersionConflict
+from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.server.verbs import Size, UpdateInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 
@@ -163,11 +163,7 @@ class SglangVerbs:
         return _done("Succeeded to initialize custom process group.")
 
     async def destroy_group(self, body: DestroyGroupBody) -> Document:
-        def leave(verbs: VerbSession) -> None:
-            _check_group(verbs, body.group_name)
-            verbs.leave()
-
-        await self._run(leave)
+        await self._run(lambda verbs: verbs.leave(body.group_name))
         return _done("Succeeded to destroy custom process group.")
 
     async def begin(self) -> Document:
@@ -181,14 +177,17 @@ class SglangVerbs:
         info = UpdateInfo(names=body.names, dtype_names=body.dtypes, shapes=body.shapes)
 
         def receive(verbs: VerbSession) -> int:
-            _check_group(verbs, body.group_name)
+            verbs.check_group(body.group_name)
             try:
                 tensors = info.tensors()
             except InvalidRequest as error:
                 verbs.refuse(str(error))
                 raise
             # Without a caller: the next step's call is the same to a byte, and no repeat.
-            return verbs.update(tensors, packing, in_flight=body.in_flight, label=body.label)
+            return verbs.update(
+                tensors, packing,
+                in_flight=body.in_flight, label=body.label, group=body.group_name,
+            )  # fmt: skip
 
         nbytes = await self._run(receive)
         return _done(f"{nbytes} bytes of {len(body.names)} tensors were received")
@@ -287,16 +286,6 @@ async def server_info(rollout: AsyncRollout) -> Document:
 
 def _done(message: str) -> Document:
     return {"success": True, "message": message}
-
-
-def _check_group(verbs: VerbSession, name: str) -> None:
-    there = verbs.group_name
-    if there is None:
-        raise InvalidRequest(
-            f"the engine is not in the group {name!r}: init_weights_update_group first"
-        )
-    if there != name:
-        raise VersionConflict(f"the engine is in the group {there!r}, not in {name!r}")
 
 
 def _safetensors(text: str) -> dict[str, torch.Tensor]:

@@ -2,20 +2,23 @@
 
     megatron_job.py RANK WORLD PORT CLIENT
 
-Each JSON line of stdin is a command, answered by one line: what the update said, or its error.
+Each JSON line of stdin is a command, answered by one line: what the update said, or its error; of
+"forward", nothing: the weights that it drew and the logits that Megatron makes of them are files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, sys.argv[4])
 
@@ -23,6 +26,8 @@ from frameworks.megatron_layouts import shard
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rollout import Rollout
@@ -30,7 +35,12 @@ from rollout.errors import RolloutError
 from rollout.integrations.megatron import MegatronSource
 
 PADDED = 336
-torch.Tensor.cuda = lambda self, *_, **__: self  # Megatron moves tied embeddings to add them up
+# Megatron asks for a card by name: tied embeddings are moved there to add them up, rope tables and
+# gathered logits are made there, and dropout (0 here) has a generator there.
+torch.Tensor.cuda = lambda self, *_, **__: self
+torch.cuda.current_device = lambda: "cpu"
+moe_utils.te_general_gemm = None  # which 0.16.1 asks for without Transformer Engine, too
+CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
 
 
 def build(hf: dict[str, Any]) -> GPTModel:
@@ -59,6 +69,11 @@ def build(hf: dict[str, Any]) -> GPTModel:
         pipeline_model_parallel_size=2,
         expert_tensor_parallel_size=1,
         pipeline_dtype=torch.float32,
+        layernorm_epsilon=hf["rms_norm_eps"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+        moe_token_dispatcher_type="allgather",
         **(mixture if experts else {}),
     )
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
@@ -69,6 +84,8 @@ def build(hf: dict[str, Any]) -> GPTModel:
         vocab_size=PADDED,
         max_sequence_length=64,
         position_embedding_type="rope",
+        rotary_base=hf["rope_parameters"]["rope_theta"],
+        parallel_output=False,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         pre_process=stage == 0,
         post_process=stage == 1,
@@ -96,7 +113,44 @@ def become(path: Path) -> tuple[GPTModel, dict[str, Any]]:
     return model, hf
 
 
+def forward(ask: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's own logits of weights that it holds as nobody has laid them out, and these weights
+    as ``MegatronSource`` gathers them, into the checkpoint at ``ask["path"]``.
+    """
+    path, place = Path(ask["path"]), parallel_state
+    hf = json.loads((path / "config.json").read_text())
+    model = build(hf).eval()
+    stage = place.get_pipeline_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        cut = getattr(parameter, "tensor_model_parallel", False) or ".experts." in name
+        shard = place.get_tensor_model_parallel_rank() if cut else 0
+        seed = zlib.crc32(f"{stage} {name} {shard}".encode())
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.data = 1 + drawn / 8 if parameter.dim() == 1 else drawn / 4
+    ids = torch.tensor([ask["ids"]])
+    positions = torch.arange(ids.shape[1])[None]
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1).bool()
+    with torch.no_grad():
+        if stage == 0:
+            hidden = model(ids, positions, mask)
+            dist.send(hidden.contiguous(), place.get_pipeline_model_parallel_next_rank())
+        else:
+            hidden = torch.empty(ids.shape[1], 1, hf["hidden_size"])
+            dist.recv(hidden, place.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor(hidden)
+            logits = model(ids, positions, mask)[..., : hf["vocab_size"]].contiguous()
+            if place.get_tensor_model_parallel_rank() == 0:
+                save_file({"logits": logits}, path / "logits")
+    held = {name: tensor.clone() for name, tensor in MegatronSource([model], config=hf)}
+    if dist.get_rank() == 0:
+        save_file(held, path / "model.safetensors", {"format": "pt"})
+    dist.barrier()
+    return {}
+
+
 def answer(ask: dict[str, Any]) -> dict[str, Any]:
+    if ask["op"] == "forward":
+        return forward(ask)
     model, config = become(Path(ask["path"]))
     if dist.get_rank() == ask.get("odd_rank"):
         model.decoder.layers[0].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))

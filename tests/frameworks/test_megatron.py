@@ -15,6 +15,7 @@ from frameworks.megatron_layouts import shard, tree
 from safetensors.torch import load_file
 from tiny_models import write_tiny
 from trainer_processes import Job
+from transformers import AutoModelForCausalLM
 
 from rollout import ConfigError, Rollout, WeightMismatch
 from rollout.integrations.megatron import MegatronLayout, MegatronSource
@@ -142,3 +143,22 @@ def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
             got = [o.outputs[0] for o in engine.generate(prompts, params)]
             assert [o.token_ids for o in got] == [o.token_ids for o in wanted]
             assert [o.logprobs.raw for o in got] == [o.logprobs.raw for o in wanted]
+
+
+@pytest.mark.more
+@pytest.mark.skipif(CLIENT is None, reason="Megatron-Core is not installed: make clients")
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_megatrons_own_forward_gives_the_logits_of_what_is_sent(
+    job: Job, tmp_path: Path, arch: str
+) -> None:
+    """The order of rows in its fused tensors is that of its forward over the same four ranks."""
+    write_tiny(tmp_path, arch)
+    ids = [5, 6, 7, 8, 9, 200, 11, 300]
+    answers = job.ask(op="forward", path=str(tmp_path), ids=ids)
+    assert answers == [{}] * 4, job.log.read_text()[-4000:]
+    theirs = load_file(tmp_path / "logits")["logits"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        ours = model(torch.tensor([ids])).logits
+    assert theirs.std() > 0.5
+    assert (theirs - ours).abs().max() < 1e-4

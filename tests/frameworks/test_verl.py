@@ -73,6 +73,8 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert len(partial["token_ids"]) == len(partial["log_probs"]) == 400
     assert (partial["extra_fields"]["min_global_steps"]) == 11
     assert (partial["extra_fields"]["max_global_steps"]) == 12
+    assert (got["rejected"]["token_ids"], got["rejected"]["stop_reason"]) == ([], "aborted")
+    assert got["back"]["token_ids"] == got["first"]["token_ids"]
 
 
 @pytest.mark.more

@@ -109,6 +109,10 @@ async def course():
     )
     await replica.resume_generation()
     found["partial"] = (await asyncio.wait_for(task, 60)).model_dump()
+    await replica.abort_all_requests(reject_request=True)  # it leaves the rotation
+    found["rejected"] = await once("e")
+    await replica.resume_generation()
+    found["back"] = await once("f")
     adapter._rollout.shutdown()
     await replica.servers[0].shutdown.remote()
     return found

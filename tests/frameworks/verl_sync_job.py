@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.update(
@@ -51,8 +52,6 @@ actor_rollout_ref.actor.ppo_mini_batch_size=4
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
 actor_rollout_ref.actor.optim.lr=0.001
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
-actor_rollout_ref.rollout.name=rollout
-actor_rollout_ref.rollout.mode=async
 actor_rollout_ref.rollout.dtype=float32
 actor_rollout_ref.rollout.load_format=auto
 actor_rollout_ref.rollout.prompt_length=8
@@ -60,10 +59,9 @@ actor_rollout_ref.rollout.response_length=8
 actor_rollout_ref.rollout.max_num_seqs=8
 actor_rollout_ref.rollout.max_num_batched_tokens=256
 actor_rollout_ref.rollout.tensor_model_parallel_size=1
-actor_rollout_ref.rollout.checkpoint_engine.backend=rollout
 +actor_rollout_ref.rollout.engine_kwargs.rollout.device=cpu
 +actor_rollout_ref.rollout.engine_kwargs.rollout.num_threads=1
-+actor_rollout_ref.rollout.engine_kwargs.rollout.num_kv_blocks=64
+++actor_rollout_ref.rollout.engine_kwargs.rollout.num_kv_blocks=64
 """.split()  # fmt: skip
 
 
@@ -88,7 +86,16 @@ class Trainer(ActorRolloutRefWorker):
 def configured():
     where = os.path.join(os.path.dirname(verl.__file__), "trainer", "config")
     with initialize_config_dir(where, version_base=None):
-        return compose("ppo_trainer", OVERRIDES)
+        return compose("ppo_trainer", [*documented(), *OVERRIDES])
+
+
+def documented():
+    """The lines of the page that a user adds."""
+    page = Path(__file__).parents[2] / "docs" / "frameworks" / "verl.md"
+    lines = [line.strip() for line in page.read_text().splitlines() if line.startswith("    ")]
+    found = [line for line in lines if line.lstrip("+").startswith("actor_rollout_ref.rollout.")]
+    assert len(found) == 5, found
+    return found
 
 
 async def course(config):

@@ -42,7 +42,8 @@ def engine(folder, model):
 
 def run_trainer(url: str, path: Path, *flags: str) -> str:
     """A process of its own, since its group lies beside its default group; what it printed."""
-    command = [sys.executable, str(TRAINER), url, str(path), str(free_port()), *flags]
+    ports = ",".join(str(free_port()) for _ in range(2))
+    command = [sys.executable, str(TRAINER), url, str(path), ports, *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,6 +65,26 @@ def test_a_torch_trainer_broadcasts_and_its_weights_go_live(engine, folder, weig
     assert rollout.check_weights(weights[seed]).equal
     row = http.post("/generate", json={"input_ids": [5, 6]}).json()["meta_info"]
     assert row["weight_version"] == f"step-{seed}"
+
+
+def test_a_group_of_each_pipeline_stage_sends_its_part_of_one_update(
+    engine, folder, weights
+) -> None:
+    """slime's calls (written down from its source): a group for each stage, whose buckets alternate
+    behind a lock of its own, two updates over the same groups.
+    """
+    http, rollout, url = engine
+    path = folder / "staged.safetensors"
+    save_file(weights[1], path)
+    before = http.get("/weight_info").json()["version"]
+    flags = ("--stages", "2", "--buckets", "5", "--rounds", "2", "--label", "7")
+    assert run_trainer(url, path, *flags) == ""
+    assert http.get("/weight_info").json()["version"] == before + 2
+    assert rollout.check_weights(weights[1]).equal
+    body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "slime-pp_0"}
+    reply = http.post("/update_weights_from_distributed", json=body)
+    assert (reply.status_code, reply.json()["success"]) == (400, False)
+    assert "in no transfer group" in reply.json()["message"]
 
 
 def test_a_model_that_is_not_whole_does_not_go_on(engine, folder, weights) -> None:

@@ -18,16 +18,15 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout.config import DEFAULT_BUCKET_BYTES
-from rollout.engine.executors import gather_replies
 from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.foreign_groups import ForeignGroups
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
-from rollout.engine.updates.vllm_update import GRACE, Packing, VllmUpdate
-from rollout.errors import ConfigError, InvalidRequest, RolloutError, UpdateInProgress
+from rollout.engine.updates.vllm_update import Packing, VllmUpdate
+from rollout.errors import UpdateInProgress
 from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.protocol.messages import (
     Decision,
@@ -35,7 +34,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
 )
 from rollout.weight_sync.transports.vllm import VllmTransfer
-from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
+from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
 
@@ -67,8 +66,7 @@ class VerbSession:
         self._ended = "none was started"
         self._committed: UpdateReceipt | None = None  # until the next one begins
         self._late: frozenset[str] = frozenset()  # aliases that its calls did not hold
-        self._group: ForeignGroup | None = None
-        self._group_id = ""
+        self._groups = ForeignGroups(coordinator)
         self._packing = Packing()
         self._starts = False  # whether this sender says start itself
 
@@ -76,7 +74,7 @@ class VerbSession:
         self, group: ForeignGroup, packing: Packing | None = None, timeout: float = TIMEOUT,
         caller: Caller = ANYBODY,
     ) -> None:  # fmt: skip
-        """Take every rank's place in the trainer's group, instead of an earlier one.
+        """Take every rank's place in the trainer's group, beside those of other names.
 
         Returns when the group has formed; ``DeadlineExceeded`` or ``TransferFailed`` when it does
         not within ``timeout`` seconds, ``ConfigError`` when it has too few places. Where the ranks
@@ -85,16 +83,8 @@ class VerbSession:
 
         def act() -> None:
             self._none_open()
-            last = group.rank_offset + self._of.num_ranks
-            if last > group.size:
-                raise ConfigError(
-                    f"world_size {group.size} is too small: with rank_offset {group.rank_offset} "
-                    f"this engine's {self._of.num_ranks} ranks need places up to {last - 1}; "
-                    "get_world_size tells how many ranks there are, the trainer comes on top"
-                )
-            if self._group != group or not self._is_alive(timeout):
-                self._join(group, timeout)
-            self._group, self._packing = group, packing or Packing()
+            self._groups.join(group, timeout)
+            self._packing = packing or Packing()
             self._starts = False
 
         said = Said("init_weight_transfer_engine", caller, repr((group, packing)))
@@ -117,7 +107,7 @@ class VerbSession:
 
         def act() -> Started:
             self._not_ended(caller)
-            self._in_group()
+            self._groups.check_any(self._ended)
             self._none_open()
             self._starts = True
             update = self._begin(caller.update_id, timeout, deadline, in_flight, implicit=False)
@@ -128,7 +118,7 @@ class VerbSession:
     def update(
         self, tensors: Sequence[TensorMeta], packing: Packing | None = None,
         caller: Caller = ANYBODY, index: int | None = None, *, in_flight: str = "keep",
-        label: str | None = None,
+        label: str | None = None, group: str | None = None,
     ) -> int:  # fmt: skip
         """Receive ``tensors``, which the trainer broadcasts in this order; returns their bytes.
 
@@ -138,15 +128,17 @@ class VerbSession:
         one that completes the model commits it; aliases (a tied head) that come after it are
         compared with what is live, and differing is a ``WeightMismatch``. ``index``: which call of
         the update this is, from 0 on, if the sender counts. ``label``: as of ``finish``, which may
-        come without.
+        come without. ``group``: the one that brings them, where there are several; each brings a
+        part of the one update.
         """
 
         def act() -> int:
             self._is_for(caller)
             if index is not None and index != (now := self._open.calls if self._open else 0):
                 raise Conflict(f"update_weights {index} came, and {now} is due")
-            self._in_group()
+            self._groups.check(group, self._ended)
             try:
+                self._groups.use(group)
                 update = self._open
                 if update is None and self._come_late(tensors):
                     return self._confirm(tensors, packing or self._packing)
@@ -165,23 +157,25 @@ class VerbSession:
                 self._late = frozenset(self._of.aliases) - update.names()
             return received
 
-        content = f"{index} {packing} {[(m.name, m.dtype, tuple(m.shape)) for m in tensors]}"
+        content = (
+            f"{index} {group} {packing} {[(m.name, m.dtype, tuple(m.shape)) for m in tensors]}"
+        )
         digest = hashlib.sha256(content.encode()).hexdigest()
         said = Said("update_weights", caller, digest)
         # After one that has committed by itself, the same again is the next update.
         return self._answers.run(said, act, remember=lambda: self._open is not None)
 
-    @property
-    def group_name(self) -> str | None:
-        """Of the torch process group that the ranks are in; None where they are in no group."""
-        return None if self._group is None else self._group.name
+    def check_group(self, group: str) -> None:
+        """``InvalidRequest`` or ``VersionConflict`` where the ranks are not in this group."""
+        self._groups.check(group, self._ended)
 
-    def leave(self) -> None:
-        """Leave the trainer's group, and give up what is open."""
+    def leave(self, group: str | None = None) -> None:
+        """Leave this group of the trainer, or all, and give up what is open."""
 
         def act() -> None:
+            self._groups.check(group, self._ended)
             self._end("the group was destroyed")
-            self._leave()
+            self._leave(group)
 
         self._answers.run(Said("destroy_weights_update_group", ANYBODY), act)
 
@@ -268,28 +262,6 @@ class VerbSession:
                 f"update {caller.update_id} is live as version {outcome.committed.version}"
             )
 
-    def _is_alive(self, timeout: float) -> bool:
-        """Whether every rank is in the group, and the trainer that leads it still there."""
-        with suppress(RolloutError):
-            args = {"id": self._group_id}
-            asked = self._of.engine.call("stage_member", args)
-            return all(r["alive"] for r, _ in gather_replies(asked, "rendezvous", timeout))
-        return False
-
-    def _join(self, group: ForeignGroup, timeout: float) -> None:
-        self._leave()
-        self._of.acquire(None, timeout)  # other updates' bytes do not wait behind this
-        self._group_id = uuid.uuid4().hex
-        try:
-            args = {"id": self._group_id, "group": group.to_wire(), "timeout": timeout}
-            limit = timeout + START_LIMIT + GRACE
-            gather_replies(self._of.engine.call("stage_join", args), "rendezvous", limit)
-        except BaseException:
-            self._leave()
-            raise
-        finally:
-            self._of.free(None)
-
     def _watch(self, update: VllmUpdate) -> None:
         """Abort ``update`` unless a verb comes within its deadline."""
 
@@ -302,13 +274,6 @@ class VerbSession:
         update.timer = threading.Timer(update.deadline, expire)
         update.timer.daemon = True
         update.timer.start()
-
-    def _in_group(self) -> None:
-        if self._group is None:
-            raise InvalidRequest(
-                f"init_weight_transfer_engine first: the engine is in no transfer group "
-                f"({self._ended})"
-            )
 
     def _none_open(self) -> None:
         if self._open is not None:
@@ -379,9 +344,6 @@ class VerbSession:
         update.lease.abort(reason)
         return update.lease.is_lost
 
-    def _leave(self) -> None:
-        if self._group is not None:
+    def _leave(self, group: str | None = None) -> None:
+        if self._groups.leave(group):
             self._ended += "; the ranks have left its group, so that no sender waits in it"
-        self._group = None
-        with suppress(RolloutError):  # dead ranks are in no group
-            self._of.engine.call("leave_group", {"id": self._group_id})

@@ -39,36 +39,40 @@ class RankUpdates:
         self._check_finite = check_finite
         self._update: _Staging | None = None
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
-        self._member: Member | None = None  # of a framework's group, across its updates
-        self._member_id = ""
+        self._members: dict[str, Member] = {}  # of frameworks' groups, across their updates
+        self._using = ""  # the one that the next broadcasts come over
 
     def join(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Take this rank's place in a framework's group; blocks until it has formed.
 
-        ``args["id"]`` is what a ``leave`` will name it by; an earlier group's place is given up.
+        ``args["id"]`` is what ``use``, ``member`` and ``leave`` will name it by.
         """
-        self.leave()
         member = make_member(args["group"], self._rank, self._device)
-        self._member, self._member_id = member, args["id"]
+        self._members[args["id"]] = member
         try:
             member.join(args["timeout"])
         except BaseException:
-            self.leave()
+            self.leave(args["id"])
             raise
+        return {}
+
+    def use(self, member_id: str) -> dict[str, Any]:
+        """The broadcasts of the buckets that follow come over the group of this name."""
+        self._using = member_id
         return {}
 
     def member(self, member_id: str) -> dict[str, Any]:
         """Whether this rank is in the group that ``join`` called ``member_id``, and that lives."""
-        member = self._member if member_id == self._member_id else None
+        member = self._members.get(member_id)
         return {"alive": member is not None and member.is_alive()}
 
     def leave(self, member_id: str | None = None) -> dict[str, Any]:
-        """Leave the framework's group, from any thread; a blocked ``join`` or ``bucket`` raises.
+        """Leave this group, or all, from any thread; a blocked ``join`` or ``bucket`` raises.
 
-        One that has been left already, or replaced, is left alone.
+        One that has been left already is left alone.
         """
-        if member_id is None or member_id == self._member_id:
-            member, self._member = self._member, None
+        for one in [*self._members] if member_id is None else [member_id]:
+            member = self._members.pop(one, None)
             if member is not None:
                 member.close()
         return {}
@@ -81,7 +85,7 @@ class RankUpdates:
         builds_on_live = request.partial or request.encoding == "delta"
         with self._dropping_on_error():  # there may be no memory for it
             transport = find(request.transport, self._device)
-            here = EngineRank(self._rank, self._device, self._member)
+            here = EngineRank(self._rank, self._device, lambda: self._members.get(self._using))
             receiver = transport.receiver(request, here)
             if live:
                 session = self._instances.open_live(request.components)

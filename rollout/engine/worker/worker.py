@@ -76,6 +76,7 @@ class Worker:
             "interrupt_update": self._plain(self.interrupt_update),
             "leave_group": self._plain(lambda args: self.updates.leave(args["id"])),
             "stage_member": self._plain(lambda args: self.updates.member(args["id"])),
+            "stage_use": self._plain(lambda args: self.updates.use(args["id"])),
             "stage_join": self._plain(lambda args: self.updates.join(args)),
             "stage_begin": self._plain(self.stage_begin),
             "stage_connect": self._plain(lambda args: self.updates.connect(args)),

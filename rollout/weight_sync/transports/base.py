@@ -8,7 +8,7 @@ moves its bytes; a rank posts its receive when it sees the announcement.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
@@ -47,11 +47,11 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
-    """The rank that receives; ``member``: its place in a framework's group, if it has one."""
+    """The rank that receives; ``member``: its place now in a framework's group, if it has one."""
 
     rank: int
     device: str
-    member: Any = None
+    member: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ preamble or a digest. Only what was announced on the channel says what they hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,35 +57,43 @@ def make_member(wire: Mapping[str, Any], rank: int, device: str) -> Member:
 
 
 class ForeignReceiver:
-    """A rank's end during one update, over a place it has already."""
+    """A rank's end during one update, over places it has already.
 
-    def __init__(self, member: Member | None, rank: int) -> None:
-        self._member, self._rank = member, rank
-        self._receiving = self._closed = False
+    ``place``: the one that the next broadcast comes over.
+    """
+
+    def __init__(self, place: Callable[[], Member | None], rank: int) -> None:
+        self._place, self._rank = place, rank
+        self._receiving: Member | None = None
+        self._closed = False
 
     def connect(self, timeout: float) -> None:
-        if self._member is None:
-            raise TransferFailed(
-                f"rank {self._rank} is in no transfer group: init_weight_transfer_engine first"
-            )
+        """Nothing: which group the first broadcast comes over is said with it."""
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
-        self.connect(timeout)
-        assert self._member is not None
-        self._receiving = True
+        self._receiving = member = self._member()
         try:
             if self._closed:
                 raise TransferFailed(f"rank {self._rank}: the update was aborted")
-            payload = self._member.receive(sum(e.nbytes for e in header.entries), timeout)
+            payload = member.receive(sum(e.nbytes for e in header.entries), timeout)
         finally:
-            self._receiving = False
+            self._receiving = None
         return _aligned(header, payload)
 
     def close(self) -> None:
         """The group stays, unless a broadcast is being waited for: nobody knows what comes next."""
         self._closed = True
-        if self._receiving and self._member is not None:
-            self._member.close()
+        member = self._receiving
+        if member is not None:
+            member.close()
+
+    def _member(self) -> Member:
+        member = self._place()
+        if member is None:
+            raise TransferFailed(
+                f"rank {self._rank} is in no transfer group: init_weight_transfer_engine first"
+            )
+        return member
 
 
 def _aligned(header: BucketHeader, payload: Tensor) -> Tensor:
