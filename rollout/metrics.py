@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 LATENCY_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -119,3 +120,38 @@ class EngineCounters:
     last_stall: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
+
+    def record_nonfinite(self) -> None:
+        """Count an update that is refused for NaN or infinity."""
+        self.updates_nonfinite += 1
+
+    def record_update(self, stall: float) -> None:
+        """Count a committed update that stalled generation for ``stall`` seconds."""
+        self.updates += 1
+        self.last_stall = stall
+        self.nonfinite_tensors = 0
+
+    def record_failed_update(self, update_id: str, reason: str) -> None:
+        self.updates_failed += 1
+        self.update_errors.append(f"{update_id}: {reason[:1000]}")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Fields of ``EngineStats``."""
+        return {
+            "prompt_tokens_total": self.prompt_tokens,
+            "generation_tokens_total": self.generation_tokens,
+            "steps_total": self.steps,
+            "nan_logits_total": self.nan_logits,
+            "weight_updates_total": self.updates,
+            "weight_updates_failed_total": self.updates_failed,
+            "weight_updates_nonfinite_total": self.updates_nonfinite,
+            "nonfinite_tensors": self.nonfinite_tensors,
+            "last_stall_seconds": self.last_stall,
+            "time_to_first_token": self.time_to_first_token.snapshot(),
+            "inter_token": self.inter_token.snapshot(),
+            "following": self.following,
+            "follow_error": self.follow_error,
+            "follow_failures_total": self.follow_failures,
+            "requests_finished": dict(self.finished),
+            "weight_update_errors": tuple(self.update_errors),
+        }

@@ -129,6 +129,24 @@ class Control:
         elif was is not None:
             self._loop.at_boundary(lambda: self._loop.pause_state.open("broken"))
 
+    # ---- what an update holds back ----
+
+    def drain(self, timeout: float) -> None:
+        """Return when nothing that has begun is left; nothing is admitted until ``undrain``."""
+        self._loop.ask_drained("drain", timeout).result()
+
+    def undrain(self) -> None:
+        """Admit again, from the next boundary on; never waits and never raises."""
+        self._loop.at_boundary(lambda: self._loop.pause_state.open("drain"))
+
+    def hold(self, timeout: float) -> None:
+        """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
+        self._loop.ask("hold", lambda: self._loop.pause_state.freeze("hold"), timeout).result()
+
+    def release(self) -> None:
+        """Step again, from the next boundary on; never waits and never raises."""
+        self._loop.at_boundary(lambda: self._loop.pause_state.open("hold"))
+
     @property
     def broken_text(self) -> str:
         return f"the engine cannot generate until a full update commits: {self.broken}"

@@ -272,37 +272,22 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """One moment; takes no lock and waits for nobody."""
-        count = self.counters
+        counted = self.counters.snapshot() | self._state_stats()
+        if self._encoder is not None:
+            counted |= self._encoder.figures.stats()
         return EngineStats(
             state=self.state,
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
             kv_usage=self.blocks.usage,
             num_kv_blocks=self.num_kv_blocks,
-            prompt_tokens_total=count.prompt_tokens,
-            generation_tokens_total=count.generation_tokens,
-            steps_total=count.steps,
             preemptions_total=self.scheduler.preemptions,
             prefix_cache_queries_total=self.blocks.query_tokens,
             prefix_cache_hits_total=self.blocks.hit_tokens,
-            **self._state_stats(),
-            requests_finished=dict(count.finished),
-            nan_logits_total=count.nan_logits,
             epoch=self.epoch,
             seed=self.seed,
             weight_version=self.version,
-            weight_updates_total=count.updates,
-            weight_updates_failed_total=count.updates_failed,
-            weight_updates_nonfinite_total=count.updates_nonfinite,
-            nonfinite_tensors=count.nonfinite_tensors,
-            last_stall_seconds=count.last_stall,
-            time_to_first_token=count.time_to_first_token.snapshot(),
-            inter_token=count.inter_token.snapshot(),
-            following=count.following,
-            follow_error=count.follow_error,
-            follow_failures_total=count.follow_failures,
-            weight_update_errors=tuple(count.update_errors),
-            **({} if self._encoder is None else self._encoder.figures.stats()),
+            **counted,
         )
 
     def _state_stats(self) -> dict[str, int]:
@@ -317,22 +302,6 @@ class EngineCore:
         }
 
     # ---- what an update uses ----
-
-    def drain(self, timeout: float) -> None:
-        """Return when nothing that has begun is left; nothing is admitted until ``undrain``."""
-        self.loop.ask_drained("drain", timeout).result()
-
-    def undrain(self) -> None:
-        """Admit again, from the next boundary on; never waits and never raises."""
-        self.at_step_boundary(lambda: self.loop.pause_state.open("drain"))
-
-    def hold(self, timeout: float) -> None:
-        """Stop stepping at the next boundary, until ``release``; independent of ``pause``."""
-        self.loop.ask("hold", lambda: self.loop.pause_state.freeze("hold"), timeout).result()
-
-    def release(self) -> None:
-        """Step again, from the next boundary on; never waits and never raises."""
-        self.at_step_boundary(lambda: self.loop.pause_state.open("hold"))
 
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
@@ -378,20 +347,6 @@ class EngineCore:
     def mark_broken(self, reason: str | None) -> None:
         """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""
         self.control.mark_broken(reason)
-
-    def record_nonfinite(self) -> None:
-        """Count an update that is refused for NaN or infinity."""
-        self.counters.updates_nonfinite += 1
-
-    def record_update(self, stall: float) -> None:
-        """Count a committed update that stalled generation for ``stall`` seconds."""
-        self.counters.updates += 1
-        self.counters.last_stall = stall
-        self.counters.nonfinite_tensors = 0
-
-    def record_failed_update(self, update_id: str, reason: str) -> None:
-        self.counters.updates_failed += 1
-        self.counters.update_errors.append(f"{update_id}: {reason[:1000]}")
 
     # ---- helpers ----
 

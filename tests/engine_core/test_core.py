@@ -244,11 +244,11 @@ def test_a_drain_lets_running_requests_end_and_admits_no_other(start: Start) -> 
     core.submit([request("a", max_tokens=60)], first, stream=True)
     core.submit([request("b", max_tokens=5)], second, stream=False)
     first.wait_for(1)
-    core.drain(5)
+    core.control.drain(5)
     assert first.results()["a"].outputs[0].finish_reason == "length"
     commit(core, 1, "wait")
     assert second.items == []
-    core.undrain()
+    core.control.undrain()
     assert second.results()["b"].outputs[0].token_ids == continuation(PROMPT, 5, weights=1)
 
 
@@ -257,7 +257,7 @@ def test_a_drain_that_cannot_end_says_so_and_generation_goes_on(start: Start) ->
     core = start(toy)
     sink = held(core, toy, 2, max_tokens=100)
     with pytest.raises(DeadlineExceeded):
-        core.drain(0.05)
+        core.control.drain(0.05)
     core.control.resume().result()
     assert len(sink.results()["a"].outputs[0].token_ids) == 100
     run(core, request("b"))
@@ -418,8 +418,8 @@ def test_figures_count_what_happened(start: Start) -> None:
     core = start()
     run(core, request("a", max_tokens=4), request("b", max_tokens=4))
     run(core, request("c", max_tokens=4))
-    core.record_failed_update("u1", "the disk went away")
-    core.record_update(0.5)
+    core.counters.record_failed_update("u1", "the disk went away")
+    core.counters.record_update(0.5)
     stats = core.stats()
     assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (3 * len(PROMPT), 12)
     assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (54, 32)

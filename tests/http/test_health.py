@@ -95,12 +95,12 @@ async def test_health_follows_the_engine(engine: Rollout, health: HealthStub) ->
 async def test_an_update_without_a_pause_is_healthy(engine: Rollout, health: HealthStub) -> None:
     """Also one that holds generation back for a moment, or lets what has begun finish first."""
     core = engine._async.backend.core
-    core.hold(30)
+    core.control.hold(30)
     assert await looks(engine, health) == READY
-    core.release()
-    core.drain(30)
+    core.control.release()
+    core.control.drain(30)
     assert await looks(engine, health) == READY
-    core.undrain()
+    core.control.undrain()
 
 
 def test_watchers_are_told_of_every_change(engine: Rollout, health: HealthStub) -> None:

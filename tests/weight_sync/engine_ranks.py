@@ -138,6 +138,7 @@ class Engine:
             for r in range(size)
         ]
         self.epoch, self.version, self.broken = 7, 0, None
+        self.control = self.counters = self
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed
         self.held = False

@@ -51,7 +51,7 @@ def take_votes(
     try:
         check_finite(combine([vote["nonfinite"] for vote in votes]))
     except WeightMismatch:
-        engine.record_nonfinite()
+        engine.counters.record_nonfinite()
         raise
     return Sealed(seal, votes, held, seconds)
 

@@ -357,4 +357,4 @@ class Coordinator:
         self._label = label
         self._can_roll_back = reversible
         self.engine.mark_broken(None)
-        self.engine.record_update(receipt.timings.get("stall", 0.0))
+        self.engine.counters.record_update(receipt.timings.get("stall", 0.0))

@@ -273,7 +273,7 @@ class Lease:
         of.staging_begins(request)
         if request.staging == "none":
             self._drain(request)  # running requests cannot end once steps are held
-            of.engine.hold(request.timeout)
+            of.engine.control.hold(request.timeout)
             self._held_since = time.perf_counter()
         self._touched = True
         # What a rollback would bring back: not there if nothing keeps it, no version if broken.
@@ -368,14 +368,14 @@ class Lease:
         broken = None
         if request is not None:
             if failed:
-                of.engine.record_failed_update(request.update_id, reason)
+                of.engine.counters.record_failed_update(request.update_id, reason)
                 self._tell_ranks(request)
                 if request.staging == "none" and self._touched:
                     broken = self._restore(request, reason)
             if request.staging == "none":
-                of.engine.release()
+                of.engine.control.release()
             if self._drained:
-                of.engine.undrain()
+                of.engine.control.undrain()
         of.free(self, broken)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:
@@ -389,7 +389,7 @@ class Lease:
     def _drain(self, request: UpdateRequest) -> None:
         if request.in_flight == "wait" and not self._drained:
             self._drained = True
-            self._of.engine.drain(request.timeout)
+            self._of.engine.control.drain(request.timeout)
 
     def _tell_ranks(self, request: UpdateRequest) -> None:
         args = {"update_id": request.update_id}
