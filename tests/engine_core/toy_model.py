@@ -165,7 +165,8 @@ class ToyExecutor:
     def _info(self, args: Any, tensors: Any) -> Reply:
         sizes = {"free_bytes": self.free_bytes, "weight_bytes": 1000, "kv_block_bytes": 100}
         facts = {"device": "cpu", "version": self.version, "hidden_states": False}
-        return {**facts, **sizes}, {}
+        start = {"rank": 0, "bytes_read": 0, "read_seconds": 0.0, "seconds": 0.0}
+        return {**facts, **sizes, **start}, {}
 
     def _init_kv(self, args: Any, tensors: Any) -> Reply:
         self.pages = [_GARBAGE] * (args["num_blocks"] * self.block_size)
