@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.api.image_inputs import image_prompt
 from rollout.errors import InvalidRequest, PromptTooLong
-from rollout.generation import AnyPrompt, ImagePrompt, SamplingParams
+from rollout.generation import AnyPrompt, ContinuedPrompt, ImagePrompt, SamplingParams
 from rollout.rpc.convert import Messages
 
 Prompts = AnyPrompt | Mapping[str, Any] | Sequence[AnyPrompt | Mapping[str, Any]]
@@ -18,7 +18,7 @@ Params = OneParams | Sequence[OneParams] | None
 
 def as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
     """One prompt per entry; a list of ids that is too long is refused before its ids are read."""
-    if isinstance(prompts, str | Mapping | ImagePrompt):
+    if isinstance(prompts, str | Mapping | ImagePrompt | ContinuedPrompt):
         prompts = [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(
@@ -29,7 +29,7 @@ def as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
     for number, prompt in enumerate(each):
         if isinstance(prompt, Mapping):
             prompt = each[number] = image_prompt(prompt, f"prompt {number}")
-        if isinstance(prompt, ImagePrompt):
+        if isinstance(prompt, ImagePrompt | ContinuedPrompt):
             prompt = prompt.prompt
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
         if listed and len(prompt) >= max_model_len:

@@ -35,6 +35,8 @@ from rollout.errors import (
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
+    Completion,
+    ContinuedPrompt,
     ImagePrompt,
     PlacedImage,
     Request,
@@ -107,13 +109,14 @@ class EmbeddedBackend:
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        plain = [p.prompt if isinstance(p, ImagePrompt) else p for p in prompts]
+        plain = [p.prompt if isinstance(p, ImagePrompt | ContinuedPrompt) else p for p in prompts]
+        delivered = [p.delivered if isinstance(p, ContinuedPrompt) else () for p in prompts]
         ids = await self.prompts.token_ids(plain)
         texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
         files = [p.images if isinstance(p, ImagePrompt) else () for p in prompts]
         ids, images = await self.prompts.placed(ids, files)
         async with contextlib.aclosing(
-            self._run(ids, texts, params, request_ids, stream, images)
+            self._run(ids, texts, params, request_ids, stream, images, delivered)
         ) as outputs:
             async for item in outputs:
                 yield item
@@ -370,12 +373,17 @@ class EmbeddedBackend:
         request_ids: Sequence[str],
         stream: bool,
         images: Sequence[tuple[PlacedImage, ...]],
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        rows = zip(request_ids, prompt_ids, params, texts, images, strict=True)
+        begun = delivered or [()] * len(params)
+        rows = zip(request_ids, prompt_ids, params, texts, images, begun, strict=True)
         requests = [
-            Request(request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, images=own)
-            for i, ids, p, text, own in rows
-        ]
+            Request(
+                request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, images=own,
+                delivered=done,
+            )
+            for i, ids, p, text, own, done in rows
+        ]  # fmt: skip
         index = {request.request_id: n for n, request in enumerate(requests)}
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import pairwise
 
 from rollout.engine.images.positions import ImagePositions
 from rollout.engine.output import Call, RequestState, Sample
@@ -70,6 +71,7 @@ class InputProcessor:
             self._check_images(request)
             self._check_alternatives(request)
             self._check_texts(request.params)
+            self._check_delivered(request)
         count = sum(request.params.n for request in requests)
         with self._taking:
             waiting = self._coming + self._num_waiting()
@@ -153,7 +155,10 @@ class InputProcessor:
         text = None
         if self._tokenizer is not None and params.detokenize:
             text = Detokenizer(self._tokenizer, prompt, params)
-        return Sample(seq, text, stepwise=stream or bool(params.stop))
+        sample = Sample(seq, text, stepwise=stream or bool(params.stop))
+        if request.delivered:
+            sample.go_on(request.delivered[index])
+        return sample
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a text, within one and after a space."""
@@ -171,6 +176,36 @@ class InputProcessor:
                     f"{name} needs a tokenizer, and this engine has none: use stop_token_ids, "
                     "allowed_token_ids or logit_bias"
                 )
+
+    def _check_delivered(self, request: Request) -> None:
+        """What another engine has delivered is what this one could have, up to there."""
+        given, params, name = request.delivered, request.params, f"request {request.request_id!r}"
+        if not given:
+            return
+        if params.structured_outputs or params.prompt_logprobs is not None or params.hidden_state:
+            raise InvalidRequest(
+                f"{name}: grammars, prompt logprobs and hidden states are not continued: send the "
+                "prompt again"
+            )
+        if [one.index for one in given] != list(range(params.n)):
+            raise InvalidRequest(f"{name}: {params.n} samples, in their order, are to be continued")
+        longest = self._max_model_len - len(request.prompt_token_ids)
+        longest = min(longest, params.max_tokens or longest)
+        for one in given:
+            count, logs = len(one.token_ids), one.logprobs
+            columns: list[Sequence[object]] = [logs.raw, logs.processed, logs.log_kept_mass]
+            columns += [] if params.logprobs is None else [logs.top or []]
+            spans = one.weight_versions
+            if (
+                any(len(column) != count for column in columns)
+                or any(not 0 <= token < self._vocab_size for token in one.token_ids)
+                or any(a.stop != b.start for a, b in pairwise(spans))
+                or (count and (not spans or (spans[0].start, spans[-1].stop) != (0, count)))
+                or (one.finish_reason is None and count >= longest)
+            ):
+                raise InvalidRequest(f"{name}: sample {one.index} is none that can be continued")
+        if all(one.finish_reason is not None for one in given):
+            raise InvalidRequest(f"{name}: all its samples have finished")
 
     def _check_length(self, request: Request) -> None:
         length = len(request.prompt_token_ids)

@@ -133,6 +133,19 @@ class Sample:
             return True
         return False
 
+    def go_on(self, delivered: Completion) -> None:
+        """Have what another engine has delivered of this sample; the KV of it is computed here."""
+        seq, logs = self.sequence, delivered.logprobs
+        columns = (delivered.token_ids, logs.raw, logs.processed, logs.log_kept_mass)
+        spans = (span for span in delivered.weight_versions for _ in range(span.start, span.stop))
+        for token, raw, processed, mass, span in zip(*columns, spans, strict=True):
+            seq.append(token, span.version, raw, processed, mass)
+        if seq.top is not None:
+            seq.top += logs.top or []
+        seq.finish_reason, seq.stop_reason = delivered.finish_reason, delivered.stop_reason
+        if self.text is not None and self.stepwise:
+            self.text.feed(delivered.token_ids, final=seq.finish_reason is not None)
+
     def abort(self) -> None:
         self._end("abort", None)
 
@@ -188,7 +201,7 @@ class RequestState:
     num_open: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_open = len(self.samples)
+        self.num_open = sum(sample.sequence.finish_reason is None for sample in self.samples)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -243,9 +256,10 @@ class OutputProcessor:
         for state in states:
             self.requests[state.request.request_id] = state
             self._counters.prompt_tokens += len(state.request.prompt_token_ids)
-            for sample in state.samples:
+            running = [s for s in state.samples if s.sequence.finish_reason is None]
+            for sample in running:
                 self._samples[sample.sequence.seq_id] = (state, sample)
-            self._scheduler.add(state.sequences)
+            self._scheduler.add([sample.sequence for sample in running])
 
     def step(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
         """Book one computed step: KV first, then each new token and whether it is the last.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -17,10 +18,11 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
+from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import FleetChannel
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.router import Router
-from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
+from rollout.generation import AnyPrompt, ChatOptions, SamplingParams
 from rollout.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
@@ -37,16 +39,16 @@ from rollout.weight_sync.transports import same_host
 from rollout.wire.version import ServerInfo, Speaks
 
 T = TypeVar("T")
-Outputs = AsyncGenerator[tuple[int, RequestOutput]]
 KEPT_RECEIPTS = 64
+log = logging.getLogger(__name__)
 TRIES = 4  # members that one prompt may be lost with
 
 
 class FleetBackend:
     """Every (epoch, version) that leaves it is the fleet's.
 
-    The prompts of a call go to members each by itself; one whose member fails goes on elsewhere, as
-    long as nothing of it was delivered. Verbs of control go to all members that serve.
+    The prompts of a call go to members each by itself; one whose member fails goes on elsewhere,
+    behind the tokens that were delivered of it. Verbs of control go to all members that serve.
     """
 
     reads_in_place = False
@@ -112,13 +114,9 @@ class FleetBackend:
         *,
         stream: bool,
     ) -> Outputs:
-        def run(link: Link, rows: Sequence[int]) -> Outputs:
-            return link.client.generate(
-                [prompts[row] for row in rows], [params[row] for row in rows],
-                [request_ids[row] for row in rows], stream=stream,
-            )  # fmt: skip
-
-        return self._spread(prompts, params, run, stream)
+        return self._spread(
+            FleetCall(prompts=prompts, params=params, request_ids=request_ids, stream=stream)
+        )
 
     def chat(
         self,
@@ -129,13 +127,12 @@ class FleetBackend:
         *,
         stream: bool,
     ) -> Outputs:
-        def run(link: Link, rows: Sequence[int]) -> Outputs:
-            return link.client.chat(
-                [conversations[row] for row in rows], [params[row] for row in rows],
-                [request_ids[row] for row in rows], options, stream=stream,
-            )  # fmt: skip
-
-        return self._spread(conversations, params, run, stream)
+        return self._spread(
+            FleetCall(
+                prompts=conversations, params=params, request_ids=request_ids, stream=stream,
+                options=options,
+            )
+        )  # fmt: skip
 
     async def tokenize(
         self,
@@ -263,24 +260,16 @@ class FleetBackend:
             if link.name in standings and link.name not in without
         }
 
-    async def _spread(
-        self,
-        prompts: Sequence[Any],
-        params: Sequence[SamplingParams],
-        run: Callable[[Link, Sequence[int]], Outputs],
-        stream: bool,
-    ) -> Outputs:
+    async def _spread(self, call: FleetCall) -> Outputs:
         """All prompts' outputs as they come; rows of one member are one call there."""
-        if not prompts:
+        if not call.prompts:
             return
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._calls.add(queue)
 
         async def one(name: str, rows: list[int]) -> None:
             try:
-                async with contextlib.aclosing(
-                    self._served(name, rows, prompts, params, run, stream)
-                ) as outputs:
+                async with contextlib.aclosing(self._served(call, name, rows)) as outputs:
                     async for item in outputs:
                         queue.put_nowait(item)
             except Exception as error:  # noqa: BLE001 - raised where the outputs are read
@@ -288,7 +277,7 @@ class FleetBackend:
             else:
                 queue.put_nowait(None)
 
-        shares = self._shares(list(range(len(prompts))), prompts, params, set())
+        shares = self._shares(call, sorted(call.left), set())
         tasks = [asyncio.create_task(one(name, rows)) for name, rows in shares.items()]
         try:
             left = len(tasks)
@@ -307,58 +296,59 @@ class FleetBackend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _shares(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[Any],
-        params: Sequence[SamplingParams],
-        without: set[str],
+        self, call: FleetCall, rows: Sequence[int], without: set[str]
     ) -> dict[str, list[int]]:
+        """Which member gets which rows; ``EngineClosed`` where none serves."""
         loads = self._loads(without) or self._loads(set())
         if not loads:
             self.fleet.one()
         shares: dict[str, list[int]] = {}
         for row in rows:
-            extra = float(params[row].n)
-            name = self.router.choose(prompts[row], loads, extra)
+            extra = float(call.params[row].n)
+            name = self.router.choose(call.prompts[row], loads, extra)
             loads[name] += extra
             shares.setdefault(name, []).append(row)
         return shares
 
-    async def _served(
-        self,
-        name: str,
-        rows: list[int],
-        prompts: Sequence[Any],
-        params: Sequence[SamplingParams],
-        run: Callable[[Link, Sequence[int]], Outputs],
-        stream: bool,
-    ) -> Outputs:
-        """The outputs of ``rows``; those of a member that fails come from others."""
-        left, begun, failed = set(rows), set[int](), set[str]()
-        todo = [(name, list(rows))]
+    async def _served(self, call: FleetCall, name: str, rows: list[int]) -> Outputs:
+        """The outputs of ``rows``; those of a member that fails come from others, where each goes
+        on behind what was delivered of it.
+        """
+        failed: set[str] = set()
+        todo = [(name, rows)]
         while todo:
             name, share = todo.pop()
-            link = next((one for one in self.fleet.serving() if one.name == name), None)
             try:
-                if link is None:
-                    raise EngineClosed(f"member {name} has left the fleet")
-                async with _calling(link, len(share)), contextlib.aclosing(run(link, share)) as got:
+                link = await self._met(name)
+                async with (
+                    _calling(link, len(share)),
+                    contextlib.aclosing(call.outputs(link.client, share)) as got,
+                ):
                     async for index, output in got:
                         row = share[index]
-                        begun.add(row)
-                        if output.finished:
-                            left.discard(row)
-                        yield row, replace(output, epoch=self.fleet.epoch)
+                        yield row, call.delivered(row, output, self.fleet.epoch)
             except EngineError as error:
-                again = [row for row in share if row in left]
+                again = [row for row in share if row in call.left]
                 failed.add(name)
                 self.router.forget(name)
-                if len(failed) >= TRIES or (stream and begun.intersection(again)):
+                if len(failed) >= TRIES:
                     raise
+                log.warning("member %s failed, its %d requests go on: %s", name, len(again), error)
+                begun = [row for row in again if row in call.begun]
                 try:
-                    todo += self._shares(again, prompts, params, failed).items()
+                    for part in (begun, [row for row in again if row not in call.begun]):
+                        todo += self._shares(call, part, failed).items()
                 except EngineClosed:
                     raise error from None
+
+    async def _met(self, name: str) -> Link:
+        link = next((one for one in self.fleet.serving() if one.name == name), None)
+        if link is None:
+            raise EngineClosed(f"member {name} does not serve any more")
+        if not link.met:
+            await link.client.start()
+            link.met = True
+        return link
 
 
 @contextlib.asynccontextmanager

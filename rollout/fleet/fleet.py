@@ -47,6 +47,7 @@ class Link:
     control: RolloutClient
     token: str | None
     calls: int = 0
+    met: bool = False  # whether ``client`` knows what it can do
     receipts: dict[str, Future[UpdateReceipt]] = field(default_factory=dict)
 
     def close(self) -> None:

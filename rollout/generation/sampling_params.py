@@ -12,6 +12,7 @@ from typing import Any
 from rollout.errors import InvalidRequest
 from rollout.generation.grammar import grammar
 from rollout.generation.images import ImagePrompt, PlacedImage
+from rollout.generation.outputs import Completion
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
@@ -270,8 +271,20 @@ class SamplingParams:
 TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"] in _OF_TOKENS)
 
 
+@dataclass(frozen=True, slots=True)
+class ContinuedPrompt:
+    """A prompt that another engine has begun to answer: its samples go on behind what they have.
+
+    ``delivered``: all ``n`` samples, by index; those that have finished stay as they are. With the
+    seed that the first engine had, tokens are drawn as that one would have.
+    """
+
+    prompt: tuple[int, ...]
+    delivered: tuple[Completion, ...]
+
+
 PromptInput = str | Sequence[int]
-AnyPrompt = PromptInput | ImagePrompt
+AnyPrompt = PromptInput | ImagePrompt | ContinuedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +301,7 @@ class Request:
     prompt: str | None = None
     bad_words: tuple[tuple[int, ...], ...] | None = None
     images: tuple[PlacedImage, ...] = ()
+    delivered: tuple[Completion, ...] = ()  # of a ``ContinuedPrompt``
 
 
 def is_int(value: Any) -> bool:

@@ -27,6 +27,7 @@ from rollout.errors import (
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
+    ContinuedPrompt,
     ImagePrompt,
     RequestOutput,
     SamplingParams,
@@ -91,7 +92,7 @@ class RolloutClient:
         self._sync: grpc.Channel | None = None
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
-        self._takes_images = False
+        self.features: tuple[str, ...] = ()  # of the service, until ``start``
 
     # ---- generation (async) ----
 
@@ -104,8 +105,11 @@ class RolloutClient:
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt."""
-        if any(isinstance(prompt, ImagePrompt) for prompt in prompts) and not self._takes_images:
-            raise InvalidRequest(f"the service at {self.address} is of a version without images")
+        for kind, feature in ((ImagePrompt, "images"), (ContinuedPrompt, "continued")):
+            if any(isinstance(prompt, kind) for prompt in prompts) and feature not in self.features:
+                raise InvalidRequest(
+                    f"the service at {self.address} is of a version without {feature} prompts"
+                )
         request = pb.GenerateRequest(
             prompts=map(prompt_to_proto, prompts, request_ids),
             params=map(params_to_proto, params),
@@ -175,7 +179,7 @@ class RolloutClient:
             raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
         agreed(info.speaks, f"the service at {self.address}")
         self.max_model_len = info.max_model_len
-        self._takes_images = "images" in info.features
+        self.features = info.features
 
     @property
     def is_loading(self) -> bool:

@@ -16,6 +16,7 @@ from rollout.generation import (
     AnyPrompt,
     ChatOptions,
     Completion,
+    ContinuedPrompt,
     ImagePrompt,
     Logprobs,
     RequestOutput,
@@ -49,13 +50,17 @@ def params_from_proto(message: Any) -> SamplingParams:
 
 
 def prompt_to_proto(prompt: AnyPrompt, request_id: str) -> Any:
-    given = prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
+    given = prompt.prompt if isinstance(prompt, ImagePrompt | ContinuedPrompt) else prompt
     images = prompt.images if isinstance(prompt, ImagePrompt) else ()
+    delivered = prompt.delivered if isinstance(prompt, ContinuedPrompt) else ()
     try:
         if isinstance(given, str):
             return pb.Prompt(text=given, request_id=request_id, images=images)
         ids = pb.TokenIds(ids=given)
-        return pb.Prompt(token_ids=ids, request_id=request_id, images=images)
+        return pb.Prompt(
+            token_ids=ids, request_id=request_id, images=images,
+            delivered=map(_completion_to_proto, delivered),
+        )  # fmt: skip
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"prompt of request {request_id}: {error}") from error
 
@@ -65,6 +70,10 @@ def prompt_from_proto(message: Any) -> AnyPrompt:
     if kind is None:
         raise InvalidRequest("a prompt needs `text` or `token_ids`")
     given = str(message.text) if kind == "text" else list(message.token_ids.ids)
+    if message.delivered:
+        if isinstance(given, str) or message.images:
+            raise InvalidRequest("a prompt that is continued is one of token ids alone")
+        return ContinuedPrompt(tuple(given), tuple(map(_completion_from_proto, message.delivered)))
     return ImagePrompt(given, tuple(message.images)) if message.images else given
 
 

@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from fleet_front import ENGINE, LEASE, Front
@@ -13,6 +14,7 @@ from rollout import Rollout
 from rollout.errors import (
     EngineClosed,
     EngineError,
+    InvalidRequest,
     UpdateInProgress,
     VersionConflict,
     WeightMismatch,
@@ -193,3 +195,42 @@ def test_a_version_that_does_not_come_is_refused_at_the_deadline(checkpoint):
     conflict = pytest.raises(VersionConflict, match=r"version 5 was asked for .* version 0 is")
     with Rollout(checkpoint, **ENGINE, timeout=0.3) as engine, conflict:
         engine.generate([[1, 2]], {**GREEDY, "min_version": 5})
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_goes_on_elsewhere_behind_what_was_delivered(front, engines, checkpoint, n):
+    params = {"max_tokens": 200, "temperature": 1.0, "seed": 11, "n": n, "ignore_eos": True}
+    params |= {"logprobs": 2}
+    with Rollout(checkpoint, **ENGINE) as whole:
+        expected = whole.generate("three two one", params)[0]
+    cut = 0
+    for output in front.rollout.stream("three two one", params):
+        count = len(output.outputs[0].token_ids)
+        if not cut and count > 5:
+            cut = count
+            running = [engine for engine in engines if engine.metrics().running]
+            [engine.shutdown() for engine in running]
+            assert len(running) == 1
+    assert 5 < cut < 200
+    for got, want in zip(output.outputs, expected.outputs, strict=True):
+        assert (got.token_ids, got.text) == (want.token_ids, want.text)
+        assert got.logprobs.raw == pytest.approx(want.logprobs.raw, abs=1e-4)
+        assert len(got.logprobs.top) == 200
+        assert [span.version for span in got.weight_versions] == [0]
+        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-2)
+    assert output.prompt == "three two one"
+
+
+def test_what_cannot_be_continued_is_refused_by_name(engines):
+    from rollout.generation import ContinuedPrompt
+
+    done = engines[0].generate([[1, 2, 3]], GREEDY)[0].outputs[0]
+    for why, delivered, params in (
+        ("have finished", (done,), GREEDY),
+        ("2 samples", (done,), {**GREEDY, "n": 2}),
+        ("none that can", (replace(done, token_ids=[999999] * 6, finish_reason=None),), {"n": 1}),
+        ("none that can", (replace(done, weight_versions=(), finish_reason=None),), {"n": 1}),
+        ("prompt logprobs", (done,), {**GREEDY, "prompt_logprobs": 1}),
+    ):
+        with pytest.raises(InvalidRequest, match=why):
+            engines[0].generate([ContinuedPrompt((1, 2, 3), delivered)], params)
