@@ -227,7 +227,7 @@ def test_what_cannot_be_continued_is_refused_by_name(engines):
     done = engines[0].generate([[1, 2, 3]], GREEDY)[0].outputs[0]
     for why, delivered, params in (
         ("have finished", (done,), GREEDY),
-        ("2 samples", (done,), {**GREEDY, "n": 2}),
+        ("2 samples", (done,), {"n": 2}),
         ("none that can", (replace(done, token_ids=[999999] * 6, finish_reason=None),), {"n": 1}),
         ("none that can", (replace(done, weight_versions=(), finish_reason=None),), {"n": 1}),
         ("prompt logprobs", (done,), {**GREEDY, "prompt_logprobs": 1}),
