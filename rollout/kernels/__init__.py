@@ -16,6 +16,7 @@ from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
 from rollout.kernels.nontemporal_copy import nontemporal_copy
 from rollout.kernels.paged_attention import batch_invariant_attention, paged_attention
+from rollout.kernels.quantize import quantize
 from rollout.kernels.quantized_linear import quantized_linear
 from rollout.kernels.rms_norm import rms_norm
 from rollout.kernels.rope_and_cache import rope_and_cache
@@ -45,6 +46,7 @@ __all__ = [
     "linear",
     "nontemporal_copy",
     "paged_attention",
+    "quantize",
     "quantized_linear",
     "rms_norm",
     "rope_and_cache",

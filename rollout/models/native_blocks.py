@@ -22,6 +22,7 @@ from rollout.models.layers.attention import Attention
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import MergedColumnLinear, QKVLinear, RowLinear
 from rollout.models.layers.norm import RMSNorm
+from rollout.models.weight_table import SCALE
 from rollout.weights import TileLayout
 
 O_BIAS, DOWN_BIAS = 6, 11  # in _weights
@@ -161,13 +162,12 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
         if (norm is not None) != qk_norm:
             return False
         norms += [] if norm is None else [cast(RMSNorm, norm)]
-    if any(each.specs["weight"].scheme is not None for each in linears):
-        return False
     layouts = [each.specs["weight"].layout for each in linears]
     return (
         [type(each) for each in linears] == [QKVLinear, RowLinear, MergedColumnLinear, RowLinear]
         and all(type(norm) is RMSNorm for norm in norms)
         and all(isinstance(x, TileLayout) and x.rows == linear.TILE_ROWS for x in layouts)
+        and len({each.specs["weight"].scheme for each in linears}) == 1
         and mlp.down_proj.local == inner
         and mlp.down_proj.reduce
         and not any(each._forward_hooks or each._forward_pre_hooks for each in block.modules())
@@ -203,4 +203,8 @@ def _weights(block: DecoderBlock) -> list[Tensor | None]:
         mlp.gate_up_proj.bias,
         mlp.down_proj.weight,
         mlp.down_proj.bias,
+        *(
+            getattr(each, f"weight{SCALE}", None)
+            for each in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        ),
     ]

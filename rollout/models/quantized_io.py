@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.kernels import copy_into_box, digest
+from rollout.kernels import copy_into_box, digest, quantize
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import read_box
 from rollout.models.weight_table import DIGESTS, SCALE, WeightTable
@@ -161,7 +161,7 @@ class QuantizedIO:
         if own is None:
             return
         storage, spec = self._storages[slot.param], self._table.params[slot.param]
-        codes, scales = scheme.quantize(values.to(storage.device))
+        codes, scales = quantize(values.to(storage.device), scheme)
         inside = own.shifted(tuple(-start for start in box.starts))
         columns = scheme.cell(slot.shape)[1]
         first, last = own.starts[1] // columns, -(-own.stops[1] // columns)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rollout.kernels import scan_logits
-from rollout.weights import PLAIN, Box, TileLayout
+from rollout.weights import PLAIN, Box, Layout, TileLayout
+from rollout.weights.quantization import SCHEMES, Scheme
 
 # Attention whose loops are long or many: seconds each under Triton's interpreter.
 BROAD = ("one KV head for 64", "one KV head for 70", "long context")
@@ -42,6 +43,8 @@ def all_cases() -> Iterator[Case]:
     yield from _gates()
     yield from _attentions()
     yield from _linears()
+    yield from _quantizations()
+    yield from _quantized_linears()
     yield from _scans()
     yield from _filters()
     yield from _experts()
@@ -227,6 +230,49 @@ def packed_linear(
     layout.write(storage, shape, Box.full(shape), weight)
     x = _randn(rows, columns_before + inputs, seed=1).to(dtype)[:, columns_before:]
     return x, storage, _randn(shape[0], seed=2).to(dtype) if bias else None, layout, shape
+
+
+def _quantizations() -> Iterator[Case]:
+    for scheme in SCHEMES.values():
+        for rows, columns in ((1, 32), (130, 160), (40, 37), (0, 64)):
+
+            def make(
+                t: torch.dtype, scheme: Scheme = scheme, size: tuple[int, int] = (rows, columns)
+            ) -> tuple[Any, ...]:
+                values = _randn(size[0], 2 * size[1]).to(t)[:, : size[1]]
+                values[3:5] = 0
+                return values, scheme
+
+            if scheme.name != "mxfp4" or columns % 32 == 0:
+                yield Case("quantize", f"{scheme.name}-{rows}-{columns}", make)
+
+
+def _quantized_linears() -> Iterator[Case]:
+    sizes = ((1, 32, 64), (5, 48, 96), (0, 32, 32), (6, 96, 160), (29, 64, 132), (101, 160, 36))
+    for scheme in SCHEMES.values():
+        for rows, outputs, inputs in sizes:
+            for bias in (False, True):
+                inputs = inputs // 32 * 32 if scheme.name == "mxfp4" else inputs
+
+                def make(
+                    t: torch.dtype,
+                    size: tuple[int, int, int] = (rows, outputs, inputs),
+                    bias: bool = bias,
+                    scheme: Scheme = scheme,
+                ) -> tuple[Any, ...]:
+                    rows, *shape = size
+                    codes, scales = scheme.quantize(_randn(*shape) / 8)
+                    layout: Layout = PLAIN
+                    if scheme.name == "int8" and not bias:
+                        plain, layout = codes, TileLayout(inputs=4)
+                        codes = torch.empty(layout.storage_shape(shape), dtype=torch.int8)
+                        layout.write(codes, shape, Box.full(tuple(shape)), plain)
+                    x = _randn(rows, 2, shape[1], seed=1)[:, 0].to(t)
+                    b = _randn(shape[0], seed=2).to(t) if bias else None
+                    return x, codes, scales, b, layout, tuple(shape), scheme, shape[0] % 32 == 0
+
+                name = f"{scheme.name}-{rows, outputs, inputs}-{bias}"
+                yield Case("quantized_linear", name, make)
 
 
 def _linears() -> Iterator[Case]:

@@ -43,6 +43,7 @@ def loaded(
     layout: str = "plain",
     expert_parallel: bool = False,
     deterministic: bool = False,
+    quantization: str = "none",
 ) -> Model:
     """A model of this rank with ``weights`` loaded."""
     model = build_model(
@@ -53,6 +54,7 @@ def loaded(
         layout,
         expert_parallel=expert_parallel,
         deterministic=deterministic,
+        quantization=quantization,
     )
     model.load_weights(weights.items())
     return model

@@ -68,17 +68,24 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=("default", "deterministic"))
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "deterministic": {"deterministic": True},
+    "int8": {"quantization": "int8"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arch", BIASES)
 def test_blocks_in_one_call_have_the_bits_of_op_by_op(
-    tmp_path: Path, arch: str, shape: str, deterministic: bool
+    tmp_path: Path, arch: str, shape: str, kind: str
 ) -> None:
     source = write_tiny(tmp_path, arch, dtype=torch.bfloat16, **SHAPES[shape], **BIASES[arch])
     config, weights = ModelConfig.from_directory(tmp_path), source.state_dict()
 
     def work(tp: TensorParallel) -> bool:
-        model = loaded(config, tp, weights, torch.bfloat16, "tiles", deterministic=deterministic)
+        model = loaded(config, tp, weights, torch.bfloat16, "tiles", **KINDS[kind])
         assert model.native_blocks is not None
         together, reduced = _run(model), tp.all_reduces
         model.native_blocks = None

@@ -7,8 +7,10 @@
 typedef struct {
     const uint16_t *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
     const uint16_t *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    const float *qkv_scale, *o_scale, *gate_up_scale, *down_scale;
     uint16_t *k_cache, *v_cache;
-} Block; /* weights in tiles; biases and the norms of q and k may be null */
+} Block; /* weights in tiles, of int8 where they have scales; biases, scales and the
+          * norms of q and k may be null */
 
 typedef struct {
     const Block *blocks;
@@ -34,10 +36,14 @@ typedef struct {
 } Thread;
 
 static void multiply(Thread t, const Blocks *p, const uint16_t *x, const uint16_t *w,
-                     const uint16_t *bias, uint16_t *out, int64_t outputs, int64_t inputs,
-                     int gated) {
-    linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level,
-                t.size);
+                     const float *scale, const uint16_t *bias, uint16_t *out, int64_t outputs,
+                     int64_t inputs, int gated) {
+    if (scale)
+        int8_part(t.team, x, inputs, (const int8_t *)w, scale, bias, out, p->tokens, outputs,
+                  inputs, gated, t.size);
+    else
+        linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level,
+                    t.size);
     meet(t.team, t.size);
 }
 
@@ -78,7 +84,7 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
     int64_t columns = q_columns + 2 * kv_columns, q_row = columns, k_row = columns;
     uint16_t *qkv = p->work, *turned = qkv + p->tokens * columns;
     const uint16_t *q = qkv, *k = qkv + q_columns;
-    multiply(t, p, p->out, b->qkv, b->qkv_bias, qkv, columns, p->hidden, 0);
+    multiply(t, p, p->out, b->qkv, b->qkv_scale, b->qkv_bias, qkv, columns, p->hidden, 0);
     if (b->q_norm) {
         uint16_t *q_to = turned + p->tokens * q_columns, *k_to = q_to + p->tokens * q_columns;
         normalise_heads(t, p, q, columns, b->q_norm, q_to, p->heads);
@@ -100,7 +106,7 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
     problem.out = qkv; /* q, k and v are no longer needed */
     attention_part(t.team, &problem, t.plan, 1);
     meet(t.team, t.size);
-    multiply(t, p, qkv, b->o, b->o_bias, p->out, p->hidden, q_columns, 0);
+    multiply(t, p, qkv, b->o, b->o_scale, b->o_bias, p->out, p->hidden, q_columns, 0);
 }
 
 static void run(Thread t, const Blocks *p) {
@@ -111,8 +117,8 @@ static void run(Thread t, const Blocks *p) {
             attend(t, p, b);
             continue;
         }
-        multiply(t, p, p->out, b->gate_up, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
-        multiply(t, p, p->work, b->down, b->down_bias, p->out, p->hidden, p->inner, 0);
+        multiply(t, p, p->out, b->gate_up, b->gate_up_scale, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
+        multiply(t, p, p->work, b->down, b->down_scale, b->down_bias, p->out, p->hidden, p->inner, 0);
     }
 }
 

@@ -22,12 +22,16 @@ _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _OPENMP = "-fopenmp"
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")  # int8 came to CPUs first
 
 #: what a wheel is compiled for, best first: name, the compiler's flags, what the CPU must have
 LEVELS = (
-    ("amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
-    ("avx512-bf16", _BF16, _V4 | {"avx512_bf16"}),
+    (
+        "amx",
+        (*_BF16, "-mamx-tile", "-mamx-bf16"),
+        _V4 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
+    ),
+    ("avx512-bf16", _BF16, _V4 | {"avx512_bf16", "avx512_vnni"}),
     ("avx512", ("-march=x86-64-v4",), _V4),
     ("avx2", ("-march=x86-64-v3",), _V3),
 )

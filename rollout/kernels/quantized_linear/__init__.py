@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.kernels.op import op
+from rollout.kernels.silu_mul import silu_mul
 from rollout.weights import Box, Layout
 from rollout.weights.quantization import Scheme
 
@@ -20,25 +21,32 @@ def quantized_linear(
     layout: Layout,
     shape: tuple[int, int],
     scheme: Scheme,
+    gated: bool = False,
 ) -> Tensor:
     """``x @ W^T + bias`` of W [N, K] = ``shape``; returns [..., N] in the dtype of x.
 
-    codes: as ``layout`` has them; scales: [N, cells]; bias: [N] or None.
+    codes: as ``layout`` has them; scales: [N, cells]; bias: [N] or None. ``gated``: then
+    ``silu(first half) * second half``, [..., N / 2], rounded as if apart.
     int8 and fp8 (a scale for each row of W): each row of x is quantised, too, by its largest value:
-    ``scale_x scale_w sum(codes of x * codes of w)``, the sum exact (int8) or of float32 products
-    (fp8), rounded once. Others: W is dequantised to the dtype of x, and multiplied as ``linear``.
+    ``scale_x scale_w sum(codes of x * codes of w)``, of exact sums (int8), or (fp8) of sums in
+    bfloat16 where x is, else in float32. Others: W is dequantised to the dtype of x, and multiplied
+    as ``linear``.
     """
     assert x.shape[-1] == shape[1], f"x {x.shape} does not fit a weight of shape {shape}"
     plain = plain_codes(codes, layout, shape, scheme)
     if scheme.columns:
-        return F.linear(x, scheme.dequantize(plain, scales, x.dtype), bias)
+        out = F.linear(x, scheme.dequantize(plain, scales, x.dtype), bias)
+        return silu_mul.reference(out) if gated else out
     quantized, factors = quantize_rows(x, scheme)
     if scheme.codes == "int8":
         sums = F.linear(quantized.double(), plain.double()).float()
     else:
-        sums = F.linear(quantized.float(), plain.view(torch.float8_e4m3fn).float())
+        # Every code is a bfloat16, too.
+        kind = x.dtype if x.dtype == torch.bfloat16 else torch.float32
+        sums = F.linear(quantized.to(kind), plain.view(torch.float8_e4m3fn).to(kind)).float()
     out = sums * (factors * scales[:, 0])
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    out = (out if bias is None else out + bias.float()).to(x.dtype)
+    return silu_mul.reference(out) if gated else out
 
 
 def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

@@ -43,15 +43,14 @@ class Build:
         if self.layout not in LAYOUTS:
             raise ConfigError(f"weight layout must be auto, plain or tiles, got {self.layout!r}")
 
-    def linear_layout(self, shape: Shape) -> Layout:
-        """The layout of a linear weight ``[outputs, inputs]``: tiles where they divide it."""
-        tiles = TileLayout()
-        if self.quantization is not None:
-            if self.quantization.codes != "int8":
-                return PLAIN
-            tiles = TileLayout(inputs=4)
+    def linear_layout(self, shape: Shape, scheme: Scheme | None = None) -> Layout:
+        """The layout of a linear weight ``[outputs, inputs]``, of its codes where it is quantised:
+        tiles where they divide it, but for float8 and four bits, which no kernel reads so.
+        """
+        tiles = TileLayout() if scheme is None else TileLayout(inputs=4)
         divides = shape[0] % tiles.rows == 0 and shape[1] % tiles.inputs == 0
-        return tiles if self.layout == "tiles" and divides else PLAIN
+        known = scheme is None or scheme.codes == "int8"
+        return tiles if self.layout == "tiles" and divides and known else PLAIN
 
 
 class Layer(nn.Module):
@@ -78,7 +77,8 @@ class Layer(nn.Module):
 
     def declare_linear(self, shape: Shape) -> None:
         """Own the ``weight`` [outputs, inputs] of a linear, quantised where that is asked for."""
-        layout, scheme = self.build.linear_layout(shape), self.build.quantization
+        scheme = self.build.quantization
+        layout = self.build.linear_layout(shape, scheme)
         if scheme is None:
             self.declare("weight", shape, layout)
         else:
@@ -106,14 +106,14 @@ class Layer(nn.Module):
                     zeros = torch.zeros(box.shape, dtype=storage.dtype, device=storage.device)
                     spec.layout.write(storage, spec.shape, box, zeros)
 
-    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight^T + bias``, whatever the weight's layout."""
+    def matmul(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+        """``x @ weight^T + bias``, whatever the weight's layout; ``gated``: of quantised alone."""
         spec = self.specs["weight"]
         rows, columns = spec.shape
         if spec.scheme is not None:
             codes, scales = storage_of(self, "weight"), storage_of(self, f"weight{SCALE}")
             return quantized_linear(
-                x, codes, scales, bias, spec.layout, (rows, columns), spec.scheme
+                x, codes, scales, bias, spec.layout, (rows, columns), spec.scheme, gated
             )
         run = batch_invariant_linear if self.build.deterministic else linear
         return run(x, storage_of(self, "weight"), bias, spec.layout, (rows, columns))

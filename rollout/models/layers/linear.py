@@ -56,7 +56,9 @@ class MergedColumnLinear(Layer):
             gate, up = self.forward(x).chunk(2, dim=-1)
             return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
         spec = self.specs["weight"]
-        if self.build.deterministic or spec.scheme is not None:
+        if spec.scheme is not None:
+            return self.matmul(x, self.bias, gated=True)
+        if self.build.deterministic:
             return silu_mul(self.forward(x))
         rows, columns = spec.shape
         weight = storage_of(self, "weight")

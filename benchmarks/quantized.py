@@ -1,0 +1,183 @@
+"""Quantised weights beside bfloat16: linears alone, decoding, memory, updates, and logprobs.
+
+    python benchmarks/quantized.py linears [--threads N]
+    python benchmarks/quantized.py engine CHECKPOINT [--schemes none,int8,...] [--threads N]
+        [--batches 1,8] [--new 64] [--rounds 3] [--tokens 2048]
+
+``linears`` times this package's bfloat16 tiles, its int8 ones and torch's ``_int_mm`` (with the
+quantisation of the inputs) over 300 MB of equal weights, so that none stays in a cache; the best of
+several passes. ``engine`` starts an engine of each scheme on a checkpoint (``make_checkpoint.py``
+writes some), all at once and asked in turns: generated tokens per second, the best of the rounds;
+bytes of weights; seconds of an update that sends all tensors from this process; and the logprobs
+that it gives to tokens sampled by the bfloat16 engine, less that engine's own for the same prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollout import Rollout, SamplingParams
+from rollout.kernels import linear, quantize, quantized_linear
+from rollout.weights import PLAIN, Box, Layout, TileLayout
+from rollout.weights.files import open_weights
+from rollout.weights.quantization import SCHEMES
+
+SHAPES = ((2048, 2048), (16384, 2048), (2048, 8192))  # outputs, inputs: of Llama-3.2-1B
+ROWS = (1, 4, 8, 16, 32, 64, 256)
+WEIGHTS = 300_000_000  # elements of one shape
+PROMPT = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("linears", "engine"))
+    parser.add_argument("checkpoint", nargs="?", type=Path)
+    parser.add_argument("--schemes", default="none,int8")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=2048)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.what == "linears":
+        linears()
+    elif args.checkpoint is None:
+        parser.error("engine needs a CHECKPOINT")
+    else:
+        engines(args)
+
+
+def linears() -> None:
+    scheme, fours, twos = SCHEMES["int8"], TileLayout(inputs=4), TileLayout()
+    for shape in SHAPES:
+        whole, count = Box.full(shape), max(2, WEIGHTS // (shape[0] * shape[1]))
+        wide, tiles, plain = [], [], []
+        weight = torch.randn(shape).bfloat16()
+        codes, scales = quantize(weight, scheme)
+        for _ in range(count):
+            wide.append(torch.empty(twos.storage_shape(shape), dtype=torch.bfloat16))
+            twos.write(wide[-1], shape, whole, weight)
+            tiles.append(torch.empty(fours.storage_shape(shape), dtype=torch.int8))
+            fours.write(tiles[-1], shape, whole, codes)
+            plain.append(codes.clone())
+        for rows in ROWS:
+            x = torch.randn(rows, shape[1]).bfloat16()
+            floats = best(partial(run_floats, x, wide, twos, shape)) / count * 1e3
+            codes_in = partial(run_codes, x, scales=scales, shape=shape)
+            tiled = best(partial(codes_in, tiles, layout=fours)) / count * 1e3
+            library = best(partial(codes_in, plain, layout=PLAIN)) / count * 1e3
+            print(
+                f"{shape[0]} x {shape[1]}, {rows} rows: bfloat16 {floats:.3f} ms, int8 "
+                f"{tiled:.3f} ms ({floats / tiled:.2f}x), _int_mm {library:.3f} ms",
+                flush=True,
+            )
+
+
+def run_floats(x: Tensor, held: list[Tensor], layout: Layout, shape: tuple[int, int]) -> None:
+    for one in held:
+        linear(x, one, None, layout, shape)
+
+
+def run_codes(
+    x: Tensor, held: list[Tensor], layout: Layout, scales: Tensor, shape: tuple[int, int]
+) -> None:
+    for one in held:
+        quantized_linear(x, one, scales, None, layout, shape, SCHEMES["int8"])
+
+
+def best(run: Callable[[], object], passes: int = 5) -> float:
+    """Seconds of the fastest of so many passes, after one that is not counted."""
+    run()
+    found = []
+    for _ in range(passes):
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def engines(args: argparse.Namespace) -> None:
+    schemes = args.schemes.split(",")
+    held: dict[str, Rollout] = {}
+    try:
+        for scheme in schemes:
+            started = time.perf_counter()
+            held[scheme] = Rollout(
+                args.checkpoint, device="cpu", dtype="bfloat16", quantization=scheme,
+                kv_cache_bytes=1 << 28, num_threads=args.threads, skip_tokenizer_init=True,
+                enable_prefix_caching=False, max_model_len=2048,
+            )  # fmt: skip
+            weights = held[scheme].weight_info().memory["weights"]
+            print(
+                f"{scheme}: {weights / 1e9:.3f} GB of weights, started in "
+                f"{time.perf_counter() - started:.1f} s",
+                flush=True,
+            )
+        decode(args, held)
+        mismatch(args, held)
+        _, files = open_weights(args.checkpoint)
+        tensors = {n: files.read(n, Box.full(m.shape)) for n, m in files.metadata().items()}
+        for scheme, engine in held.items():
+            for _ in range(2):  # the first one builds the shadow
+                timings = engine.update_weights(tensors, timeout=300.0).timings
+            print(f"{scheme}: update of all tensors {timings['total']:.2f} s")
+    finally:
+        for engine in held.values():
+            engine.shutdown()
+
+
+def decode(args: argparse.Namespace, held: dict[str, Rollout]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=args.new, ignore_eos=True)
+    for batch in map(int, args.batches.split(",")):
+        prompts = [[1 + (7 * i + 3 * j) % 200 for j in range(PROMPT)] for i in range(batch)]
+        rates: dict[str, float] = {}
+        for _ in range(args.rounds + 1):
+            for scheme, engine in held.items():
+                started = time.perf_counter()
+                engine.generate(prompts, params)
+                rate = batch * args.new / (time.perf_counter() - started)
+                rates[scheme] = max(rates.get(scheme, 0.0), rate)
+        first = next(iter(rates.values()))
+        for scheme, rate in rates.items():
+            print(f"batch {batch}, {scheme}: {rate:.2f} tokens/s ({rate / first:.2f}x)", flush=True)
+
+
+def mismatch(args: argparse.Namespace, held: dict[str, Rollout]) -> None:
+    first, *others = held.items()
+    count = -(-args.tokens // 128)
+    prompts = [[1 + (11 * i + 5 * j) % 200 for j in range(PROMPT)] for i in range(count)]
+    sampled = first[1].generate(prompts, SamplingParams(max_tokens=128, seed=7, ignore_eos=True))
+    whole = [p + list(out.outputs[0].token_ids) for p, out in zip(prompts, sampled, strict=True)]
+    wanted = scores(first[1], whole)
+    for scheme, engine in others:
+        less = scores(engine, whole) - wanted
+        print(
+            f"{scheme} - {first[0]}, {less.numel()} tokens: mean {less.mean():+.4f}, mean of "
+            f"absolutes {less.abs().mean():.4f}, 99% below {less.abs().quantile(0.99):.4f}, "
+            f"mean KL (k3) {(less.exp() - 1 - less).mean():.5f}",
+            flush=True,
+        )
+
+
+def scores(engine: Rollout, whole: list[list[int]]) -> torch.Tensor:
+    """The logprob of each token behind the prompts, all by one prefill."""
+    outputs = engine.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    found = [
+        [out.prompt_logprobs[i][ids[i]] for i in range(PROMPT, len(ids))]
+        for out, ids in zip(outputs, whole, strict=True)
+    ]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+if __name__ == "__main__":
+    main()
