@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 CLIENT = folder("verl")
 
 
-def run(job: str, *arguments: Path) -> dict[str, Any]:
+def run(job: str, *arguments: Path | str) -> dict[str, Any]:
     """The last line that a job prints, with verl's environment over this one."""
     path = [str(CLIENT), str(ROOT), str(HERE.parent)]
     done = subprocess.run(
@@ -79,12 +79,13 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
 
 @pytest.mark.more
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
-def test_verls_trainer_learns_and_its_checkpoint_engine_sends_over_our_transports(
-    tmp_path: Path,
-) -> None:
-    """Two FSDP2 ranks of verl's own worker, its losses, manager and standalone replica."""
+@pytest.mark.parametrize("kind", ["apart", "hybrid"])
+def test_verls_trainer_learns_and_every_step_is_live(tmp_path: Path, kind: str) -> None:
+    """Two FSDP2 ranks of verl's own worker, its losses and manager. Apart: a standalone replica, by
+    our checkpoint engine; hybrid: one of two ranks over these workers, which sleeps meanwhile.
+    """
     write_tiny(tmp_path, seed=0, tokenizer=True)
-    got = run("verl_sync_job.py", tmp_path)
+    got = run("verl_sync_job.py", tmp_path, kind)
     steps = got["steps"]
     assert [row["global_steps"] for row in steps] == [[1] * 4, [2] * 4, [3] * 4]
     assert len({tuple(row["logprobs"]) for row in steps}) == 3  # every step changed the weights
@@ -94,6 +95,9 @@ def test_verls_trainer_learns_and_its_checkpoint_engine_sends_over_our_transport
     # Weights with NaN: the engine's reason raises in verl's driver, and the third ones serve on.
     assert "hold NaN or infinity" in got["failed"]
     assert got["after"] == [3] * 4
+    if kind == "hybrid":
+        return
+    assert all(row["took"]["weight_sync/wire_bytes"] > 0 for row in steps)
     apart = got["apart"]
     assert not apart["host"].startswith("127.")
     assert "token" in apart["refused"]

@@ -1,6 +1,7 @@
 """verl's own trainer workers, replica and CheckpointEngineManager over Ray; prints one JSON object.
 
-python verl_sync_job.py MODEL
+verl_sync_job.py MODEL apart     a standalone replica, by our checkpoint engine
+verl_sync_job.py MODEL hybrid    one over the trainer's workers, by verl's "naive", which sleeps
 """
 
 import asyncio
@@ -37,7 +38,7 @@ from rollout.errors import RolloutError
 from rollout.integrations.verl import Server
 
 torch.set_num_threads(1)
-[model] = sys.argv[1:]
+model, kind = sys.argv[1:]
 OVERRIDES = f"""
 actor_rollout_ref.model.path={model}
 actor_rollout_ref.model.use_remove_padding=False
@@ -98,26 +99,37 @@ def documented():
     return found
 
 
-async def course(config):
-    section = config.actor_rollout_ref
+async def started(config):
+    """The trainer's workers, a replica, and the manager of their weights."""
+    section, hybrid = config.actor_rollout_ref, kind == "hybrid"
+    if hybrid:
+        section.rollout.tensor_model_parallel_size = 2
+        section.rollout.checkpoint_engine.backend = "naive"
     actors = RayWorkerGroup(
         resource_pool=RayResourcePool([2], use_gpu=True, max_colocate_count=1),
         ray_cls_with_init=RayClassWithInitArgs(
-            ray.remote(Trainer), config=section, role="actor"
+            ray.remote(Trainer), config=section, role="actor_rollout" if hybrid else "actor"
         ),
         device_name="cpu",
-    )  # fmt: skip
+    )
     actors.init_model()
     rollout_config = omega_conf_to_dataclass(section.rollout)
     model_config = omega_conf_to_dataclass(section.model)
     replica = RolloutReplicaRegistry.get("rollout")(
-        0, rollout_config, model_config, gpus_per_node=1
+        0, rollout_config, model_config, gpus_per_node=2
     )
-    await replica.init_standalone()
+    await (replica.init_hybrid(actors) if hybrid else replica.init_standalone())
     manager = CheckpointEngineManager(rollout_config.checkpoint_engine, actors, [replica])
+    return actors, replica, manager
+
+
+async def course(config):
+    actors, replica, manager = await started(config)
     driver = SimpleNamespace(config=config, actor_rollout_wg=actors)  # of verl's own driver methods
     found = {"steps": []}
     for step in (1, 2, 3):
+        if kind == "hybrid":
+            await manager.sleep_replicas()
         took = await manager.update_weights(global_steps=step)
         batch, outputs = await sampled(replica.server_handle)
         old, _ = RayPPOTrainer._compute_old_log_prob(driver, batch)
@@ -125,7 +137,7 @@ async def course(config):
         here, there = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
         steps = [output.extra_fields["global_steps"] for output in outputs]
         row = {"global_steps": steps, "difference": float((here - there).abs().max())}
-        row |= {"logprobs": here[0].tolist(), "bytes": took["weight_sync/wire_bytes"]}
+        row |= {"logprobs": here[0].tolist(), "took": took}
         if step < 3:
             learned = RayPPOTrainer._update_actor(driver, scored(batch)).meta_info["metrics"]
             row |= {"grad_norm": float(np.mean(learned["actor/grad_norm"]))}
@@ -139,7 +151,8 @@ async def course(config):
     _, outputs = await sampled(replica.server_handle)
     found["after"] = [output.extra_fields["global_steps"] for output in outputs]
     await replica.server_handle.shutdown.remote()
-    found["apart"] = await reached_from_other_nodes()
+    if kind == "apart":
+        found["apart"] = await reached_from_other_nodes()
     return found
 
 
