@@ -1,4 +1,5 @@
-"""Writes docs/models.md from the registry, and from a sweep over the installed transformers.
+"""Writes docs/models.md and README's table of models from the registry, and from a sweep over the
+installed transformers.
 
     python docs/make_models.py [--sweep]
 
@@ -8,6 +9,7 @@ the lists that an earlier sweep left on the page stay.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -63,6 +65,44 @@ def table() -> Iterable[str]:
         story = (module.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
         blocks = "one call" if knows(arch) else "op by op"
         yield f"| `{name}` | {story} | {_attention(arch)} | {_feed_forward(arch)} | {blocks} |"
+
+
+README = PAGE.parents[1] / "README.md"
+BEGIN, END = "<!-- models: made by docs/make_models.py -->\n", "<!-- end of models -->\n"
+SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
+
+
+def readme(text: str, swept: str) -> str:
+    """README with its table of models as the registry and the last sweep have them."""
+    before, _, rest = text.partition(BEGIN)
+    rows = "".join(f"{row}\n" for row in kinds(swept))
+    return f"{before}{BEGIN}{rows}{END}{rest.partition(END)[2]}"
+
+
+def kinds(swept: str) -> Iterable[str]:
+    """The kinds of models there are, each with its architectures, once without their suffixes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, path in sorted(built_in().items()):
+        arch: Arch = getattr(import_module(path.partition(":")[0]), name)
+        short = next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
+        found[_kind(arch)].append(f"`{short}`")
+    yield "| kind | native architectures |"
+    yield "|---|---|"
+    for kind, names in found.items():
+        yield f"| {kind} | {', '.join(dict.fromkeys(names))} |"
+    others = re.search(r"^(\d+) by transformers", swept, re.MULTILINE)
+    count = others[1] if others else "others"
+    yield f"| by transformers' modules | {count} more model types of transformers {_version()} |"
+
+
+def _kind(arch: Arch) -> str:
+    if arch.vision is not None:
+        return "with images"
+    if arch.delta is not None:
+        return "hybrid: recurrent states beside attention"
+    if arch.latent is not None:
+        return "latent attention, experts"
+    return "dense" if arch.moe is None else "mixture of experts"
 
 
 def _attention(arch: Arch) -> str:
@@ -159,6 +199,7 @@ def main() -> None:
         transformers_sweep.hush()
         swept = swept_lists(transformers_sweep.sweep())
     PAGE.write_text(page(swept))
+    README.write_text(readme(README.read_text(), swept))
 
 
 if __name__ == "__main__":

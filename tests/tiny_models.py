@@ -102,6 +102,7 @@ MIXTURES = {
     "gpt_oss": "GptOss",
     "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
+    "phimoe": "Phimoe",
     "olmoe": "Olmoe",
     "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next",
@@ -191,6 +192,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 16,
         },
+    },
+    "phimoe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "router_jitter_noise": 0.1,
+        "attention_bias": True,
+        "lm_head_bias": True,
     },
     "minimax_m2": {
         "num_local_experts": 6,

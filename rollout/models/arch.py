@@ -52,14 +52,15 @@ class MoEArch:
     ``mlp_only_layers``; ``first_dense``, the field that counts dense layers before the others;
     ``sparse_step``, the field that says each how many-th; ``sparse_layers``, one that lists them.
 
-    Routing: ``scores`` are made of the router's logits (computed in float32 where
-    ``wide_router``). ``score_bias``: a trained bias on the choice alone, which is no parameter to
-    transformers but a buffer, ``e_score_correction_bias`` in the "gate" or beside it in the
-    "block". ``groups``: the choice is within the ``topk_group`` best of ``n_group`` groups, each
-    as good as its best expert ("max") or its best two ("top2"), unless the file's ``topk_method``
-    is greedy. ``norm_topk_prob`` None: the field of that name says. ``scaled``: weights are
-    multiplied by ``routed_scaling_factor``. ``scaled_inputs``: they multiply what an expert reads,
-    instead of what it makes. ``wide_weights``: they stay float32 instead of being
+    Routing: ``scores`` are made of the router's logits (computed in float32 where ``wide_router``);
+    "mixer": each choice by a softmax of its own, over the experts whose logit is near to the best's
+    (``router_jitter_noise``). ``score_bias``: a trained bias on the choice alone, which is no
+    parameter to transformers but a buffer, ``e_score_correction_bias`` in the "gate" or beside it
+    in the "block". ``groups``: the choice is within the ``topk_group`` best of ``n_group`` groups,
+    each as good as its best expert ("max") or its best two ("top2"), unless the file's
+    ``topk_method`` is greedy. ``norm_topk_prob`` None: the field of that name says. ``scaled``:
+    weights are multiplied by ``routed_scaling_factor``. ``scaled_inputs``: they multiply what an
+    expert reads, instead of what it makes. ``wide_weights``: they stay float32 instead of being
     rounded to the model's dtype.
     """
 
@@ -74,7 +75,7 @@ class MoEArch:
     first_dense: str | None = None
     sparse_step: str = "decoder_sparse_step"
     sparse_layers: str | None = None
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "mixer"] = "softmax"
     score_bias: Literal["gate", "block"] | None = None
     groups: Literal["max", "top2"] | None = None
     norm_topk_prob: bool | None = None
@@ -159,10 +160,10 @@ class Arch:
 
     Norms: ``norm`` is "rms" (rounded, then multiplied by the weight), "rms wide" (multiplied in
     float32), "rms plus one" (the same by 1 + weight) or "layer" (the mean is subtracted, too);
-    ``norm_eps`` its field. ``qk_norm``: q and k are normalised, ``qk_norm_over`` each "head" by one
-    weight, each of the "heads" by its own, the whole "row", or heads that are "turned", by none.
-    ``norms``: where a block has which. ``parallel``: both halves of a block read its one norm, and
-    are added together.
+    ``norm_bias``: plus a bias (of "layer"); ``norm_eps`` its field. ``head_bias``: the head has
+    one. ``qk_norm``: q and k are normalised, ``qk_norm_over`` each "head" by one weight, each of
+    the "heads" by its own, the whole "row", or heads that are "turned", by none. ``norms``: where a
+    block has which. ``parallel``: both halves of a block read its one norm, and are added together.
 
     Factors on the embeddings, on q k^T (default: head_dim^-0.5), on what a half adds to the
     residual, and on the logits; caps on q k^T and on the logits. ``sinks``: a trained score of each
@@ -202,6 +203,8 @@ class Arch:
     head_dim_given: bool = False
     tied: bool = False
     norm: Literal["rms", "rms wide", "rms plus one", "layer"] = "rms"
+    norm_bias: bool = False
+    head_bias: Switch = False
     norm_eps: str = "rms_norm_eps"
     norms: BlockNorms = BlockNorms()
     parallel: bool = False

@@ -70,6 +70,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     hf_values: Mapping[str, Any] | None = None
+    head_bias: bool = False
     vision: VisionConfig | None = None
     code: RemoteCode | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class ModelConfig:
             qkv_bias=read.switch(arch.qkv_bias),
             o_bias=read.switch(arch.o_bias),
             mlp_bias=read.switch(arch.mlp_bias),
+            head_bias=read.switch(arch.head_bias),
             qk_norm=read.switch(arch.qk_norm),
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),

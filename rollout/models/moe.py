@@ -64,6 +64,8 @@ def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[T
     every rank the same, as the logits are.
     """
     wide = logits.float()
+    if moe.arch.scores == "mixer":
+        return _mixed(wide, moe)
     scores = wide.sigmoid() if moe.arch.scores == "sigmoid" else wide.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
     if moe.groups > 1:
@@ -75,6 +77,22 @@ def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[T
         least = 1e-20 if moe.arch.scores == "sigmoid" else 0.0
         weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
     return chosen, weights if moe.scaling == 1.0 else weights * moe.scaling
+
+
+def _mixed(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    """The likeliest, then the next; each weighs by its softmax among the experts near to it.
+
+    Near: (its logit - theirs) / max(|theirs|, its) is at most ``nearness``. Source: SparseMixer
+    (arXiv 2409.12136) without its sampling, as transformers' Phi-MoE has it.
+    """
+    left, chosen, weights = logits, [], []
+    for _ in range(moe.experts_per_token):
+        best, index = left.max(dim=-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > moe.nearness
+        weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(chosen, dim=-1), torch.cat(weights, dim=-1)
 
 
 def _within_groups(choice: Tensor, moe: MoEConfig) -> Tensor:

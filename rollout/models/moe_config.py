@@ -29,6 +29,7 @@ class MoEConfig:
     top_groups: int = 1
     scaling: float = 1.0
     clamped: tuple[float, float] | None = None
+    nearness: float = 0.0  # of a logit to the best one, for the "mixer"
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts instead of one dense feed-forward."""
@@ -64,7 +65,15 @@ def read_moe(read: Reader, arch: MoEArch) -> MoEConfig:
         top_groups=top_groups,
         scaling=read.number("routed_scaling_factor") if arch.scaled else 1.0,
         clamped=_read_clamped(read, arch),
+        nearness=_read_nearness(read, chosen) if arch.scores == "mixer" else 0.0,
     )
+
+
+def _read_nearness(read: Reader, chosen: int) -> float:
+    if chosen != 2:
+        raise ConfigError(f"{read.file}: num_experts_per_tok must be 2 here, got {chosen}")
+    given = read.values.get("router_jitter_noise") is not None
+    return 2 * (read.number("router_jitter_noise") if given else 0.01)
 
 
 def _read_clamped(read: Reader, arch: MoEArch) -> tuple[float, float] | None:

@@ -26,7 +26,7 @@ def built_in() -> Mapping[str, str]:
     found = {}
     for file in pkgutil.iter_modules(declared.__path__, f"{declared.__name__}."):
         for name, value in vars(import_module(file.name)).items():
-            if isinstance(value, Arch):
+            if isinstance(value, Arch) and not name.startswith("_"):
                 found[name] = f"{file.name}:{name}"
     return MappingProxyType(found)
 

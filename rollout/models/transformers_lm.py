@@ -19,7 +19,13 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.module_map import replace_modules
-from rollout.models.transformers_probe import AttentionCall, bind, construct, load_class
+from rollout.models.transformers_probe import (
+    AttentionCall,
+    bind,
+    construct,
+    load_class,
+    position_arguments,
+)
 from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.fused_experts import Spellings
@@ -91,9 +97,9 @@ class TransformersCausalLM(Model):
 
     def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
-        out: Any = self.inner(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep
-        )
+        self._step.positions = positions[None]
+        places = position_arguments(self.inner, positions[None])
+        out: Any = self.inner(input_ids=ids[None], use_cache=False, **places, **keep)
         logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0][rows]
         return logits[:, : self.config.vocab_size]
 
@@ -110,9 +116,10 @@ class TransformersCausalLM(Model):
             ours.append(self(_chunk(ids, start, count), kv))
             start += count
         self.inner.set_attn_implementation("eager")  # type: ignore[operator]
+        self._step.positions = None  # as the modules count by themselves
         try:
-            rows = torch.arange(total, device=device)
-            theirs = self._logits(ids, rows, rows)
+            theirs = self.inner(input_ids=ids[None], use_cache=False).logits[0]
+            theirs = theirs[:, : self.config.vocab_size]
         finally:
             self.inner.set_attn_implementation("rollout")  # type: ignore[operator]
         found, wanted = torch.cat(ours).float().log_softmax(-1), theirs.float().log_softmax(-1)
@@ -128,6 +135,8 @@ class TransformersCausalLM(Model):
 
 class _Pages:
     """Attends over the pages of a step, layer after layer."""
+
+    positions: Tensor | None = None  # [1, T], of the step
 
     def __init__(self) -> None:
         self._batch: ForwardBatch | None = None
@@ -214,7 +223,9 @@ def _table(model: nn.Module) -> WeightTable:
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     aliases: dict[str, str] = {}
     taken: dict[tuple[str, Box], str] = {}
-    for name in sorted(files, key=lambda each: each not in params):  # owners before tied names
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    # Owners before tied names; files have the owners alone.
+    for name in sorted(files, key=lambda each: (each in tied, each not in params)):
         tensor = files[name]
         view = copies.origin(tensor)
         param = None if view is None else places.get(storage_id(view))

@@ -7,6 +7,8 @@ or one that attends over pages (``transformers_lm.py``).
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,11 +78,10 @@ def probe(
     seen = _Shapes()
     bind(model, seen)
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(TOKENS)[None].to("meta")
     try:
         with torch.no_grad():
-            model(
-                input_ids=ids, position_ids=torch.arange(TOKENS)[None].to("meta"), use_cache=False
-            )
+            model(input_ids=ids, use_cache=False, **position_arguments(model, positions))
     except Exception as error:
         raise ConfigError(
             f"{architecture}: its modules do not run without memory, which would tell what they "
@@ -98,7 +99,7 @@ def probe(
         num_heads=max(heads for heads, _, _ in seen.calls),
         num_kv_heads=max(kv_heads for _, kv_heads, _ in seen.calls),
         head_dim=max(dim for *_, dim in seen.calls),
-        max_position_embeddings=int(text.max_position_embeddings),
+        max_position_embeddings=int(text.max_position_embeddings) - first_position(model),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
     )
 
@@ -111,6 +112,9 @@ def construct(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.de
     with torch.device(device), no_init_weights():
         model: Any = kind._from_config(config, attn_implementation=NAME, dtype=dtype)
     model.tie_weights()
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # which reads all ids
+            module.__dict__["warn_if_padding_and_no_attention_mask"] = _unwarned
     if device.type == "meta" and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the one whose shapes need no values
     for name, parameter in model.named_parameters():
@@ -121,6 +125,26 @@ def construct(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.de
     return done
 
 
+def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """What tells ``model`` the positions [1, T] of its tokens; where it takes none, its modules
+    that embed them are told (``bind``).
+    """
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return {"position_ids": positions + first_position(model)} if takes else {}
+
+
+def first_position(model: nn.Module) -> int:
+    """What a model's own count of positions begins with; past the padding's where it has one."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return int(getattr(module, "padding_idx", -1)) + 1
+    return 0
+
+
+def _unwarned(*args: Any) -> None:
+    """There is no padding."""
+
+
 def load_class(
     values: Mapping[str, Any], architecture: str, code: RemoteCode | None = None
 ) -> tuple[type[Any], Any]:
@@ -129,9 +153,25 @@ def load_class(
 
 
 def bind(model: nn.Module, step: Step) -> None:
-    """From now on the attention of ``model`` is what ``step`` makes of it."""
+    """From now on the attention of ``model`` is what ``step`` makes of it.
+
+    Modules that embed positions, and would count them from what their own cache has, are told
+    those of the step, where it has some (``positions``, [1, T]).
+    """
     for module in model.modules():
         module.__dict__["rollout_step"] = step
+        embeds = "PositionalEmbedding" in type(module).__name__
+        if embeds and "position_ids" in inspect.signature(module.forward).parameters:
+            if "rollout_placed" not in module.__dict__:
+                module.register_forward_pre_hook(_place, with_kwargs=True)
+            module.__dict__["rollout_placed"] = True
+
+
+def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    positions = getattr(module.__dict__["rollout_step"], "positions", None)
+    if positions is not None and kwargs.get("position_ids") is None:
+        kwargs = {**kwargs, "position_ids": positions}
+    return args, kwargs
 
 
 def register() -> None:
@@ -225,12 +265,10 @@ def refuse(kind: type[Any], config: Any, architecture: str) -> None:
         raise ConfigError(f"{architecture}: layers of {other[0]!r} need more than a KV cache")
     if getattr(kind, "_is_stateful", False):
         raise ConfigError(f"{architecture}: it has states beside the KV cache")
-    if not getattr(kind, "_supports_attention_backend", False):
+    if not _uses_interface(kind):
         raise ConfigError(f"{architecture}: its attention does not go through the interface")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{architecture}: quantization_config is not supported")
-    if getattr(text, "is_encoder_decoder", False):
-        raise ConfigError(f"{architecture}: an encoder has no place here")
     if lengthy := sorted(_BY_LENGTH & _rope_types(text)):
         raise ConfigError(
             f"{architecture}: rope of type {lengthy[0]!r} depends on a sequence's length, and its "
@@ -239,6 +277,15 @@ def refuse(kind: type[Any], config: Any, architecture: str) -> None:
     for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
         if not isinstance(getattr(text, name, None), int):
             raise ConfigError(f"{architecture}: its config has no {name}")
+
+
+def _uses_interface(kind: type[Any]) -> bool:
+    """Whether its file calls attention by name, or its class says so; what its modules do with
+    that is judged after the first load.
+    """
+    if getattr(kind, "_supports_attention_backend", False):
+        return True
+    return hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _rope_types(text: Any) -> set[str]:

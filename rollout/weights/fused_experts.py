@@ -154,6 +154,8 @@ class Spellings:
                 layers[".".join(parts[:-3])][parts[-2]][int(parts[-3])] = shape
             elif (memory := _memory_name(name)) != name and memory not in shapes:
                 renames[memory] = name
+                if parts[-3:-1] == ["block_sparse_moe", "gate"]:  # of Phi-MoE
+                    renames[".".join((*memory.split(".")[:-2], "router", parts[-1]))] = name
         fused = {
             one.name: one
             for prefix, linears in layers.items()

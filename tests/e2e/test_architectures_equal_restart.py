@@ -20,7 +20,7 @@ pytestmark = pytest.mark.more
 
 MIXTURES = (
     *("glm4_moe", "deepseek_v2", "deepseek_v3", "olmoe", "minimax_m2", "gpt_oss", "llama4"),
-    *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe"),
+    *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "phimoe"),
 )
 # With two ranks: fused files, norms over all ranks, norms of each head; groups, stacked experts.
 TWO_RANKS = ("phi3", "olmo3", "cohere", "deepseek_v3", "gpt_oss", "qwen3_next")

@@ -40,6 +40,21 @@ SHAPES = {
     },
     "minimax_m2": {},
     "qwen3_5_moe": {"linear_num_key_heads": 8, "linear_conv_kernel_dim": 2},
+    "phimoe": {},
+    "phimoe, longrope with factors of its own, a window, no biases": {
+        "attention_bias": False,
+        "lm_head_bias": False,
+        "sliding_window": 9,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0 + i / 4 for i in range(8)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "qwen3_next": {},
     "olmoe": {},
     "deepseek_v3": {},
@@ -111,6 +126,7 @@ MORE = (
     "deepseek_v2",
     "qwen3_5_moe",
     "glm4_moe_lite",
+    "phimoe, longrope with factors of its own, a window, no biases",
     "llama4, all sparse, all listed, even temperature",
 )
 

@@ -24,4 +24,7 @@ def test_the_page_has_what_the_sweep_finds() -> None:
 
 def test_the_table_is_the_registrys() -> None:
     stale = "docs/models.md is out of date: run `python docs/make_models.py`"
-    assert make_models.PAGE.read_text() == make_models.page(make_models.swept_part()), stale
+    swept = make_models.swept_part()
+    assert make_models.PAGE.read_text() == make_models.page(swept), stale
+    readme = make_models.README.read_text()
+    assert readme == make_models.readme(readme, swept), stale

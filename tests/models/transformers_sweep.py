@@ -44,7 +44,11 @@ SIZES: dict[str, Any] = {
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "first_k_dense_replace": 1, "moe_topk": 2, "expert_ffn_hidden_size": 16,
     "intermediate_size_mlp": 48, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }  # fmt: skip
 # What some of them want instead: heads that are not grouped, more layers, their own sizes of heads.
 VARIANTS: tuple[dict[str, Any], ...] = (

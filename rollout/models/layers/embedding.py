@@ -38,10 +38,20 @@ class VocabParallel(Layer):
         name = f"{prefix}.weight"
         return [rows_slot(name, shape, self.first, self.count, name, 0)]
 
+    @property
+    def head_bias(self) -> Tensor | None:
+        """This rank's part of what is added to the logits."""
+        return None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size], gathered over ranks, padding cut off."""
         wide = self.build.head_dtype not in (None, self.build.dtype)
-        part = self.wide_logits(hidden) if wide else self.matmul(hidden)
+        bias = self.head_bias
+        if wide:
+            part = self.wide_logits(hidden)
+            part = part if bias is None else part + bias.to(part.dtype)
+        else:
+            part = self.matmul(hidden, bias)
         return self.build.tp.all_gather(part)[:, : self.build.config.vocab_size]
 
     def wide_logits(self, hidden: Tensor) -> Tensor:
@@ -88,7 +98,23 @@ class Embedding(VocabParallel):
 
 
 class Head(VocabParallel):
-    """An untied language-model head."""
+    """An untied language-model head; with a bias [vocab] where the config has one."""
+
+    bias: Tensor
 
     def __init__(self, build: Build) -> None:
         super().__init__(build, tiled=True)
+        if build.config.head_bias:
+            rest = (Box((self.count,), (self.rows,)),) if self.count < self.rows else ()
+            self.declare("bias", (self.rows,), padding=rest)
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        return storage_of(self, "bias") if self.build.config.head_bias else None
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        found = super().slots(prefix)
+        if self.build.config.head_bias:
+            name, shape = f"{prefix}.bias", (self.build.config.vocab_size,)
+            found.append(rows_slot(name, shape, self.first, self.count, name, 0))
+        return found

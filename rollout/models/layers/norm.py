@@ -54,10 +54,25 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """By mean and variance, without a bias."""
+    """By mean and variance; plus a bias where the architecture has one."""
+
+    bias: Tensor
+
+    def __init__(self, build: Build, size: int, eps: float | None = None) -> None:
+        super().__init__(build, size, eps)
+        self.has_bias = build.config.arch.norm_bias
+        if self.has_bias:
+            self.declare("bias", (size,))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _standardise(x, self.weight, self.eps)
+        return _standardise(x, self.weight, self.eps, self.bias if self.has_bias else None)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        found = super().slots(prefix)
+        name = f"{prefix}.bias"
+        return (
+            [*found, whole_slot(name, self.specs["bias"].shape, name)] if self.has_bias else found
+        )
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -125,8 +140,9 @@ class RowNorm(Layer):
         return [rows_slot(name, (self.total,), self.first, count, name, 0)]
 
 
-def _standardise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _standardise(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     wide = x.float() if x.dtype != torch.float64 else x
     centred = wide - wide.mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight.to(wide.dtype) * scaled).to(x.dtype)
+    out = weight.to(wide.dtype) * scaled
+    return (out if bias is None else out + bias.to(wide.dtype)).to(x.dtype)
