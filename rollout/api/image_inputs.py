@@ -11,6 +11,8 @@ import base64
 import binascii
 import http.client
 import os
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -21,8 +23,8 @@ from rollout.errors import InvalidRequest
 from rollout.generation import ImagePrompt
 
 IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
-FETCH_TIMEOUT = 10.0  # seconds for a connection, and for each piece of an answer
-MAX_FETCHED = 32 << 20  # bytes of a remote file
+FETCH_TIMEOUT = 10.0  # seconds for all of a remote file
+MAX_FETCHED = 32 << 20  # bytes of one
 REMOTE = ("http://", "https://")
 _FIELDS = frozenset(("prompt", "prompt_token_ids", "multi_modal_data"))
 
@@ -170,11 +172,19 @@ def fetched(url: str, where: str, remote: bool = False) -> bytes:
             f"{where} is a remote URL: send a data: URI, or start with --allow-remote-images"
         )
     request = urllib.request.Request(url, headers={"User-Agent": "rollout"})
+    deadline, data = time.monotonic() + FETCH_TIMEOUT, b""
     try:
         with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT) as reply:
-            data: bytes = reply.read(MAX_FETCHED + 1)
+            while piece := reply.read1(1 << 20):
+                data += piece
+                if len(data) > MAX_FETCHED:
+                    raise InvalidRequest(f"{where} is larger than {MAX_FETCHED} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it takes more than {FETCH_TIMEOUT:g} s")
     except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, InvalidRequest):  # which is a ValueError
+            raise
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is the answer, too
         raise InvalidRequest(f"{where} cannot be fetched: {error}") from None
-    if len(data) > MAX_FETCHED:
-        raise InvalidRequest(f"{where} is larger than {MAX_FETCHED} bytes")
     return data

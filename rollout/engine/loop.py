@@ -54,6 +54,7 @@ class _Begun:
 
     batch: ScheduledBatch
     futures: list[Future[Reply]]
+    patches: int = 0  # of images that it encodes
 
 
 class StepLoop:
@@ -61,8 +62,8 @@ class StepLoop:
 
     ``on_broken(reason)`` is called, in this thread, when ranks disagree about the version or one
     does not answer a step within ``step_timeout`` seconds, or twice what the longest step so far
-    took. The first step may compile and warm up, and one of more tokens than any before may take
-    longer than all of them: these have ``first_timeout``.
+    took. The first step may compile and warm up, and one of more tokens, or patches of images,
+    than any before may take longer than all of them: these have ``first_timeout``.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StepLoop:
         self._block_size = block_size
         self._step_timeout, self._first_timeout = step_timeout, first_timeout
         self._longest = 0.0  # seconds, of the steps so far
-        self._most_tokens = 0  # in one of them
+        self._most_tokens = self._most_patches = 0  # in one of them
         self._on_broken = on_broken
         self._grammars = grammars
         self._encoder = encoder
@@ -301,7 +302,8 @@ class StepLoop:
                 self._outputs.fail(EngineError(text), [request_id])
             rest = batch.rows(batch.rows_running)
             return self._begin(rest) if rest.entries else None
-        return _Begun(batch, self._executor.call("step", args, tensors))
+        patches = len(tensors.get("pixels", ()))
+        return _Begun(batch, self._executor.call("step", args, tensors), patches)
 
     def _constrained(self, batch: ScheduledBatch) -> ScheduledBatch:
         """The batch without the rows whose grammars have not said yet what may be drawn.
@@ -349,7 +351,7 @@ class StepLoop:
 
     def _end(self, begun: _Begun) -> SamplerOutput:
         try:
-            replies = self._replies(begun.futures, begun.batch.num_tokens)
+            replies = self._replies(begun.futures, begun.batch.num_tokens, begun.patches)
         except WorkerDied:
             raise
         except RolloutError as error:
@@ -362,10 +364,10 @@ class StepLoop:
             )
         return SamplerOutput.from_tensors(replies[0][1])
 
-    def _replies(self, futures: list[Future[Reply]], tokens: int) -> list[Reply]:
+    def _replies(self, futures: list[Future[Reply]], tokens: int, patches: int) -> list[Reply]:
         """Every rank's answer to a step; an error from outside our tree becomes ``EngineError``."""
         began = time.monotonic()
-        known = tokens <= self._most_tokens
+        known = tokens <= self._most_tokens and patches <= self._most_patches
         limit = max(self._step_timeout, 2 * self._longest) if known else self._first_timeout
         deadline = began + limit
         replies = []
@@ -384,6 +386,7 @@ class StepLoop:
                 raise EngineError(text) from error
         self._longest = max(self._longest, time.monotonic() - began)
         self._most_tokens = max(self._most_tokens, tokens)
+        self._most_patches = max(self._most_patches, patches)
         return replies
 
 

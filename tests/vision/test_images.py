@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
+import time
 import zlib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
+from threading import Thread
 
 import pytest
 from tiny_vision import END, PAD, START, check_greedy, check_logprobs, picture, write_vision
@@ -177,3 +182,49 @@ def test_wrong_placeholders_are_refused_by_name(served):
     with pytest.raises(InvalidRequest, match="known: multi_modal_data, prompt, prompt_token_ids"):
         engine.generate({"prompt": "a", "mm_processor_kwargs": {}}, GREEDY)
     assert engine.generate([[5, 6]], GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_remote_images_come_where_a_flag_allows_them_and_no_others(tmp_path):
+    model = write_vision(tmp_path, tokenizer=True)
+    image = picture(11)
+    (tmp_path / "a.png").write_bytes(file_of(image))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    settings = {"device": "cpu", "dtype": "float32", "allow_remote_images": True}
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web, Rollout(tmp_path, **settings) as r:
+        Thread(target=web.serve_forever, daemon=True).start()
+
+        def chat(name):
+            url = f"http://127.0.0.1:{web.server_port}/{name}"
+            return r.chat(asked([{"type": "image_url", "image_url": {"url": url}}]), GREEDY)
+
+        try:
+            [output] = chat("a.png")
+            with pytest.raises(InvalidRequest, match=r"content\[0\] cannot be fetched: .*404"):
+                chat("b.png")
+        finally:
+            web.shutdown()
+    check_greedy(model, output, [image])
+
+
+def test_images_in_a_call_leave_the_event_loop_free(served):
+    """Decoding runs in threads: a task of the loop goes on meanwhile."""
+    engine, _ = served
+    beats = []
+
+    async def beat():
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.001)
+
+    async def ask():
+        pulse = asyncio.create_task(beat())
+        try:
+            images = [[picture(20 + n, 60, 60)] for n in range(8)]
+            prompts = [{"prompt_token_ids": ONE, "multi_modal_data": {"image": i}} for i in images]
+            return await engine._async.generate(prompts, GREEDY)
+        finally:
+            pulse.cancel()
+
+    outputs = engine._loop.run(ask())
+    assert len(outputs) == 8
+    assert len(beats) > 5

@@ -34,3 +34,15 @@ def test_greedy_tokens_equal_those_of_transformers_whole_and_in_chunks(tmp_path,
         check(engine, model)
     with Rollout(tmp_path, max_num_batched_tokens=7, **settings) as engine:
         check(engine, model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cut_within_an_image_changes_no_bit_of_a_deterministic_engine(tmp_path, dtype):
+    write_vision(tmp_path)
+    settings = {"device": "cpu", "dtype": dtype, "block_size": 8, "deterministic": True}
+    said = []
+    for budget in (64, 7):
+        with Rollout(tmp_path, max_num_batched_tokens=budget, **settings) as engine:
+            outputs = engine.generate(PROMPTS, GREEDY, images=IMAGES)
+            said.append([(o.outputs[0].token_ids, o.outputs[0].logprobs.raw) for o in outputs])
+    assert said[0] == said[1]
