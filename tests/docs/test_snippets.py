@@ -167,6 +167,7 @@ NOT_RUN = {
     "it takes minutes": 4,
     "it takes half a minute": 1,
     "it needs two engines": 1,
+    "it needs a cluster": 2,
     "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "
     "these lines with plain torch in its place": 1,
@@ -308,6 +309,9 @@ def look_at(words: list[str]) -> None:
         extras = re.findall(r"\.\[(\w+)\]", " ".join(words))
         project = (ROOT / "pyproject.toml").read_text()
         assert all(re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in extras), words
+    elif words[0] in ("docker", "kubectl"):
+        paths = [word for word in words[1:] if word.startswith("deploy/")]
+        assert all((ROOT / path).exists() for path in paths), words
     else:
         raise AssertionError(f"no test knows how to run {words}")
 

@@ -1,0 +1,87 @@
+"""What deploy/ holds is what Kubernetes' API takes, and starts `rollout` with flags that it has."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from rollout.cli.main import make_parser
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+NOT_OF_THE_API = {"ServiceMonitor", "Kustomization"}
+
+
+def documents() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{path.relative_to(DEPLOY)}:{document['kind']}", document)
+        for path in sorted(KUBERNETES.rglob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text())
+    ]
+
+
+@pytest.mark.parametrize(("where", "document"), documents(), ids=lambda value: str(value)[:60])
+def test_every_document_has_the_apis_schema(where: str, document: dict[str, Any]) -> None:
+    assert document["metadata" if "metadata" in document else "resources"], where
+    if document["kind"] not in NOT_OF_THE_API:
+        kubernetes_validate.validate(document, "1.34", strict=True)
+
+
+def test_a_wrong_document_is_found() -> None:
+    document = next(d for where, d in documents() if where.endswith("engine.yaml:StatefulSet"))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**document, "spec": {"replica": 1}}, "1.34", strict=True)
+
+
+def test_containers_are_started_with_flags_that_there_are() -> None:
+    parser, found = make_parser(), 0
+    for where, document in documents():
+        if document["kind"] != "StatefulSet":
+            continue
+        for container in document["spec"]["template"]["spec"]["containers"]:
+            args = parser.parse_known(container["args"])
+            assert args.host == "0.0.0.0", where
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            assert ports == {"http": args.port, "grpc": args.grpc_port}
+            found += 1
+    assert found == 2
+
+
+def test_the_fronts_engines_are_those_of_the_set() -> None:
+    patch = (KUBERNETES / "fleet" / "kustomization.yaml").read_text()
+    count = int(re.search(r"path: /spec/replicas\n\s+value: (\d+)", patch)[1])
+    front = (KUBERNETES / "fleet" / "front.yaml").read_text()
+    names = re.findall(r"--engine=(\S+):50051", front)
+    assert names == [f"rollout-engine-{n}.rollout-engine" for n in range(count)]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.parametrize("name", ["engine", "fleet", "monitoring"])
+def test_kustomize_builds_it(name: str, tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "k")
+    for file in ("tls.crt", "tls.key"):  # whoever applies it brings them
+        (tmp_path / "k" / "fleet" / file).write_text("a certificate")
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(tmp_path / "k" / name)],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    kinds = [document["kind"] for document in yaml.safe_load_all(built)]
+    assert kinds
+    if name == "fleet":
+        assert kinds.count("StatefulSet") == 2
+        assert "PodDisruptionBudget" in kinds
+
+
+def test_the_image_installs_what_it_copies() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        for name in line.split():
+            there = list(DEPLOY.parent.glob(name))
+            assert there or name.endswith("*"), name
