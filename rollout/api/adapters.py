@@ -14,16 +14,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest, VersionConflict
-from rollout.loader import open_checkpoint
+from rollout.loader import open_checkpoint, resolve_model
+from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
 from rollout.weight_sync.versions.follower import allowed, check_inside, looks
 from rollout.weights import Box
 from rollout.weights.files import open_weights
@@ -102,6 +104,10 @@ class _Loaded:
     looks: object
 
 
+class AdapterLink(WeightLink, CheckLink, Protocol):
+    """What is asked of the engine: updates, and digests of what is live."""
+
+
 class MergedAdapters:
     """The adapters of one engine; thread-safe, one load at a time.
 
@@ -114,14 +120,15 @@ class MergedAdapters:
         self._names: dict[str, None] = {}
         self._live: _Loaded | None = None
         self._version: int | None = None  # of the last commit here
-        self._touched: frozenset[str] = frozenset()
+        self._touched: frozenset[str] = frozenset()  # what it changed of the checkpoint
+        self._made: dict[int, frozenset[str]] = {}  # digest of all that was live -> the same
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._names)
 
     def load(
-        self, name: str, path: str, link: WeightLink, *, inplace: bool = False
+        self, name: str, path: str, link: AdapterLink, *, inplace: bool = False
     ) -> UpdateReceipt | None:
         """Make checkpoint + adapter live; None where this one is already. Blocks.
 
@@ -144,7 +151,7 @@ class MergedAdapters:
             self._names[name], self._live = None, asked
             return receipt
 
-    def unload(self, name: str, link: WeightLink) -> bool:
+    def unload(self, name: str, link: AdapterLink) -> bool:
         """Forget the name; whether it was there. Of the live one the weights are the checkpoint's
         again; where others have taken its place since, those stay.
         """
@@ -160,15 +167,18 @@ class MergedAdapters:
             return True
 
     def _commit(
-        self, files: LoraFiles, link: WeightLink, info: WeightInfo, label: str | None
+        self, files: LoraFiles, link: AdapterLink, info: WeightInfo, label: str | None
     ) -> UpdateReceipt:
         """Upon what ``info`` says is live, or not at all."""
-        if info.version not in (0, self._version):
+        changed = self._changed(link, info)
+        if changed is None:
+            model = self._config.model
             raise VersionConflict(
                 f"version {info.version} did not come from the checkpoint and an adapter, so an "
-                "adapter cannot be merged into it; restart the service, or go on with full updates"
+                f"adapter cannot be merged into it; make the checkpoint live again, by a full "
+                f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
-        wanted = self._touched | files.factors.keys()
+        wanted = changed | files.factors.keys()
         known = {meta.name for meta in info.tensors}
         if unknown := sorted(wanted - known):
             raise ConfigError(f"the adapter changes {unknown[0]}, which is no weight of this model")
@@ -177,8 +187,35 @@ class MergedAdapters:
         options = UpdateOptions(partial=True, version=version, label=label, timeout=timeout)
         items = self._merged(wanted, files)
         receipt = publish(items, connect=lambda: link, options=options)
-        self._version, self._touched = receipt.version, frozenset(files.factors)
+        if self._touched != files.factors.keys():  # most have the names of the one before
+            self._touched = frozenset(files.factors)
+        self._version = receipt.version
+        self._remember(link)
         return receipt
+
+    def _changed(self, link: AdapterLink, info: WeightInfo) -> frozenset[str] | None:
+        """The tensors in which what is live differs from the checkpoint, by what was merged here;
+        None where it is something else. After a rollback, or an update with the checkpoint, the
+        digests tell.
+        """
+        if info.version == self._version or info.state == "broken":
+            return self._touched
+        if info.version == 0:
+            self._version, self._touched = 0, frozenset()
+            self._remember(link)
+            return self._touched
+        known = self._made.get(total(link.digests(self._config.timeout).values()))
+        if known is None:
+            config = self._config
+            checkpoint = str(resolve_model(config.model, config.revision, config.load_format))
+            same = check_weights(checkpoint, connect=lambda: link, timeout=config.timeout).equal
+            known = frozenset() if same else None
+        return known
+
+    def _remember(self, link: AdapterLink) -> None:
+        digest = total(link.digests(self._config.timeout).values())
+        if link.info().version == self._version:  # nothing else has committed meanwhile
+            self._made[digest] = self._touched
 
     def _merged(self, wanted: frozenset[str], files: LoraFiles) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors that this adapter or the one before it changes."""

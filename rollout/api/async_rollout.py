@@ -28,11 +28,11 @@ from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.errors import ConfigError
 from rollout.generation import (
-    EMBED,
     AnyPrompt,
     ChatOptions,
     EmbeddingOutput,
     RequestOutput,
+    embed_params,
 )
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
@@ -176,16 +176,22 @@ class AsyncRollout:
         prompts: Prompts,
         *,
         normalize: bool = True,
+        pooling: str = "last",
+        dimensions: int | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[EmbeddingOutput]:
         """One vector for each prompt: the last hidden state, after the model's last norm, of its
-        last token; of length 1 unless ``normalize`` is False.
+        last token (``pooling`` "mean": the mean over all of its tokens); the first ``dimensions``
+        numbers of it; of length 1 unless ``normalize`` is False.
 
         Prompts as for ``generate``, beside which they run, in the same steps. ``RequestAborted``
         where one was aborted, ``EngineError`` where the weights give NaN.
         """
-        outputs = await self.generate(prompts, EMBED, request_ids=request_ids)
-        return [EmbeddingOutput.of(output, normalize=normalize) for output in outputs]
+        outputs = await self.generate(prompts, embed_params(pooling), request_ids=request_ids)
+        return [
+            EmbeddingOutput.of(output, normalize=normalize, dimensions=dimensions)
+            for output in outputs
+        ]
 
     async def stream(
         self, prompt: AnyPrompt | Mapping[str, Any], params: OneParams | None = None

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 import rollout
 from rollout.api.adapters import MergedAdapters
@@ -289,7 +290,10 @@ class EmbeddedBackend:
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         if "\0" in path:
             raise ConfigError(f"no path has a null byte in it: {path!r:.80}")
-        source = readable(path, self.config.weight_dirs, self.info())
+        return self.update_once(readable(path, self.config.weight_dirs, self.info()), options)
+
+    def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
+        """Nothing new where the last one had this ``update_id``, and is live still."""
 
         def read() -> UpdateReceipt:
             return publish(source, connect=lambda: self.link, options=options)

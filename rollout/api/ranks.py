@@ -35,7 +35,7 @@ from rollout.errors import (
     EngineClosed,
     RolloutError,
 )
-from rollout.generation import RequestOutput, SamplingParams
+from rollout.generation import EmbeddingOutput, RequestOutput, SamplingParams, embed_params
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import Messages, output_from_proto, output_to_proto
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
@@ -123,6 +123,26 @@ class ColocatedRollout:
             return self._generated(lambda r: r.chat(messages, params), timeout)
 
         return self._outputs("chat", [messages, _plain_params(params)], act, timeout)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        normalize: bool = True,
+        pooling: str = "last",
+        dimensions: int | None = None,
+        timeout: float = CALL_TIMEOUT,
+    ) -> list[EmbeddingOutput]:
+        """As ``Rollout.embed``: the same vectors on every rank."""
+
+        def act() -> list[RequestOutput]:
+            return self._generated(lambda r: r.generate(prompts, embed_params(pooling)), timeout)
+
+        said = [prompts, pooling, normalize, dimensions]
+        return [
+            EmbeddingOutput.of(output, normalize=normalize, dimensions=dimensions)
+            for output in self._outputs("embed", said, act, timeout)
+        ]
 
     # ---- weights ----
 

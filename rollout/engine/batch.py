@@ -28,7 +28,8 @@ def encode_batch(
     A batch with ``previous_rows`` is encoded while the step before it runs, by what its sequences
     will be when that step is booked; the ranks put the tokens in. Rows of logits: first one per
     entry that samples, then the prompt positions that are scored, both in the order of the entries.
-    ``hidden_rows``, where there are any: which of those that sample bring their hidden states.
+    ``hidden_rows``, where there are any: those that bring their hidden states, and ``hidden_sums``:
+    to which sum each of them is added, one for each sequence.
     """
     entries = batch.entries
     count = len(entries)
@@ -59,12 +60,32 @@ def encode_batch(
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
     drawing = [sequences[i] for i in np.flatnonzero(samples)]
-    if hidden := [row for row, s in enumerate(drawing) if s.needs_hidden_state]:
-        tensors["hidden_rows"] = torch.tensor(hidden)
+    tensors |= _hidden_rows(entries, samples)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
     tensors |= SamplingMetadata.of(drawing, coming, targets, scored_top).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
+
+
+def _hidden_rows(entries: list[ScheduledEntry], samples: NDArray[np.bool_]) -> dict[str, Tensor]:
+    """Of the rows of logits, first those that draw, then those that score prompts."""
+    rows: list[int] = []
+    sums: list[int] = []
+    scored, count = int(samples.sum()), 0
+    drawn = np.cumsum(samples) - 1
+    for entry, row, draws in zip(entries, drawn.tolist(), samples.tolist(), strict=True):
+        parts = len(entry.prompt_rows)
+        if entry.brings_hidden_state:
+            mean = entry.sequence.params.pooling == "mean"
+            own = [*range(scored, scored + parts)] if mean else []
+            own += [row] if draws else []
+            rows += own
+            sums += [count] * len(own)
+            count += 1
+        scored += parts
+    if not rows:
+        return {}
+    return {"hidden_rows": torch.tensor(rows), "hidden_sums": torch.tensor(sums)}
 
 
 def decode_batch(

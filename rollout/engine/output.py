@@ -269,11 +269,11 @@ class OutputProcessor:
         if batch.previous_rows is not None:
             batch, output = _of_the_running(batch, output)
         drawing = [entry.sequence for entry in batch.entries if entry.samples]
-        self._book_prompt_logprobs(batch, output)
         if output.hidden is not None:
-            wanting = [seq for seq in drawing if seq.needs_hidden_state]
-            for seq, hidden in zip(wanting, output.hidden.tolist(), strict=True):
-                seq.hidden_state = hidden
+            wanting = [entry for entry in batch.entries if entry.brings_hidden_state]
+            for entry, hidden in zip(wanting, output.hidden.numpy(), strict=True):
+                entry.sequence.take_hidden(hidden, last=entry.samples)
+        self._book_prompt_logprobs(batch, output)
         self._scheduler.advance(batch)
         now, no_tokens = time.monotonic(), self._counters.nan_logits
         columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)

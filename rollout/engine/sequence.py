@@ -75,6 +75,7 @@ class Sequence:
     top: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     hidden_state: list[float] | None = None
+    hidden_sum: NDArray[np.float32] | None = None  # over the prompt so far, for their mean
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -132,8 +133,19 @@ class Sequence:
 
     @property
     def needs_hidden_state(self) -> bool:
-        """Whether the next row that draws has to bring its hidden state, too."""
+        """Whether the next row that draws has to bring its hidden state, too; for a mean those
+        before it as well.
+        """
         return self.params.hidden_state and self.index == 0 and self.hidden_state is None
+
+    def take_hidden(self, state: NDArray[np.float32], last: bool) -> None:
+        """What a step brought: one hidden state, or the sum of those of its part of the prompt."""
+        if self.hidden_sum is not None:
+            state = self.hidden_sum + state
+        self.hidden_sum = None if last else state
+        if last:
+            mean = self.params.pooling == "mean"
+            self.hidden_state = (state / self.prompt_len if mean else state).tolist()
 
     def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
         """Add one sampled token, whose logits the weights of ``version`` gave."""
@@ -159,6 +171,7 @@ class Sequence:
         self.chain_hash = b""
         if self.needs_prompt_logprobs:
             self.prompt_logprobs = [None]
+            self.hidden_sum = None
 
     def __repr__(self) -> str:
         return (
@@ -193,6 +206,13 @@ class ScheduledEntry:
         """Whether the step draws a token of this sequence, and brings nothing else."""
         seq = self.sequence
         return self.samples and not (seq.needs_prompt_logprobs or seq.needs_hidden_state)
+
+    @property
+    def brings_hidden_state(self) -> bool:
+        """Whether the step brings a hidden state of this sequence, or a part of their mean."""
+        seq = self.sequence
+        parts = self.prompt_rows if seq.params.pooling == "mean" else ()
+        return seq.needs_hidden_state and (self.samples or len(parts) > 0)
 
     @property
     def prompt_rows(self) -> range:

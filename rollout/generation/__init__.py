@@ -1,7 +1,7 @@
 """Nouns of generation that cross a process: what is asked for, and what comes back."""
 
 from rollout.generation.chat_options import ChatOptions
-from rollout.generation.embedding import EMBED, EmbeddingOutput
+from rollout.generation.embedding import EmbeddingOutput, embed_params
 from rollout.generation.images import ImagePrompt, PatchedImage, PlacedImage
 from rollout.generation.outputs import (
     CUT_SHORT,
@@ -23,7 +23,6 @@ from rollout.generation.sampling_params import (
 
 __all__ = [
     "CUT_SHORT",
-    "EMBED",
     "GREEDY_BELOW",
     "NAN_LOGITS",
     "TOKEN_PARAMS",
@@ -41,4 +40,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "VersionSpan",
+    "embed_params",
 ]

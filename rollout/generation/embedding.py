@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.errors import EngineError, RequestAborted
+from rollout.errors import EngineError, InvalidRequest, RequestAborted
 from rollout.generation.outputs import NAN_LOGITS, RequestOutput, VersionSpan
 from rollout.generation.sampling_params import SamplingParams
 
@@ -16,6 +16,15 @@ from rollout.generation.sampling_params import SamplingParams
 EMBED = SamplingParams(
     max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False, hidden_state=True
 )
+# All of the prompt's positions are computed, none is found in the prefix cache.
+POOLINGS = {"last": EMBED, "mean": replace(EMBED, pooling="mean", prompt_logprobs=0)}
+
+
+def embed_params(pooling: str) -> SamplingParams:
+    """Of a request whose output ``EmbeddingOutput.of`` reads."""
+    if pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}")
+    return POOLINGS[pooling]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +45,25 @@ class EmbeddingOutput:
     epoch: int
 
     @classmethod
-    def of(cls, output: RequestOutput, *, normalize: bool) -> EmbeddingOutput:
-        """From the output of a request with ``EMBED``; raises for one that was cut short."""
+    def of(
+        cls, output: RequestOutput, *, normalize: bool, dimensions: int | None = None
+    ) -> EmbeddingOutput:
+        """From the output of a request with ``EMBED``; raises for one that was cut short.
+
+        ``dimensions``: only the first so many numbers, normalised among themselves.
+        """
         [completion], name = output.outputs, f"request {output.request_id!r}"
         if completion.finish_reason == "abort":
             raise RequestAborted(f"{name} was aborted")
         values = output.hidden_state
         if completion.stop_reason == NAN_LOGITS or values is None:
             raise EngineError(f"{name} has no embedding: the live weights give NaN")
+        if dimensions is not None:
+            if not 1 <= dimensions <= len(values):
+                raise InvalidRequest(
+                    f"dimensions must be 1 to {len(values)}, which this model has; got {dimensions}"
+                )
+            values = values[:dimensions]
         length = math.hypot(*values)
         if not 0 < length < math.inf:
             raise EngineError(f"{name} has no embedding: the weights give one of length {length}")

@@ -36,6 +36,15 @@ def _param(default: Any, read: Callable[[Any], Any], text: str, *, served: bool 
     return field(default=default, metadata={"read": read, "help": text, "served": served})
 
 
+def _one_of(*known: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in known:
+            raise ValueError(f"be one of {', '.join(known)}")
+        return str(value)
+
+    return read
+
+
 def _number(bounds: str) -> Callable[[Any], float]:
     least, most = map(float, bounds[1:-1].split(","))
 
@@ -213,6 +222,13 @@ class SamplingParams:
     hidden_state: bool = _param(
         False, _flag, "bring the last hidden state of the prompt's last token", served=False
     )
+    pooling: str = _param(
+        "last",
+        _one_of("last", "mean"),
+        "which `hidden_state`: of the prompt's last token, or the mean over all of them, which are "
+        "computed then and need `prompt_logprobs`",
+        served=False,
+    )
     detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", served=False)
     skip_special_tokens: bool = _param(True, _flag, "leave them out of `text`")
 
@@ -264,6 +280,8 @@ class SamplingParams:
             raise InvalidRequest(
                 "min_tokens cannot be combined with structured_outputs, which say when to stop"
             )
+        if self.pooling == "mean" and (not self.hidden_state or self.prompt_logprobs is None):
+            raise InvalidRequest('pooling "mean" needs hidden_state=True and prompt_logprobs (0)')
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids instead")
 

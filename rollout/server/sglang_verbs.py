@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -20,8 +22,11 @@ from rollout.engine.control import WAKE_TAGS
 from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
-from rollout.server.verbs import Size, UpdateInfo
+from rollout.server.verbs import Size, UpdateInfo, derived_id
+from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.versions.follower import looks
 
 T = TypeVar("T")
 Document = dict[str, Any]
@@ -40,6 +45,11 @@ class _Body(BaseModel):
 
 class NoBody(_Body):
     pass
+
+
+class VersionBody(_Body):
+    new_version: Annotated[str, Field(min_length=1, max_length=1024)] | int
+    abort_all_requests: bool = True
 
 
 class AbortBody(_Body):
@@ -121,8 +131,11 @@ class SglangVerbs:
     # ---- weights ----
 
     async def from_disk(self, body: DiskBody) -> Document:
+        path = Path(body.model_path)
+        files = await asyncio.to_thread(lambda: (path.absolute(), looks(path)))
         receipt = await self._rollout.update_weights(
             server_path=body.model_path,
+            update_id=derived_id("disk", *files, body),
             in_flight=body.in_flight,
             label=body.label,
             timeout=DISK_LIMIT,
@@ -137,12 +150,17 @@ class SglangVerbs:
                 "base64, or use update_weights_from_distributed, update_weights_from_disk or "
                 "Rollout.connect(...).update_weights(model)"
             )
-        tensors: dict[str, torch.Tensor] = {}
-        for text in body.serialized_named_tensors:
-            tensors |= _safetensors(text)
-        receipt = await self._rollout.update_weights(
-            tensors, in_flight=body.in_flight, label=body.label
-        )
+        backend = self._embedded()
+
+        def update() -> UpdateReceipt:
+            tensors: dict[str, torch.Tensor] = {}
+            for text in body.serialized_named_tensors:
+                tensors |= _safetensors(text)
+            told = derived_id("tensors", body)
+            options = UpdateOptions(update_id=told, in_flight=body.in_flight, label=body.label)
+            return backend.update_once(tensors, options)
+
+        receipt = await self._rollout.threads.run(update)
         return _done(f"version {receipt.version} is live")
 
     async def init_group(self, body: InitGroupBody) -> Document:
@@ -191,6 +209,14 @@ class SglangVerbs:
 
         nbytes = await self._run(receive)
         return _done(f"{nbytes} bytes of {len(body.names)} tensors were received")
+
+    async def relabel(self, body: VersionBody) -> Document:
+        """The label of what is live, without an update."""
+        label, backend = str(body.new_version), self._embedded()
+        if body.abort_all_requests:
+            await self._rollout.abort(None)
+        await self._rollout.threads.run(lambda: backend.coordinator.relabel(label))
+        return _done(f"Weight version updated to {label}") | {"new_version": label}
 
     async def end(self) -> Document:
         receipt = await self._run(lambda verbs: verbs.finish())

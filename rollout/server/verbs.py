@@ -221,11 +221,19 @@ async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> D
             f"there is no {STABLE} in {body.weight_dir}: its weights are still being written, or "
             "it is none of prime-rl's; update_weights(server_path=...) takes any checkpoint"
         ) from None
-    told = hashlib.sha256(f"{marker.absolute()} {written}".encode()).hexdigest()
     receipt = await rollout.update_weights(
-        server_path=body.weight_dir, update_id=told[:32], timeout=DIRECTORY_LIMIT
+        server_path=body.weight_dir,
+        update_id=derived_id(marker.absolute(), written),
+        timeout=DIRECTORY_LIMIT,
     )
     return {"status": "ok", "version": receipt.version}
+
+
+def derived_id(*parts: object) -> str:
+    """The ``update_id`` of a request whose client gives none: of one with the same parts it is the
+    same, and then it is made once, for as long as what it brought is live.
+    """
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def parse(kind: type[T], data: bytes) -> T:

@@ -90,11 +90,38 @@ def test_an_adapter_whose_place_others_have_taken_is_not_said_to_be_live(
     path = write(rollout, tmp_path / "a", 1)
     assert load(rollout, path) == 1
     rollout.update_weights(weights)
-    with pytest.raises(VersionConflict, match="did not come from the checkpoint"):
+    with pytest.raises(VersionConflict, match="make the checkpoint live again, by a full update"):
         load(rollout, path)
     assert backend.adapters.unload("a", backend.link)
     assert rollout.weight_version == 2  # those that were live stay so
     assert rollout.check_weights(weights).equal
+
+
+def test_after_a_rollback_and_after_an_update_with_the_checkpoint_an_adapter_is_merged(
+    rollout, tmp_path, weights, bare_checkpoint
+) -> None:
+    first, second = (write(rollout, tmp_path / name, n) for n, name in enumerate("ab"))
+    assert load(rollout, first) == 1
+    digests = rollout._async.backend.digests(10)
+    assert load(rollout, second) == 2
+    rollout.rollback()  # what is live is the checkpoint with the first one
+    assert rollout._async.backend.digests(10) == digests
+    assert load(rollout, second) == 4
+    assert load(rollout, first) == 5
+    assert rollout._async.backend.digests(10) == digests
+    rollout.update_weights(weights)
+    rollout.update_weights(bare_checkpoint)
+    assert load(rollout, first) == 8
+    assert rollout._async.backend.digests(10) == digests
+
+
+def test_the_checkpoint_is_known_again_by_a_service_that_has_merged_nothing_yet(
+    rollout, tmp_path, weights, bare_checkpoint
+) -> None:
+    path = write(rollout, tmp_path / "a", 1)
+    rollout.update_weights(weights)
+    rollout.update_weights(bare_checkpoint)
+    assert load(rollout, path) == 3
 
 
 def test_after_a_sleep_that_drops_the_weights_no_adapter_is_live(rollout, tmp_path) -> None:

@@ -49,6 +49,33 @@ def test_embedded_and_served_give_the_same_bits_beside_a_generation(engine, clie
     assert text.embedding == client.embed(client.tokenize("Hello"))[0].embedding
 
 
+def test_the_mean_is_over_all_tokens_in_however_many_steps_they_were_computed(
+    engine, client, tmp_path
+):
+    model = write_tiny(tmp_path, seed=2, tokenizer=True)
+    engine.update_weights(model.state_dict())
+    prompts = [*PROMPTS, *[LONG * 5] * 2]  # more than a step's tokens; two alike
+    engine.embed(prompts)  # what is in the prefix cache is computed all the same
+    here = engine.embed(prompts, pooling="mean", dimensions=16)
+    with torch.no_grad():
+        states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
+    for output, state in zip(here, states, strict=True):
+        mean = state.mean(0)[:16]
+        assert torch.allclose(torch.tensor(output.embedding), mean / mean.norm(), atol=1e-4)
+        assert output.num_cached_tokens == 0
+    there = client.embed(prompts[:2], pooling="mean", dimensions=16)
+    assert torch.allclose(
+        torch.tensor(there[1].embedding), torch.tensor(here[1].embedding), atol=1e-5
+    )
+    for face in (engine, client):
+        with pytest.raises(InvalidRequest, match="one of last, mean"):
+            face.embed([[1]], pooling="max")
+        with pytest.raises(InvalidRequest, match="dimensions must be 1 to 64"):
+            face.embed([[1]], dimensions=65)
+    with pytest.raises(InvalidRequest, match="needs hidden_state"):
+        SamplingParams(pooling="mean")
+
+
 def test_without_normalisation_it_is_the_state_itself(engine, tmp_path):
     model = write_tiny(tmp_path, seed=2, tokenizer=True)
     engine.update_weights(model.state_dict())

@@ -65,6 +65,9 @@ class Rank:
             for sample in output.outputs
         ]  # fmt: skip
 
+    def embed(self, prompts: Any, **options: Any) -> list[Any]:
+        return [output.embedding for output in self.rollout.embed(prompts, **options)]
+
     def update(self, **options: Any) -> dict[str, Any]:
         return self._receipt(self.model, **options)
 

@@ -64,6 +64,9 @@ def test_an_update_of_the_ranks_own_shards_equals_a_fresh_start_and_a_failed_one
     found = same(job, "generate", prompts=PROMPTS, temperature=0.0, max_tokens=12, ignore_eos=True)
     assert [row[0] for row in found] == told
 
+    vectors = same(job, "embed", prompts=PROMPTS, pooling="mean", dimensions=8)
+    assert [len(vector) for vector in vectors] == [8] * len(PROMPTS)
+
     differ = same(job, "generate", prompts=PROMPTS, by_rank=True)
     assert differ["error"] == "InvalidRequest"
     assert "other arguments" in differ["message"]

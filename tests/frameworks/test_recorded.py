@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from recorded import SKYRL, Request, prime_rl
+from safetensors.torch import save
 from serving import serve
 from tiny_models import write_tiny
 
@@ -57,3 +59,35 @@ def test_prime_rls_directory_goes_live_once_its_marker_is_there(server) -> None:
     replay(http, prime_rl(str(step)))
     assert rollout.check_weights(sent).equal
     assert http.post("/init_broadcaster", json={}).status_code == 404  # which it tolerates
+
+
+def test_sglangs_updates_are_made_once_while_they_are_live(server) -> None:
+    """A client whose reply was lost sends its request again; another one is another update."""
+    http, rollout, folder = server
+    model = write_tiny(folder / "disk", "qwen3", seed=2)
+    sent = dict(model.named_parameters())
+
+    def live(path: str, **body: Any) -> int:
+        reply = http.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        return rollout.weight_version
+
+    disk = "/update_weights_from_disk"
+    told = {"model_path": str(folder / "disk"), "weight_version": "step-1"}
+    first = live(disk, **told)
+    assert live(disk, **told) == first
+    assert rollout.check_weights(sent).equal
+    assert live(disk, **{**told, "weight_version": "step-2"}) == first + 1
+    assert live(disk, **told) == first + 2  # not the last one any more
+    (folder / "disk" / "model.safetensors").touch()
+    assert live(disk, **told) == first + 3
+    rollout.rollback()
+    assert live(disk, **told) == first + 5
+    text = base64.b64encode(save({n: t.detach().contiguous() for n, t in sent.items()})).decode()
+    body = {"serialized_named_tensors": [text], "load_format": "safetensors"}
+    version = live("/update_weights_from_tensor", **body)
+    assert (version, live("/update_weights_from_tensor", **body)) == (first + 6, first + 6)
+    relabelled = http.post("/update_weight_version", json={"new_version": "named"}).json()
+    assert (relabelled["success"], relabelled["new_version"]) == (True, "named")
+    assert http.get("/get_weight_version").json() == {"weight_version": "named"}
+    assert rollout.weight_version == version

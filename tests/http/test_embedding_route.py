@@ -39,6 +39,16 @@ def test_texts_and_lists_of_either_come_back_in_order(
     assert one.data[0].embedding == pytest.approx(by_text.data[1].embedding, abs=1e-5)
 
 
+def test_fewer_dimensions_and_a_mean_are_of_length_1_too(client: openai.OpenAI) -> None:
+    whole = client.embeddings.create(model="tiny", input=IDS).data[0].embedding
+    short = client.embeddings.create(model="tiny", input=IDS, dimensions=8).data[0].embedding
+    length = math.hypot(*whole[:8])
+    assert short == pytest.approx([value / length for value in whole[:8]], abs=1e-6)
+    mean = client.embeddings.create(model="tiny", input=IDS, extra_body={"pooling": "mean"})
+    assert math.hypot(*mean.data[0].embedding) == pytest.approx(1, abs=1e-5)
+    assert mean.data[0].embedding != whole
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -47,7 +57,8 @@ def test_texts_and_lists_of_either_come_back_in_order(
         ({"input": [[1]] * 2049}, "at most 2048"),
         ({"input": [10**6]}, "outside the vocabulary"),
         ({"input": [1] * 600}, "max_model_len"),
-        ({"dimensions": 8}, "this model has 64"),
+        ({"dimensions": 65}, "1 to 64"),
+        ({"extra_body": {"pooling": "max"}}, "pooling"),
         ({"extra_body": {"normalise": False}}, "did you mean 'normalize'"),
         ({"extra_body": {"truncate_prompt_tokens": 3}}, "send what fits"),
     ],

@@ -44,6 +44,9 @@ def test_a_stream_adds_up_to_the_response(client: openai.OpenAI) -> None:
     assert whole.status == "completed"
     assert [item.type for item in whole.output] == ["reasoning", "message"]
     assert whole.output_text == "It rains."
+    assert whole.usage is not None
+    used = whole.usage
+    assert 4 < used.output_tokens_details.reasoning_tokens <= used.output_tokens - 4
     with client.responses.stream(**asked) as stream:
         deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
         final = stream.get_final_response()

@@ -102,6 +102,10 @@ def test_a_call_that_the_model_wrote_comes_as_one(client: openai.OpenAI) -> None
     assert choice.finish_reason == "tool_calls"
     assert message.content == "I look.\n"
     assert message.model_dump()["reasoning_content"] == "hm"
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert 4 < (details.reasoning_tokens or 0) < answer.usage.completion_tokens - 4
     assert message.tool_calls is not None
     functions = [call.function for call in message.tool_calls if call.type == "function"]
     assert [f.name for f in functions] == ["get_weather"] * 2

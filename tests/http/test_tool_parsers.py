@@ -115,6 +115,18 @@ def test_thoughts_are_told_from_answers_whole_and_character_by_character(
     assert _streamed(reader, text, prompt) == Message(answer, thought)
 
 
+@pytest.mark.parametrize(("name", "prompt", "text", "thought", "answer"), THOUGHTS)
+def test_the_tokens_of_a_thought_are_counted_with_its_marks(
+    name: str, prompt: str, text: str, thought: str, answer: str
+) -> None:
+    parser = REASONING_PARSERS[name]
+    count = parser.count([ord(c) for c in text], prompt, lambda ids: "".join(map(chr, ids)))
+    rest = text[count:]
+    assert parser.end not in rest
+    assert rest.strip() == answer.strip()
+    assert count == 0 or thought or parser.end in text[:count]
+
+
 def test_a_thought_may_come_before_a_call() -> None:
     reader = MessageReader(
         reasoning=REASONING_PARSERS["qwen3"], calls=TOOL_PARSERS["hermes"].parse, tools=TOOLS

@@ -35,6 +35,38 @@ def test_tokens_in_and_out_with_logprobs_of_both(http: httpx.Client) -> None:
     assert reply["usage"]["completion_tokens"] == 4
 
 
+def test_a_stream_adds_up_and_skyrls_route_answers_the_same(
+    http: httpx.Client,
+) -> None:
+    sampling = {
+        "temperature": 1,
+        "seed": 4,
+        "n": 2,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
+    body: dict[str, Any] = {"token_ids": IDS, "sampling_params": sampling, "model": "tiny"}
+    whole = http.post("/inference/v1/generate", json=body).json()["choices"]
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = http.post("/inference/v1/generate", json=asked).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    *events, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 12
+    for choice in whole:
+        parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert [t for part in parts for t in part["token_ids"]] == choice["token_ids"]
+        content = [row for part in parts for row in part["logprobs"]["content"]]
+        assert content == choice["logprobs"]["content"]
+        assert [part["finish_reason"] for part in parts][-1] == "length"
+        assert {part["finish_reason"] for part in parts[:-1]} <= {None}
+    one = {**body, "sampling_params": {**sampling, "n": 1}}
+    skyrl = http.post("/skyrl/v1/generate", json=one).json()["choices"][0]
+    plain = http.post("/inference/v1/generate", json=one).json()["choices"][0]
+    assert skyrl == {**plain, "routed_experts": None, "rollout_sample_support": None}
+
+
 def test_without_a_limit_an_answer_goes_on_to_the_models_length(http: httpx.Client) -> None:
     sampling = {"temperature": 0, "ignore_eos": True}
     body = {"token_ids": IDS * 120, "sampling_params": sampling}
@@ -63,6 +95,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"token_ids": IDS, "sampling_params": {"max_tokens": 0}},
         "at least",
     ),
+    ("/skyrl/v1/generate", {"token_ids": IDS, "stream": True}, "does not stream"),
+    ("/skyrl/v1/generate", {"token_ids": IDS, "return_sample_support": True}, "return_sample"),
     ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
     ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -54,8 +54,8 @@ def check_request(
         raise ConfigError("timeout must be a positive number of seconds, got 0")
     if not 0 < len(request.update_id) <= MAX_ID:
         raise ConfigError(f"update_id must have 1 to {MAX_ID} characters")
-    if request.label is not None and not _is_text(request.label):
-        raise ConfigError(f"label must be text of at most {MAX_LABEL} characters, in UTF-8")
+    if request.label is not None:
+        check_label(request.label)
     if request.version is not None and request.version > MAX_VERSION:
         raise ConfigError(f"version must be at most {MAX_VERSION}, got {request.version}")
     if request.encoding == "delta" and (request.base is None or request.staging == "none"):
@@ -78,12 +78,13 @@ def _one_of(what: str, value: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{what} must be one of {', '.join(known)}, got {value!r:.80}")
 
 
-def _is_text(label: str) -> bool:
+def check_label(label: str) -> None:
     try:
         label.encode()
     except UnicodeEncodeError:  # half a surrogate pair
-        return False
-    return len(label) <= MAX_LABEL
+        label = "x" * (MAX_LABEL + 1)
+    if len(label) > MAX_LABEL:
+        raise ConfigError(f"label must be text of at most {MAX_LABEL} characters, in UTF-8")
 
 
 def _within(what: str, value: int, low: int, high: int) -> None:

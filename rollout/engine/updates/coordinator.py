@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
-from rollout.engine.updates.begin_check import check_request
+from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
 from rollout.errors import (
@@ -199,6 +199,11 @@ class Coordinator:
             return receipt
         finally:
             self.free(None)
+
+    def relabel(self, label: str) -> None:
+        """Call the live version so, beside its number."""
+        check_label(label)
+        self._label = label
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
         """Commit the prepared update, or abort it; the receipt of what is committed.

@@ -34,6 +34,9 @@ class NearLink:
     local_address = LOOPBACK  # the ranks are children of this process
     joins = False
 
+    def digests(self, timeout: float) -> dict[str, int]:
+        return self._coordinator.digests(timeout)
+
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self._coordinator.receipts
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class ModelRunner:
             if "hidden_rows" in tensors:
                 live = self.instances.live
                 logits, states = live.with_hidden_states(self._to_device(batch), self.kv.layers)
-                hidden = states[to_device(tensors["hidden_rows"], self.device)].float()
+                hidden = _summed(states, tensors["hidden_rows"], tensors["hidden_sums"])
             else:
                 logits = self.forward(batch)
             self.states.copy(tensors.get("state_saves"))
@@ -264,3 +264,13 @@ class ModelRunner:
 def _named(component: str, checkpoint: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:
     for name, value in checkpoint.items():
         yield qualified(component, name), value
+
+
+def _summed(states: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
+    """float32 [sums, hidden] of the states [rows of logits, hidden] at ``rows``."""
+    picked = states[to_device(rows, states.device)].float()
+    count = int(sums[-1]) + 1
+    if count == len(rows):
+        return picked
+    starts = torch.searchsorted(sums, torch.arange(count + 1)).tolist()
+    return torch.stack([picked[i:j].sum(0) for i, j in pairwise(starts)])

@@ -80,7 +80,7 @@ def token_id_text(token: int) -> str:
 
 def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, Any]:
     """The whole answer; choices are prompt-major."""
-    used = usage(outputs)
+    used = usage(outputs, style.reader)
     outputs = [best_of(output, style.samples) for output in outputs]
     if style.answerless:
         outputs = [without_answer(output) for output in outputs]
@@ -96,15 +96,20 @@ def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, An
     return whole
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], reader: MessageReader | None = None) -> dict[str, Any]:
+    """``reader``: of a chat's answers, for how many of their tokens are thought."""
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
-    return {
+    used: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
     }
+    thoughts = [None if reader is None else reader.thought_tokens(o) for o in outputs]
+    if thoughts and None not in thoughts:
+        used["completion_tokens_details"] = {"reasoning_tokens": sum(t or 0 for t in thoughts)}
+    return used
 
 
 class Stream:
@@ -153,7 +158,7 @@ class Stream:
         return {"role": "assistant", "content": "", **added} if first else added
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage(list(self._last.values()))}
+        return self._chunk([]) | {"usage": usage(list(self._last.values()), self.style.reader)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.style.chat else "text_completion"

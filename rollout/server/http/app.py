@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -51,6 +52,7 @@ from rollout.server.http.responses import (
     event,
     first_of,
     served_model,
+    tokenizer_of,
     unless_disconnected,
 )
 from rollout.server.http.responses_api import ResponseAnswer, chat_of
@@ -181,7 +183,7 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
 
 @routes.on("POST", "/v1/chat/completions", Access.GENERATION)
 async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
-    reader, params = _read_by(body, request)
+    reader, params = _read_by(rollout, body, request)
     model = await served_model(rollout, body.model)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
     outputs = await _chat_outputs(rollout, body, request, reader, params, style.request_id)
@@ -193,7 +195,7 @@ async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> 
     asked = chat_of(body)
     if asked.n != 1:
         raise InvalidRequest("a response is one sample: n must be 1")
-    reader, params = _read_by(asked, request)
+    reader, params = _read_by(rollout, asked, request)
     made = ResponseAnswer(body, await served_model(rollout, asked.model), reader)
     outputs = await _chat_outputs(rollout, asked, request, reader, params, made.id)
     if not asked.stream:
@@ -203,10 +205,15 @@ async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> 
     return Response(status_code=499) if first is None else EventStream(made.stream(first, outputs))
 
 
-def _read_by(body: ChatBody, request: Request) -> tuple[MessageReader, SamplingParams]:
+def _read_by(
+    rollout: AsyncRollout, body: ChatBody, request: Request
+) -> tuple[MessageReader, SamplingParams]:
     """How a chat's answer is read here, and sampled for that."""
     defaults: AnswerDefaults = request.app.state.defaults
     reader = body.reader(defaults.tools, defaults.reasoning)
+    if (tokenizer := tokenizer_of(rollout)) is not None:
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        reader = replace(reader, decode=decode)
     return reader, body.sampling(keep_special=reader.special)
 
 

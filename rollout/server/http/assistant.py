@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from rollout.server.http.reasoning import ReasoningParser
+from rollout.generation import RequestOutput
+from rollout.server.http.reasoning import Decode, ReasoningParser
 from rollout.server.http.tool_parsers import Call, Parse
 
 _ID_LENGTH = 9  # of a call, in letters and digits: what Mistral's templates ask for
@@ -28,7 +29,7 @@ class MessageReader:
     """How a chat's text is read; without parsers it is the content.
 
     ``one_call``: only the first counts (``parallel_tool_calls`` false). ``special``: the text must
-    keep its special tokens.
+    keep its special tokens. ``decode``: the text of tokens, with those.
     """
 
     reasoning: ReasoningParser | None = None
@@ -37,6 +38,15 @@ class MessageReader:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     one_call: bool = False
     special: bool = False
+    decode: Decode | None = None
+
+    def thought_tokens(self, output: RequestOutput) -> int | None:
+        """How many tokens of all samples are thought; None where nothing looks for it."""
+        parser, decode = self.reasoning, self.decode
+        if parser is None or decode is None:
+            return None
+        prompt = output.prompt or ""
+        return sum(parser.count(sample.token_ids, prompt, decode) for sample in output.outputs)
 
     def read(self, text: str, prompt: str, final: bool) -> Message:
         """Of the text so far; each message's parts begin those of the next."""

@@ -23,15 +23,16 @@ routes = Routes()
 
 
 class EmbeddingBody(OpenAIBody):
-    """``normalize`` False (vLLM's field): as the model has it, not of length 1.
-
-    ``dimensions`` may only be the model's own number: a part of a hidden state is no embedding.
+    """``normalize`` False (vLLM's field): as the model has it, not of length 1. ``pooling``: of
+    which tokens. ``dimensions``: the first so many numbers, which is an embedding where the model
+    was trained for that.
     """
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     normalize: bool = True
+    pooling: Literal["last", "mean"] = "last"
 
 
 @routes.on("POST", "/v1/embeddings", Access.GENERATION)
@@ -42,15 +43,16 @@ async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> 
     model = await served_model(rollout, body.model)
     name = body.request_id or f"embd-{uuid.uuid4().hex}"
     ids = [name if len(prompts) == 1 else f"{name}-{index}" for index in range(len(prompts))]
-    work = rollout.embed(prompts, normalize=body.normalize, request_ids=ids)
+    work = rollout.embed(
+        prompts,
+        normalize=body.normalize,
+        pooling=body.pooling,
+        dimensions=body.dimensions,
+        request_ids=ids,
+    )
     done = await unless_disconnected(request, work)
     if done is None:
         return Response(status_code=499)  # nobody reads it: the client has gone
-    size = len(done[0].embedding)
-    if body.dimensions not in (None, size):
-        raise InvalidRequest(
-            f"dimensions {body.dimensions} is not supported: this model has {size}; leave it out"
-        )
     tokens = sum(len(output.prompt_token_ids) for output in done)
     return JSONResponse(
         {

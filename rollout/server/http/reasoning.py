@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.server.http.partial_json import before_mark
+
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,20 @@ class ReasoningParser:
         if not ended and not final:
             thought = before_mark(thought, self.end)
         return thought.strip(), answer.lstrip()
+
+    def count(self, tokens: Sequence[int], prompt: str, decode: Decode) -> int:
+        """How many of ``tokens`` are thought, with its marks; ``decode`` keeps special ones."""
+        text = decode(tokens)
+        if not text.lstrip().startswith(self.start) and not self.begins_inside(prompt):
+            return 0
+        if self.end not in text:
+            return len(tokens)
+        return (
+            bisect_left(
+                range(1, len(tokens)), True, key=lambda count: self.end in decode(tokens[:count])
+            )
+            + 1
+        )
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether what follows ``prompt`` is thought."""

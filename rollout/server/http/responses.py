@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.embedded import EmbeddedBackend
+from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import InvalidRequest
 from rollout.generation import RequestOutput
 
@@ -78,6 +79,12 @@ async def served_model(rollout: AsyncRollout, asked: str | None) -> str:
         message = f"the model {asked!r} does not exist; this server serves {', '.join(known)}"
         raise HTTPException(404, message)
     return asked or served
+
+
+def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:
+    """The engine's, where this is its own server and it has one."""
+    backend = rollout.backend
+    return backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
 
 
 def adapter_names(rollout: AsyncRollout) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class ResponseAnswer:
             "tools": asked.get("tools") or [],
             "top_p": asked.get("top_p", 1.0),
             "truncation": "disabled",
-            "usage": None if output is None else _usage(output),
+            "usage": None if output is None else _usage(output, self._reader),
             "weight_versions": [] if output is None else _versions(output),
         }
 
@@ -180,13 +180,14 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    found = usage([output])
+def _usage(output: RequestOutput, reader: MessageReader) -> dict[str, Any]:
+    found = usage([output], reader)
+    thought = found.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {
         "input_tokens": found["prompt_tokens"],
         "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": found["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": thought,
         "total_tokens": found["total_tokens"],
     }
 

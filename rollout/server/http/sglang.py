@@ -41,6 +41,7 @@ from rollout.server.sglang_verbs import (
     PauseBody,
     SglangVerbs,
     TensorBody,
+    VersionBody,
     server_info,
 )
 
@@ -228,6 +229,11 @@ async def update_weights_from_disk(rollout: Engine, body: DiskBody) -> Document:
 @routes.on("POST", "/update_weights_from_tensor", Access.CONTROL)
 async def update_weights_from_tensor(rollout: Engine, body: TensorBody) -> Document:
     return await SglangVerbs(rollout).from_tensor(body)
+
+
+@routes.on("POST", "/update_weight_version", Access.CONTROL)
+async def update_weight_version(rollout: Engine, body: VersionBody) -> Document:
+    return await SglangVerbs(rollout).relabel(body)
 
 
 @routes.on("POST", "/init_weights_update_group", Access.CONTROL)

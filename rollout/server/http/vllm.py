@@ -6,9 +6,10 @@ SkyRL and prime-rl sample through ``/inference/v1/generate``; TRL renders chats 
 from __future__ import annotations
 
 import base64
+import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
 
@@ -18,11 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.api import AsyncRollout
 from rollout.api.async_rollout import in_order
+from rollout.api.backend import Outputs
 from rollout.api.embedded import EmbeddedBackend
 from rollout.api.image_inputs import image_file
 from rollout.api.prompts import PreparedChat
-from rollout.errors import InvalidRequest
-from rollout.generation import AnyPrompt, ImagePrompt, RequestOutput, SamplingParams
+from rollout.errors import InvalidRequest, RolloutError
+from rollout.generation import (
+    AnyPrompt,
+    Completion,
+    ImagePrompt,
+    RequestOutput,
+    SamplingParams,
+)
 from rollout.server.auth import Access
 from rollout.server.http.answers import (
     AnswerDefaults,
@@ -33,8 +41,17 @@ from rollout.server.http.answers import (
 )
 from rollout.server.http.answers import usage as usage_of
 from rollout.server.http.chat_body import ChatBody
+from rollout.server.http.errors import error_body
 from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.responses import served_model, unless_disconnected
+from rollout.server.http.responses import (
+    EventStream,
+    event,
+    first_of,
+    served_model,
+    tokenizer_of,
+    unless_disconnected,
+)
+from rollout.server.http.types import StreamOptions
 
 routes = Routes()
 Document = dict[str, Any]
@@ -70,8 +87,8 @@ class ImageFeatures(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """``/inference/v1/generate``; ``cache_salt`` is taken without effect: no KV is found by who
-    does not send the very tokens, under the same weights.
+    """``/inference/v1/generate``, and SkyRL's ``/skyrl/v1/generate``; ``cache_salt`` is taken
+    without effect: no KV is found by who does not send the very tokens, under the same weights.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -84,6 +101,8 @@ class GenerateBody(BaseModel):
     cache_salt: str | None = None
     priority: int = 0
     features: ImageFeatures | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -118,6 +137,36 @@ class GenerateBody(BaseModel):
 
 @routes.on("POST", "/inference/v1/generate", Access.GENERATION)
 async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Response:
+    style, outputs = await _begun(rollout, body, request)
+    if not body.stream:
+        done = await unless_disconnected(request, in_order(outputs))
+        if done is None:
+            return Response(status_code=499)  # nobody reads it: the client has gone
+        return JSONResponse(_answer(done[0], style, body))
+    first = await unless_disconnected(request, first_of(outputs))
+    if first is None:
+        return Response(status_code=499)
+    return EventStream(_events(first, outputs, style, body))
+
+
+@routes.on("POST", "/skyrl/v1/generate", Access.GENERATION)
+async def skyrl_generate(rollout: Engine, body: GenerateBody, request: Request) -> Response:
+    """As SkyRL's own servers answer it; no routes of experts are kept here."""
+    if body.stream:
+        raise InvalidRequest("/skyrl/v1/generate does not stream: /inference/v1/generate does")
+    style, outputs = await _begun(rollout, body, request)
+    done = await unless_disconnected(request, in_order(outputs))
+    if done is None:
+        return Response(status_code=499)
+    whole = _answer(done[0], style, body)
+    for choice in whole["choices"]:
+        choice |= {"routed_experts": None, "rollout_sample_support": None}
+    return JSONResponse(whole)
+
+
+async def _begun(
+    rollout: AsyncRollout, body: GenerateBody, request: Request
+) -> tuple[AnswerStyle, Outputs]:
     model, params = await served_model(rollout, body.model), body.params()
     defaults: AnswerDefaults = request.app.state.defaults
     style = AnswerStyle(
@@ -132,26 +181,56 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
         request_id=body.request_id or uuid.uuid4().hex,
     )
     outputs = rollout.stream_many(
-        [body.prompt()], params, request_ids=[style.request_id], stream=False
+        [body.prompt()], params, request_ids=[style.request_id], stream=body.stream
     )
-    done = await unless_disconnected(request, in_order(outputs))
-    if done is None:
-        return Response(status_code=499)  # nobody reads it: the client has gone
-    return JSONResponse(_answer(done[0], style, body))
+    return style, outputs
+
+
+async def _events(
+    first: tuple[int, RequestOutput], outputs: Outputs, style: AnswerStyle, body: GenerateBody
+) -> AsyncGenerator[str]:
+    """Server-sent events, each with the tokens that are new; the usage where it is asked for."""
+    sent: dict[int, tuple[int, str | None]] = {}  # choice -> tokens, and why it has ended
+    options, output = body.stream_options or StreamOptions(), first[1]
+    async with contextlib.aclosing(outputs):
+        try:
+            item: tuple[int, RequestOutput] | None = first
+            while item is not None:
+                output = item[1]
+                for completion in output.outputs:
+                    start, last = sent.get(completion.index, (0, None))
+                    now = (len(completion.token_ids), completion.finish_reason)
+                    if now == (start, last):
+                        continue
+                    sent[completion.index] = now
+                    always = options.include_usage and options.continuous_usage_stats
+                    used = {"usage": usage_of([output])} if always else {}
+                    choice = _choice(completion, start, style)
+                    yield event({"request_id": style.request_id, "choices": [choice], **used})
+                item = await anext(outputs, None)
+        except RolloutError as error:
+            yield event(error_body(error)[0])
+        else:
+            if options.include_usage:
+                used = {"usage": usage_of([output])}
+                yield event({"request_id": style.request_id, "choices": [], **used})
+        yield "data: [DONE]\n\n"
+
+
+def _choice(completion: Completion, start: int, style: AnswerStyle) -> Document:
+    """From token ``start`` on."""
+    return {
+        "index": completion.index,
+        "token_ids": completion.token_ids[start:],
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "logprobs": chat_logprobs(completion, start, style) if style.logprobs else None,
+        "weight_versions": [asdict(span) for span in completion.weight_versions],
+    }
 
 
 def _answer(output: RequestOutput, style: AnswerStyle, body: GenerateBody) -> Document:
-    choices = [
-        {
-            "index": completion.index,
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            "logprobs": chat_logprobs(completion, 0, style) if style.logprobs else None,
-            "weight_versions": [asdict(span) for span in completion.weight_versions],
-        }
-        for completion in output.outputs
-    ]
+    choices = [_choice(completion, 0, style) for completion in output.outputs]
     return {
         "request_id": style.request_id,
         "model": style.model,
@@ -198,8 +277,7 @@ class DetokenizeBody(BaseModel):
 @routes.on("POST", "/detokenize", Access.GENERATION)
 async def detokenize(rollout: Engine, body: DetokenizeBody) -> Document:
     await served_model(rollout, body.model)
-    backend = rollout.backend
-    tokenizer = backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
+    tokenizer = tokenizer_of(rollout)
     if tokenizer is None:
         raise InvalidRequest("this server has no tokenizer: token ids have no text here")
     return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
