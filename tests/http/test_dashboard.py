@@ -128,6 +128,15 @@ def test_a_browser_asks_for_the_token_shows_all_and_runs_nothing_of_a_name(tmp_p
         assert "v1 <b>step 1</b>" in rows
         for receipt in kept:
             assert f"{receipt.digest:016x}, 1 rank" in rows
+        assert page.run("document.querySelectorAll('#timeline rect.live').length") == 3
+        assert page.run("document.querySelectorAll('#timeline rect.update').length") == 3
+        when = page.run("[...document.querySelectorAll('[data-at]')].map(one => one.textContent)")
+        assert len(when) == 3
+        assert all(text.endswith(" s ago") for text in when)
+        page.run("document.querySelector('details').open = true")
+        [held] = kept[-1].ranks  # the newest is the first row
+        assert "rank 0 holds" in page.run("document.getElementById('updates').innerText")
+        assert f"{held.digest:016x}" in page.run("document.getElementById('updates').innerText")
         parts = page.run("[...document.querySelectorAll('.part')].map(one => one.offsetWidth)")
         assert len(parts) >= 6
         assert all(parts)

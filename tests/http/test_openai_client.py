@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types import embedding_create_params as embedding_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as responses_params
+from pydantic import BaseModel
+
+from rollout.server.http.chat_body import ChatBody
+from rollout.server.http.embeddings import EmbeddingBody
+from rollout.server.http.responses_api import _OWN, _RENAMED, _STORED
+from rollout.server.http.types import ACCEPTED, NEUTRAL, UNSUPPORTED, CompletionBody
 
 PROMPT = [5, 6, 7, 8]
 IDS = {"return_token_ids": True}
@@ -168,3 +180,24 @@ def test_fields_that_change_no_answer_are_taken(client: openai.OpenAI) -> None:
         client.chat.completions.create(**asked, extra_body={"temprature": 0.5})
     with pytest.raises(openai.BadRequestError, match=r"answers are text"):
         client.chat.completions.create(**asked, modalities=["text", "audio"])
+
+
+# Of ``/v1/responses``, whose body becomes a chat's; the rest of its fields are a chat's.
+RESPONSES = {*_OWN, *_RENAMED, *_STORED}
+NOT_OF_MODELS = {"access_programs", "image"}  # of what else OpenAI's service does
+
+
+@pytest.mark.parametrize(
+    ("params", "body", "more"),
+    [
+        (chat_params.CompletionCreateParamsBase, ChatBody, set()),
+        (completion_params.CompletionCreateParamsBase, CompletionBody, set()),
+        (embedding_params.EmbeddingCreateParams, EmbeddingBody, set()),
+        (responses_params.ResponseCreateParamsBase, ChatBody, RESPONSES),
+    ],
+)
+def test_every_field_of_the_client_is_served_taken_or_refused_by_name(
+    params: Any, body: type[BaseModel], more: set[str]
+) -> None:
+    known = {*body.model_fields, *ACCEPTED, *NEUTRAL, *UNSUPPORTED, *more, *NOT_OF_MODELS}
+    assert set(params.__annotations__) - known == set()

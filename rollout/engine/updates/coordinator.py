@@ -106,6 +106,7 @@ class Coordinator:
         self._deciding = threading.Lock()
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
+        self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
         self._can_roll_back = False
         self.prepared: Prepared | None = None
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen
@@ -199,6 +200,10 @@ class Coordinator:
             return receipt
         finally:
             self.free(None)
+
+    def committed_at(self, version: int) -> float | None:
+        """When a version of the last receipts went live, by ``time.monotonic()``."""
+        return self._committed.get(version)
 
     def relabel(self, label: str) -> None:
         """Call the live version so, beside its number."""
@@ -357,6 +362,9 @@ class Coordinator:
             *(receipt.version, receipt.update_id or "rolled back", receipt.num_tensors),
             *(receipt.transport, receipt.timings.get("stall", 0.0)),
         )
+        self._committed[receipt.version] = time.monotonic()
+        if len(self._committed) > KEPT_RECEIPTS:
+            del self._committed[next(iter(self._committed))]
         self._receipts.append(receipt)
         self._held_before, self.switch.held = self.switch.held, held
         self._label = label

@@ -11,6 +11,8 @@ from typing import Any
 
 from fastapi.responses import Response
 
+from rollout.api import AsyncRollout
+from rollout.api.embedded import EmbeddedBackend
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 from rollout.weight_sync.protocol.messages import UpdateReceipt
@@ -78,12 +80,18 @@ async def state(rollout: Engine) -> dict[str, Any]:
         "memory": dict(weights.memory),
         "stats": {name: getattr(stats, name) for name in STATS},
         "errors": errors,
-        "receipts": [_shown(receipt) for receipt in (await rollout.receipts())[-RECEIPTS:]],
+        "receipts": [
+            _shown(receipt, rollout) for receipt in (await rollout.receipts())[-RECEIPTS:]
+        ],
     }
 
 
-def _shown(receipt: UpdateReceipt) -> dict[str, Any]:
+def _shown(receipt: UpdateReceipt, rollout: AsyncRollout) -> dict[str, Any]:
+    """``committed``: by the clock of ``time``, where it is known."""
+    backend = rollout.backend
+    own = isinstance(backend, EmbeddedBackend)
     return {
+        "committed": backend.coordinator.committed_at(receipt.version) if own else None,
         "version": receipt.version,
         "label": receipt.label,
         "digest": f"{receipt.digest:016x}",
@@ -92,6 +100,9 @@ def _shown(receipt: UpdateReceipt) -> dict[str, Any]:
         "num_bytes": receipt.num_bytes,
         "wire_bytes": receipt.wire_bytes,
         "timings": dict(receipt.timings),
-        "ranks": len(receipt.ranks),
+        "ranks": [
+            {"rank": of.rank, "digest": f"{of.digest:016x}", "num_bytes": of.num_bytes}
+            for of in receipt.ranks
+        ],
         "update_id": receipt.update_id,
     }

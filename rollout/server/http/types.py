@@ -33,7 +33,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ACCEPTED = frozenset(
     (
         *("store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prediction"),
+        *("prompt_cache_retention", "prompt_cache_options", "prediction", "max_tool_calls"),
     )
 )
 NEUTRAL: Mapping[str, Any] = {"modalities": ["text"], "use_beam_search": False}
@@ -45,6 +45,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "audio": "answers are text: leave it out",
     "web_search_options": "nothing is searched: give the text as a message",
     "verbosity": "say it in a message",
+    "moderation": "nothing is moderated here: leave it out",
+    "context_management": "send what the model is to see",
     "use_beam_search": "use best_of",
     "length_penalty": "use best_of",
     "truncate_prompt_tokens": "send what fits",
