@@ -23,7 +23,6 @@ from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.server.verbs import Size, UpdateInfo, derived_id
-from rollout.weight_sync.protocol.messages import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weight_sync.versions.follower import looks
@@ -150,17 +149,17 @@ class SglangVerbs:
                 "base64, or use update_weights_from_distributed, update_weights_from_disk or "
                 "Rollout.connect(...).update_weights(model)"
             )
-        backend = self._embedded()
-
-        def update() -> UpdateReceipt:
-            tensors: dict[str, torch.Tensor] = {}
-            for text in body.serialized_named_tensors:
-                tensors |= _safetensors(text)
+        backend, tensors = self._rollout.backend, dict[str, torch.Tensor]()
+        for text in body.serialized_named_tensors:
+            tensors |= _safetensors(text)
+        if isinstance(backend, EmbeddedBackend):
             told = derived_id("tensors", body)
             options = UpdateOptions(update_id=told, in_flight=body.in_flight, label=body.label)
-            return backend.update_once(tensors, options)
-
-        receipt = await self._rollout.threads.run(update)
+            receipt = await self._rollout.threads.run(lambda: backend.update_once(tensors, options))
+        else:  # a fleet's front: each commit is a new version
+            receipt = await self._rollout.update_weights(
+                tensors, in_flight=body.in_flight, label=body.label
+            )
         return _done(f"version {receipt.version} is live")
 
     async def init_group(self, body: InitGroupBody) -> Document:
