@@ -89,9 +89,9 @@ async def state(rollout: Engine) -> dict[str, Any]:
 def _shown(receipt: UpdateReceipt, rollout: AsyncRollout) -> dict[str, Any]:
     """``committed``: by the clock of ``time``, where it is known."""
     backend = rollout.backend
-    own = isinstance(backend, EmbeddedBackend)
+    own = backend.coordinator if isinstance(backend, EmbeddedBackend) else None
     return {
-        "committed": backend.coordinator.committed_at(receipt.version) if own else None,
+        "committed": None if own is None else own.committed_at(receipt.version),
         "version": receipt.version,
         "label": receipt.label,
         "digest": f"{receipt.digest:016x}",
