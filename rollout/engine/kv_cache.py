@@ -299,7 +299,7 @@ def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> in
     on_host = shadow if config.staging == "host" else 0
     _check_room(config, shadow - on_host, 0, free, f" on {reply['device']}")
     _check_room(config, on_host, undo, host_free, " of host memory")
-    return free - (shadow - on_host) - states
+    return free - (shadow - on_host) - states - int(reply.get("graph_bytes", 0))
 
 
 def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: str) -> None:

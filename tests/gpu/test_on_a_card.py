@@ -13,6 +13,8 @@ import torch
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.engine.worker import weight_instances
+from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.errors import ChecksumMismatch
 
 pytestmark = [
@@ -139,6 +141,47 @@ def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path, trained: Any) -> No
         engine.wake_up()
         engine.update_weights(trained)
         assert _tokens(engine) == after
+
+
+def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
+    tiny_qwen3: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two sets give the same bits: tokens, and all three logprobs of each."""
+    replays, run = [], DecodeGraphs.run
+
+    def noted(graphs: DecodeGraphs, batch: Any) -> Any:
+        replays.append(id(graphs))
+        return run(graphs, batch)
+
+    def no_exchange(*_: Any) -> None:
+        raise AssertionError("contents were exchanged")
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    monkeypatch.setattr(weight_instances, "_exchange", no_exchange)
+    with _engine(tiny_qwen3, cuda_graphs="on") as engine:
+        before = engine.generate(PROMPTS, GREEDY)
+        seen = []
+        for _ in range(3):
+            engine.update_weights(trained)
+            replays.clear()
+            seen.append([out.outputs[0] for out in engine.generate(PROMPTS, GREEDY)])
+            seen[-1].append(set(replays))
+        *first, one = seen[0]
+        *second, other = seen[1]
+        assert len(one) == len(other) == 1
+        assert one != other
+        assert seen[2][-1] == one
+        for a, b, c in zip(first, second, seen[2], strict=False):
+            assert a.token_ids == b.token_ids == c.token_ids
+            assert a.logprobs == b.logprobs == c.logprobs
+        engine.update_weights(_model(tiny_qwen3))
+        engine.rollback()
+        assert [out.outputs[0].token_ids for out in engine.generate(PROMPTS, GREEDY)] == [
+            a.token_ids for a in first
+        ]
+        engine.update_weights(_model(tiny_qwen3))
+        after = [out.outputs[0] for out in engine.generate(PROMPTS, GREEDY)]
+        assert [a.logprobs for a in after] == [out.outputs[0].logprobs for out in before]
 
 
 def _outputs(engine: Rollout) -> list[Any]:

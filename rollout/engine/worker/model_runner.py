@@ -21,7 +21,12 @@ from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.state_cache import StateCache, StateShape
-from rollout.engine.worker.cuda_graphs import DecodeGraphs, padded_sizes, wants_graphs
+from rollout.engine.worker.cuda_graphs import (
+    DecodeGraphs,
+    graph_bytes,
+    padded_sizes,
+    wants_graphs,
+)
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
@@ -69,9 +74,15 @@ class ModelRunner:
         shadow = torch.device("cpu") if config.staging == "host" else self.device
         own = isinstance(live.policy, CausalLM) and not self.model_config.recurrent_layers
         self._captures = wants_graphs(config, self.device, own)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: dict[Model, DecodeGraphs] = {}  # by instance
         self.instances = ModelInstances(
-            live, self._build, shadow, config.undo, pinned=self._captures
+            live,
+            self._build,
+            shadow,
+            config.undo,
+            pinned=self._captures,
+            may_flip=lambda shadow: shadow in self._graphs,
+            forget=self._forget_graphs,
         )
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype)
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
@@ -87,6 +98,7 @@ class ModelRunner:
             "weight_bytes": self.weight_bytes,
             "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.shape.block_bytes,
+            "graph_bytes": self._graph_bytes(),
             "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
             "host_free_bytes": available_bytes(torch.device("cpu")),
@@ -150,33 +162,64 @@ class ModelRunner:
         live, pages = self.instances.live, self.kv.layers
         if self._captures and batch.visual is None:
             self.capture()  # again, after a sleep
-            found = self._graphs.run(batch) if self._graphs is not None else None
+            found = self._graphs[live].run(batch)
             if found is not None:
                 return found
         logits: Tensor = live(self._to_device(batch), pages)
         return logits
 
     def capture(self) -> None:
-        """Capture decode steps where that is wanted; weights and KV pages have to be there."""
-        if not self._captures or self._graphs is not None:
+        """Capture decode steps over both instances, or the live one alone where the shadow lies
+        elsewhere, where that is wanted; weights and KV pages have to be there. In lockstep.
+        """
+        if not self._captures or self.instances.live in self._graphs:
             return
+        live, shadow = self.instances.live, None
+        if self._flips:
+            shadow = self.instances.prepare_shadow()
+        for model in (live, shadow):
+            if model is not None and model not in self._graphs:
+                self._graphs[model] = self._capture_over(model)
+
+    def _capture_over(self, model: Model) -> DecodeGraphs:
         config, pages = self.config, self.kv.layers
-        live = self.instances.live
-        sizes = config.cuda_graph_sizes or padded_sizes(config.max_num_seqs)
-        longest = min(live.max_len, self.kv.num_blocks * config.block_size)
+        longest = min(model.max_len, self.kv.num_blocks * config.block_size)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(
-                lambda batch: live(batch, pages),
-                [size for size in sizes if size <= config.max_num_seqs] or [config.max_num_seqs],
+            return DecodeGraphs(
+                lambda batch: model(batch, pages),
+                self._graph_sizes,
                 -(-longest // config.block_size),
                 self.device,
+                next(iter(self._graphs.values()), None),
             )
+
+    @property
+    def _flips(self) -> bool:
+        return self.config.staging in ("auto", "device")
+
+    @property
+    def _graph_sizes(self) -> list[int]:
+        most = self.config.max_num_seqs
+        sizes = self.config.cuda_graph_sizes or padded_sizes(most)
+        return [size for size in sizes if size <= most] or [most]
+
+    def _graph_bytes(self) -> int:
+        if not self._captures:
+            return 0
+        vocab = self.model_config.vocab_size
+        return graph_bytes(self._graph_sizes, vocab, 2 if self._flips else 1)
+
+    def _forget_graphs(self, model: Model) -> None:
+        """An instance is given up; a step that replays its graphs may still run."""
+        graphs = self._graphs.pop(model, None)
+        if graphs is not None:
+            torch.cuda.synchronize(self.device)
+            graphs.drop()
 
     def sleep(self, level: int) -> None:
         """Give up the KV pages and the shadow; at level 2 the weights as well."""
-        if self._graphs is not None:
-            self._graphs.drop()
-            self._graphs = None
+        for model in list(self._graphs):
+            self._forget_graphs(model)
         self.kv.free()
         self._images.clear()
         self.instances.drop_shadow()

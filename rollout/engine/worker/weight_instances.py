@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +35,14 @@ _AT_ONCE = 1 << 31  # elements digested in one go on a device: a sleep waits for
 class ModelInstances:
     """Holds live and shadow.
 
+    A commit changes the two, and moves no byte. Contents are exchanged instead where the shadow is
+    on another device, or where captured graphs hold the addresses of the live instance (``pinned``)
+    and there are none over the shadow (``may_flip``). ``forget`` is told of a shadow that is given
+    up.
+
     ``commit``, ``go_back`` and ``revert`` are for the main thread, all else for the staging
     thread; the order of calls (a vote before its commit, a commit before the next begin) keeps
-    them apart. Where the shadow is on another device than the live instance, or that is ``pinned``
-    (captured graphs hold its addresses), contents are exchanged instead of the instances.
+    them apart.
 
     ``undo``: "shadow" keeps nothing beside the two. "host" keeps a copy, "sparse" the elements
     that differ, of the version before the live one, once the shadow is overwritten or where there
@@ -52,12 +57,17 @@ class ModelInstances:
         undo: str = "shadow",
         *,
         pinned: bool = False,
+        may_flip: Callable[[Model], bool] = lambda shadow: False,
+        forget: Callable[[Model], None] = lambda shadow: None,
     ) -> None:
         self._live: Model | None = live
         self._shadow: Model | None = None
         self._build, self._shadow_device, self._undo = build, shadow_device, undo
         self._table = live.table
         self._device, self._pinned = live.build.device, pinned
+        self._may_flip, self._on_forget = may_flip, forget
+        self._making = threading.Lock()
+        self._flipped: Any = None  # an event: what was live before runs no step after it
         self._in_place = False  # the live instance is being loaded, or has been but for the commit
         self._parked: dict[str, Tensor] = {}  # weights in host memory while the device is lent out
         # Contents have names: whatever is loaded gets a new one, None is no version.
@@ -103,6 +113,7 @@ class ModelInstances:
         partial, only the components beside ``components``, which come whole.
         ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
         """
+        self._wait_for_steps()
         builds_on_live = partial or bool(self._beside(components))
         live = self.live if builds_on_live else None
         held = self._shadow_is
@@ -114,8 +125,10 @@ class ModelInstances:
         if self._live is None:
             device = self._device  # the shadow becomes the live instance as it is
         if self._shadow is None or self._shadow.build.device != device:
-            self._shadow = held = None
-            self._shadow = self._make_shadow(device)
+            self._give_up_shadow()
+            held = None
+            with self._making:
+                self._shadow = self._make_shadow(device)
         if live is not None:
             self._bring_up(live, self._shadow, held, None if partial else self._beside(components))
         session = self._shadow.begin_load()
@@ -130,6 +143,7 @@ class ModelInstances:
         """
         if self._beside(components):
             _ = self.live  # EngineBroken where the others are gone
+        self._wait_for_steps()
         self.drop_shadow()
         self._in_place = False
         if self._live is None:
@@ -285,8 +299,23 @@ class ModelInstances:
 
     def drop_shadow(self) -> None:
         """Let go of all that is kept for going back."""
-        self._shadow = self._shadow_is = self._revert = self._written = self._diff = None
+        self._give_up_shadow()
+        self._shadow_is = self._revert = self._written = self._diff = None
         self._forget()
+
+    def prepare_shadow(self) -> Model | None:
+        """The shadow, made with the live weights in it where there is none, so that steps can be
+        captured over it; None where it lies elsewhere. It holds no version to go back to.
+        """
+        with self._making:
+            if self._shadow is None and self._shadow_device == self._device:
+                made = self._make_shadow(self._device)
+                self._bring_up(self.live, made, None, None)
+                made.after_load()
+                self._shadow = made
+            shadow = self._shadow
+        here = shadow is not None and shadow.build.device == self._device
+        return shadow if here else None
 
     def drop_weights(self) -> None:
         """Let go of both instances; only a full update brings weights back."""
@@ -322,14 +351,15 @@ class ModelInstances:
         live, shadow = self._live, self._shadow
         if shadow is None:
             raise VersionConflict("this rank holds no other version to switch to")
-        moves = live is not None and (self._pinned or shadow.build.device != self._device)
+        elsewhere = shadow.build.device != self._device
+        held = self._pinned and not self._may_flip(shadow)
+        moves = live is not None and (held or elsewhere)
         if live is not None and moves:
             _exchange(live, shadow)
         else:
             self._live, self._shadow = shadow, live
         if self._device.type == "cuda":
-            # Steps of what was live may still run; the next load begins on another stream.
-            torch.cuda.synchronize(self._device)
+            self._note_steps(moves)
         self._live_is, self._shadow_is = self._shadow_is, self._live_is
         return moves
 
@@ -343,6 +373,30 @@ class ModelInstances:
             for slot in slots
             if component_of(slot.source) not in components
         )
+
+    def _note_steps(self, moved: bool) -> None:
+        """Steps of what was live may still run; the next load begins on another stream, and waits
+        for them there. The host waits only where contents were ``moved``.
+        """
+        if moved:
+            torch.cuda.synchronize(self._device)
+            self._flipped = None
+            return
+        cuda: Any = torch.cuda  # parts of it have no types
+        self._flipped = cuda.Event()
+        self._flipped.record(cuda.current_stream(self._device))
+
+    def _wait_for_steps(self) -> None:
+        """On the staging thread's stream: until no step reads what is about to be overwritten."""
+        event, self._flipped = self._flipped, None
+        if event is not None:
+            cuda: Any = torch.cuda
+            cuda.current_stream(self._device).wait_event(event)
+
+    def _give_up_shadow(self) -> None:
+        shadow, self._shadow = self._shadow, None
+        if shadow is not None:
+            self._on_forget(shadow)
 
     def _bring_up(
         self, live: Model, shadow: Model, held: int | None, params: frozenset[str] | None
