@@ -49,10 +49,11 @@ def kind(path: str) -> str:
     return "what 709a0c9 had"
 
 
-def lines(revision: str) -> Counter[str]:
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout
 
+
+def lines(revision: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for path in git("ls-tree", "-r", "--name-only", revision, "rollout", "proto").split():
         if path.endswith((".py", ".pyi", ".c", ".h", ".proto", ".html")):
@@ -62,7 +63,7 @@ def lines(revision: str) -> Counter[str]:
 
 def main(revision: str = "709a0c9") -> None:
     before, now = lines(revision), lines("HEAD")
-    print(f"{revision:>8} {'HEAD':>8}")
+    print(f"{revision:>8} {git('rev-parse', '--short=7', 'HEAD').strip():>8}")
     for name in ("what 709a0c9 had", *ADDED, "generated"):
         print(f"{before[name]:8} {now[name]:8}  {name}")
     print(f"{before.total():8} {now.total():8}  all")
