@@ -102,7 +102,7 @@ def check_quantization(build: Build) -> None:
     name, moe = build.quantization.name, build.config.moe
     refused = {
         "deterministic=True": build.deterministic,
-        "mixtures of experts": moe is not None,
+        "stacked experts (gpt-oss, Llama 4)": moe is not None and moe.arch.stacked is not None,
     }
     for what, is_so in refused.items():
         if is_so:

@@ -120,6 +120,11 @@ class Model(nn.Module):
             return self._quantized_io().live_digest(slot)
         return self._slot_io(slot).digest(slot)
 
+    def written_digests(self) -> list[tuple[WeightSlot, int]]:
+        """Of each quantised slot ``live_digest`` as it was when it was written."""
+        io = self._quantized_io()
+        return [(slot, io.recorded(slot)) for slot in self.table.quantized]
+
     def _quantized_io(self) -> QuantizedIO:
         return QuantizedIO(self.table, self.storages(), self.build.dtype)
 

@@ -97,9 +97,21 @@ class QuantizedIO:
         scheme, spec = self._table.scheme(slot), self._table.params[slot.param]
         storage, put = self._storages[slot.param], _in_bytes(slot.put, scheme)
         stored = (*spec.shape[:-1], spec.shape[-1] // scheme.per_byte)
-        codes = spec.layout.read(storage, stored, put).reshape(put.shape[-2:])
         scales = self._storages[slot.param + SCALE][slot.put.slices[:-1]]
-        return self._live(slot, slot.take, codes, scales.reshape(put.shape[-2], -1))
+        scales = scales.reshape(put.shape[-2], -1)
+        if spec.layout.name == "tiles":
+            values, whole, box = spec.layout.view(storage, stored, put, slot.shape, slot.take)
+        if spec.layout.name == "tiles" and values.dim() == 4:  # whole ones: read where they lie
+            words = values.view(torch.int32)
+            (*starts, _), (*stops, _) = box.starts, box.stops
+            found = digest(words, (*whole[:3], 1), Box((*starts, 0), (*stops, 1)))
+            return (found + self._of_scales(slot, slot.take, scales)) % 2**64
+        codes = spec.layout.read(storage, stored, put).reshape(put.shape[-2:])
+        return self._live(slot, slot.take, codes, scales)
+
+    def recorded(self, slot: WeightSlot) -> int:
+        """What ``live_digest`` was when the slot was written."""
+        return int(self._recorded(slot)[1]) % 2**64 if slot.take.numel else 0
 
     def read(self, slot: WeightSlot) -> Tensor:
         """The values that a slot's codes stand for, shaped like its take."""
@@ -205,13 +217,16 @@ class QuantizedIO:
             codes = codes.contiguous().view(torch.int32)
             whole = whole[0], whole[1] // 4
             at = Box((at.starts[0], at.starts[1] // 4), (at.stops[0], at.stops[1] // 4))
-        found = digest(codes, whole, at)
+        return (digest(codes, whole, at) + self._of_scales(slot, own, scales)) % 2**64
+
+    def _of_scales(self, slot: WeightSlot, own: Box, scales: Tensor) -> int:
+        scheme, found = self._table.scheme(slot), 0
         columns = scheme.cell(slot.shape)[1]
         if own.starts[1] % columns == 0:
             first = own.starts[1] // columns
             cells = Box((own.starts[0], first), (own.stops[0], first + scales.shape[1]))
-            found += digest(scales, (slot.shape[0], scheme.cells(slot.shape)), cells)
-        return found % 2**64
+            found = digest(scales, (slot.shape[0], scheme.cells(slot.shape)), cells)
+        return found
 
     def _recorded(self, slot: WeightSlot) -> Tensor:
         return self._storages[DIGESTS][self._table.quantized[slot]]

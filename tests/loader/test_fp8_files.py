@@ -62,10 +62,11 @@ def test_a_box_of_an_fp8_weight_is_that_box_of_the_whole_tensor_dequantised(tmp_
             assert torch.equal(found[NAME].read(box), wanted[box.slices])
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (6, 1)])
-def test_scales_of_whole_tensors_and_of_rows_are_read(tmp_path, shape):
+def test_scales_of_whole_tensors_and_of_rows_are_read(tmp_path, shape, kind):
     codes = torch.linspace(-3, 3, 24).view(6, 4).to(torch.float8_e4m3fn)
-    scale = torch.rand(shape).to(torch.bfloat16)
+    scale = torch.rand(shape).to(kind)
     inputs = NAME.replace(".weight", ".activation_scale")
     tensors = {NAME: codes, f"{NAME}_scale": scale, inputs: torch.ones(())}
     write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": None})

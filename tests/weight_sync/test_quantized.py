@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_ranks import Engine, same
+from models.rank_threads import Session
 from tiny_models import write_tiny
 from trainer import DEADLINE, Trainer, nudged
 from trainer_ranks import DeltaTrainerRanks, TrainerRanks, rows
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ChecksumMismatch, ConfigError, WeightMismatch
+from rollout.kernels import quantize
 from rollout.models.build import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.testing.faults import Fault, Faulty
@@ -222,3 +224,70 @@ def test_a_flipped_bit_of_what_is_sent_does_not_pass(engine, checkpoints) -> Non
             checkpoints[2], transport=Faulty("inline", Fault("flip", bucket=2))
         )
     assert same(engine.live(), before)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_experts_are_quantised_wherever_they_lie(tmp_path, scheme) -> None:
+    found = []
+    for seed in (0, 1):
+        model = write_tiny(tmp_path / str(seed), "qwen3_moe", seed=seed, hidden_size=64)
+        found.append({n: t.clone() for n, t in model.state_dict().items()})
+    config = ModelConfig.from_directory(tmp_path / "0")
+    engine = Engine(config, 2, found[0], quantization=scheme)
+    try:
+        Trainer(engine, "inline").send(found[1])
+        live = [rank.instances.live for rank in engine.ranks]
+        wanted, split = held(ranks_of((config, found[1]), scheme, 1)), []
+        assert any("experts.5.down_proj" in name for name in wanted)
+        for rank in range(2):
+            alone = build_model(
+                config, TensorParallel(rank, 2), torch.float32, "cpu", quantization=scheme,
+                expert_parallel=True,
+            )  # fmt: skip
+            alone.load_weights(found[1].items())
+            split.append(alone)
+        assert held(live) == held(split) == held(ranks_of_float(config, found[1], scheme))
+        assert wanted.keys() == held(live).keys()
+    finally:
+        engine.close()
+
+
+def ranks_of_float(config, weights, scheme: str):
+    model = build_model(config, TensorParallel(), torch.float32, "cpu", quantization=scheme)
+    model.load_weights(weights.items())
+    return [model]
+
+
+def test_quantised_experts_give_what_their_dequantised_weights_give(tmp_path) -> None:
+    model = write_tiny(tmp_path, "qwen3_moe", hidden_size=64, num_hidden_layers=1)
+    config, weights = ModelConfig.from_directory(tmp_path), model.state_dict()
+    [quantised] = ranks_of_float(config, weights, "fp8_block")
+    values = dict(weights)
+    plain = build_model(config, TensorParallel(), torch.float32, "cpu")
+    plain.load_weights(values.items())
+    for slot in quantised.table.quantized:  # the floats that its codes stand for
+        own = plain.storages()[slot.param]
+        own[slot.put.slices] = quantised.read_slot(slot).reshape(slot.put.shape)
+    logits = [
+        Session(each, [[5, 9, 200, 31, 7, 7, 12]]).advance([7])[0] for each in (quantised, plain)
+    ]
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_what_four_bits_hold_comes_back_exactly() -> None:
+    scheme, generator = SCHEMES["mxfp4"], torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (64, 48), generator=generator).to(torch.uint8)
+    scales = torch.randint(100, 140, (64, 3), generator=generator).to(torch.uint8)
+    values = scheme.dequantize(codes, scales, torch.bfloat16)
+    assert torch.equal(scheme.dequantize(*scheme.quantize(values), torch.bfloat16), values)
+
+
+def test_rows_that_hold_no_numbers_have_scales_that_are_none() -> None:
+    for scheme in SCHEMES.values():
+        values = torch.randn(4, 64)
+        values[1, 3], values[2, 4] = float("nan"), float("-inf")
+        assert all(map(torch.equal, quantize(values, scheme)[:1], scheme.quantize(values)[:1]))
+        scales = quantize(values, scheme)[1]
+        bad = scales == 255 if scheme.codes == "e2m1" else ~scales.isfinite()
+        assert bad[1].any()
+        assert bad[2].any()

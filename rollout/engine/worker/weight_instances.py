@@ -210,12 +210,12 @@ class ModelInstances:
         scheme = self._digested(self._shadow is None).build.quantization
         return "" if scheme is None else scheme.name
 
-    def live_digests(self, live: bool) -> Iterator[tuple[WeightSlot, int]]:
-        """Every quantised slot with the digest of its codes and scales."""
-        for slot in self._digested(live).table.quantized:
-            with self._reading:
-                value = self._digested(live).live_digest(slot)
-            yield slot, value
+    def live_digests(self, live: bool) -> list[tuple[WeightSlot, int]]:
+        """Every quantised slot with the digest that its codes and scales had when written;
+        ``digest_slots`` says whether they still have it.
+        """
+        with self._reading:
+            return self._digested(live).written_digests()
 
     @staticmethod
     def _read(model: Model, slots: list[WeightSlot], finite: bool) -> list[tuple[int, int]]:

@@ -11,33 +11,31 @@ from rollout.weights import Box, Layout, PlainLayout, Shape, TileLayout
 
 _LINE = 64  # bytes
 _ROWS = 16  # of a tile, as C has it
+_WORD = 4  # bytes of an output's inputs in a tile
 
 
 def copy_into_box(storage: Tensor, shape: Shape, box: Box, value: Tensor, layout: Layout) -> None:
     if isinstance(layout, PlainLayout):
         nontemporal_copy(storage[box.slices], value.reshape(box.shape))
     elif isinstance(layout, TileLayout) and _is_known(storage, box, value, layout):
-        _write_tiles(storage, box, value.reshape(box.shape))
+        _write_tiles(storage, box, value.reshape(box.shape), layout.inputs)
     else:
         op.reference(storage, shape, box, value, layout)
 
 
 def _is_known(storage: Tensor, box: Box, value: Tensor, layout: TileLayout) -> bool:
     large = value.nbytes >= LEAST and value.dtype == storage.dtype and value.device.type == "cpu"
-    known = (
-        (layout.rows, layout.inputs) == (_ROWS, 2)
-        and storage.element_size() == 2
-        and storage.is_contiguous()
-    )
-    return large and known and not storage.data_ptr() % _LINE and layout.is_of_whole_tiles(box)
+    words = layout.rows == _ROWS and layout.inputs * storage.element_size() == _WORD
+    aligned = storage.is_contiguous() and not storage.data_ptr() % _LINE
+    return large and words and aligned and layout.is_of_whole_tiles(box)
 
 
-def _write_tiles(storage: Tensor, box: Box, value: Tensor) -> None:
-    if value.stride(1) != 1 or value.stride(0) % 2 or value.data_ptr() % 4:
+def _write_tiles(storage: Tensor, box: Box, value: Tensor, each: int) -> None:
+    if value.stride(1) != 1 or value.stride(0) % each or value.data_ptr() % _WORD:
         value = value.clone(memory_format=torch.contiguous_format)
     (n0, k0), (n1, k1) = box.starts, box.stops
-    into = storage[n0 // _ROWS : n1 // _ROWS, k0 // 2 : k1 // 2]
+    into = storage[n0 // _ROWS : n1 // _ROWS, k0 // each : k1 // each]
     entry("write_tiles")(
-        *(into.data_ptr(), into.stride(0) // 2, address(value), value.stride(0) // 2),
+        *(into.data_ptr(), into.stride(0) // each, address(value), value.stride(0) // each),
         *(into.shape[0], into.shape[1], torch.get_num_threads()),
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from rollout.kernels import fused_experts
-from rollout.models.layers.base import Build, Layer
-from rollout.weights import Box, Shape, WeightSlot
+from rollout.models.layers.base import Build, Layer, storage_of
+from rollout.models.weight_table import SCALE
+from rollout.weights import PLAIN, Box, Shape, WeightSlot
+from rollout.weights.quantization import Scheme
 
 
 class _Placed(Layer):
@@ -44,11 +46,34 @@ class Experts(_Placed):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.declare("w13", (self.count, 2 * self.local, self.hidden))
-        self.declare("w2", (self.count, self.hidden, self.local))
+        self.scheme = build.quantization
+        shapes = {"w13": (2 * self.local, self.hidden), "w2": (self.hidden, self.local)}
+        for name, shape in shapes.items():
+            if self.scheme is None:
+                self.declare(name, (self.count, *shape))
+            else:
+                self.declare_quantized(name, (self.count, *shape), PLAIN, self.scheme)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        if self.scheme is not None:
+            return self._dequantized(x, experts, weights, self.scheme)
         return fused_experts(x, self.w13, self.w2, experts, weights, self.first)
+
+    def _dequantized(self, x: Tensor, experts: Tensor, weights: Tensor, scheme: Scheme) -> Tensor:
+        """The same of the experts that are wanted here, dequantised for this call."""
+        local = experts - self.first
+        outside = (local < 0) | (local >= self.count)
+        local = local.masked_fill(outside, -1)
+        wanted, places = local.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        kept = int((wanted < 0).sum())  # those of other ranks stand first, if there are any
+        wanted = wanted[kept:]
+        w13, w2 = (
+            scheme.dequantize(
+                storage_of(self, name)[wanted], storage_of(self, f"{name}{SCALE}")[wanted], x.dtype
+            )
+            for name in ("w13", "w2")
+        )
+        return fused_experts(x, w13, w2, places, weights, kept)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         gate, up, down = self.moe.arch.names.linears

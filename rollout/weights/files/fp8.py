@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WEIGHT = ".weight"
 SCALES = ("_scale_inv", "_scale")  # either is what values are multiplied by
+SCALE_DTYPES = CASTABLE | {torch.float8_e8m0fnu}
 INPUT_SCALES = (".activation_scale", ".input_scale")  # of activations, which stay as they are
 BLOCK = (128, 128)  # where no config.json says
 
@@ -76,7 +77,7 @@ class Fp8Files:
             found = held.get(name + end)
             if found is None:
                 continue
-            if found.dtype not in CASTABLE or not _fits(meta.shape, found.shape, self._block):
+            if found.dtype not in SCALE_DTYPES or not _fits(meta.shape, found.shape, self._block):
                 break
             return found.name
         else:
