@@ -21,6 +21,7 @@ from rollout.loader import open_location
 from rollout.models.build import build_tables
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
+from rollout.weights.names import placed
 from rollout.wire.frames import DTYPES, dtype_name
 
 
@@ -141,7 +142,8 @@ def _check_files(config: EngineConfig, found: FoundModel, table: WeightTable) ->
         held = {
             name: shape
             for meta in checkpoint.metadata()
-            for name, shape in table.spellings.split_shape(meta.name, meta.shape)
+            if (own := placed(meta.name, table.prefixes)) is not None
+            for name, shape in table.spellings.split_shape(own, meta.shape)
         }
     problems = []
     if missing := sorted(set(table.slots) - set(held)):

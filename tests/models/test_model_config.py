@@ -131,6 +131,29 @@ def test_text_has_one_position_where_images_have_three():
     assert read(rope_scaling=mrope).layers == read().layers
 
 
+def test_released_configs_that_see_images_are_read_nested_and_flat():
+    text = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
+    text |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 2}
+    text |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 128000, "rope_theta": 1e6}
+    tower = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "out_hidden_size": 2048}
+    flat = {**text, "model_type": "qwen2_5_vl", "image_token_id": 151655, "vision_config": tower}
+    flat["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    old = ModelConfig.from_hf(flat)
+    assert old.layers[0].rope.axes == (0,) * 16 + (1,) * 24 + (2,) * 24
+    assert (old.vision.image_token, old.vision.patch_values, old.vision.levels) == (151655, 1176, 0)
+    mrope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    nested = {"image_token_id": 151655, "model_type": "qwen3_vl", "vision_config": tower}
+    nested["text_config"] = {**text, "head_dim": 128, "rope_scaling": mrope}
+    nested["architectures"] = ["Qwen3VLForConditionalGeneration"]
+    new = ModelConfig.from_hf(nested)
+    assert new.layers[0].rope.axes == (0, 1, 2) * 20 + (0,) * 4
+    assert (new.vision.patch_values, new.vision.levels) == (1536, 3)
+    wrong = {**nested, "vision_config": {**tower, "out_hidden_size": 1024}}
+    with pytest.raises(ConfigError, match="out_hidden_size 1024 must be the text model's"):
+        ModelConfig.from_hf(wrong)
+
+
 def test_both_forms_of_rope_parameters_read_alike():
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3["original_max_position_embeddings"] = 128

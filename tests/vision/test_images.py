@@ -124,6 +124,22 @@ def test_samples_and_preempted_requests_see_their_images(served, tmp_path):
         check_logprobs(model, output, [image])
 
 
+def test_features_beyond_the_bound_are_made_again(served, tmp_path):
+    _, model = served
+    write_vision(tmp_path)
+    one = PARTS * 3 * 48 * 4  # bytes: the embedding and two levels of each part, in float32
+    settings = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}
+    with Rollout(tmp_path, encoder_cache_bytes=one, **settings) as engine:
+        hits = []
+        for seed in (1, 1, 3, 1):
+            [output] = engine.generate([ONE], GREEDY, images=[[picture(seed)]])
+            check_greedy(model, output, [picture(seed)])
+            figures = engine.metrics()
+            hits.append(figures.encoder_cache_hits_total)
+            assert figures.encoder_cache_bytes == one
+    assert hits == [0, 1, 1, 1]
+
+
 def bomb(width, height):
     """A PNG whose header promises far more than it holds."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

@@ -6,6 +6,7 @@ import pytest
 from tiny_vision import END, KINDS, PAD, START, check_greedy, picture, write_vision
 
 from rollout import Rollout, SamplingParams
+from rollout.cli.main import main
 from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import check_tables
@@ -29,6 +30,7 @@ def check(engine, model):
 def test_greedy_tokens_equal_those_of_transformers_whole_and_in_chunks(tmp_path, kind):
     model = write_vision(tmp_path, kind)
     check_tables(build_tables(ModelConfig.from_directory(tmp_path), 2))
+    assert main(["check", str(tmp_path), "--device", "cpu"]) == 0
     settings = {"device": "cpu", "dtype": "float32", "block_size": 8}
     with Rollout(tmp_path, **settings) as engine:
         check(engine, model)
