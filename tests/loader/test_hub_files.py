@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -139,3 +140,32 @@ def test_a_gated_repository_needs_the_callers_token(source, tmp_path):
         assert read(tmp_path / "home", hub.url, "main", token="hf_secret") == f"safetensors {total}"
     finally:
         hub.close()
+
+
+@pytest.mark.more
+def test_the_command_line_takes_its_token_from_the_environment(source, tmp_path):
+    """As `rollout serve` does; the revision that was asked for is named where it is not there."""
+    path, _ = source
+    hub = Hub(path, gated_by="hf_secret")
+    env = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PATH": "/usr/bin:/bin"}
+    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def check(home, **more):
+        command = [sys.executable, "-m", "rollout", "check", "some-org/tiny", "--device", "cpu"]
+        return subprocess.run(
+            [*command, *more.pop("flags", ())], env={**env, "HF_HOME": str(home), **more},
+            capture_output=True, text=True, timeout=270,
+        )  # fmt: skip
+
+    try:
+        refused = check(tmp_path / "one")
+        assert refused.returncode == 2
+        assert "pass a token (HF_TOKEN)" in refused.stderr
+        served = check(tmp_path / "two", HF_TOKEN="hf_secret")
+        assert served.returncode == 0, served.stderr
+        assert "Qwen3ForCausalLM" in served.stdout
+    finally:
+        hub.close()
+    offline = check(tmp_path / "two", HF_HUB_OFFLINE="1", flags=("--revision", "v9"))
+    assert offline.returncode == 2
+    assert "not in the hub cache (revision v9)" in offline.stderr
