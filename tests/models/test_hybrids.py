@@ -12,7 +12,10 @@ from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
+from rollout.models.build import build_model
+from rollout.models.config import ModelConfig
 from rollout.server.preflight import check
 
 SETTINGS = {
@@ -41,8 +44,15 @@ def compare(model: torch.nn.Module, prompt: list[int], sample: Any, greedy: bool
     assert not greedy or torch.equal(rows.argmax(-1)[clear], chosen[clear])
 
 
-@pytest.mark.parametrize(("arch", "tp"), [("qwen3_next", 1), ("qwen3_5", 2)])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "tp", "ahead"),
+    [
+        ("qwen3_next", 1, False),
+        ("qwen3_next", 1, True),
+        ("qwen3_5", 2, False),
+        pytest.param("qwen3_5", 2, True, marks=pytest.mark.more),
+    ],
+)
 def test_chunks_preemption_prefixes_and_forks_give_what_transformers_computes(
     tmp_path: Path, arch: str, tp: int, ahead: bool
 ) -> None:
@@ -113,3 +123,45 @@ def test_what_recurrent_states_cannot_do_yet_is_refused_by_name(tmp_path: Path) 
     write_tiny(tmp_path / "odd", "qwen3_next", linear_num_key_heads=1)
     with pytest.raises(ConfigError, match=r"linear attention key heads \(1\)"):
         start(tmp_path / "odd", tensor_parallel_size=2)
+
+
+def test_how_fast_states_decay_keeps_its_bits_in_a_bfloat16_engine(tmp_path: Path) -> None:
+    """Trainers may hold it in float32 beside bfloat16 weights: it travels and lies as it is."""
+    model = write_tiny(tmp_path, "qwen3_next", dtype=torch.bfloat16)
+    settings = {**SETTINGS, "dtype": "bfloat16"}
+    with Rollout(str(tmp_path), **settings) as rollout:
+        before = rollout.generate(PROMPTS, GREEDY)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.data = parameter.float() + 1e-3  # between two bfloat16
+        receipt = rollout.update_weights(model)
+        assert rollout.check_weights(model).equal
+        after = rollout.generate(PROMPTS, GREEDY)
+        assert receipt.version == 1
+        assert [o.outputs[0].logprobs.raw for o in before] != [
+            o.outputs[0].logprobs.raw for o in after
+        ]
+        model.save_pretrained(tmp_path / "again")
+    with Rollout(str(tmp_path / "again"), **settings) as fresh:
+        cold = fresh.generate(PROMPTS, GREEDY)
+        for ours, theirs in zip(after, cold, strict=True):
+            assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+            assert ours.outputs[0].logprobs.raw == theirs.outputs[0].logprobs.raw
+
+
+def test_a_text_model_takes_the_names_of_the_whole_one_and_passes_over_its_other_heads(
+    tmp_path: Path,
+) -> None:
+    weights = write_tiny(tmp_path, "qwen3_5").state_dict()
+    config = ModelConfig.from_directory(tmp_path)
+    wanted = build_model(config, TensorParallel(), torch.float32, "cpu")
+    wanted.load_weights(weights.items())
+    renamed = {name.replace("model.", "model.language_model.", 1): w for name, w in weights.items()}
+    others = {
+        "mtp.fc.weight": torch.zeros(2, 2),
+        "model.visual.patch_embed.proj.bias": torch.ones(3),
+    }
+    model = build_model(config, TensorParallel(), torch.float32, "cpu")
+    model.load_weights({**renamed, **others}.items())
+    for name, storage in model.storages().items():
+        assert torch.equal(storage, wanted.storages()[name]), name
