@@ -341,6 +341,75 @@ def engine_run(report: Any, name: str) -> None:
             report.add("its commit", found["commit"] * 1e3, "ms")
 
 
+#: seconds that an update may take once there has been one, digests and vote included
+GOALS = {
+    ("8b", "inline"): 0.045,
+    ("1b", "inline"): 0.015,
+    ("8b", "ipc"): 0.050,
+    ("1b", "ipc"): 0.020,
+}
+
+
+def updates_run(report: Any, name: str) -> None:
+    """Full updates of weights on the engine's GPU, from its own process and from another one.
+
+    Each figure stands beside its goal; ``facts`` say how many tensors were read where they lay.
+    """
+    from transformers import LlamaForCausalLM
+
+    from rollout import Rollout
+
+    with (
+        config_directory(name) as folder,
+        Rollout(
+            str(folder),
+            device=DEVICE.type,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            kv_cache_bytes=(1 << 24) if report.dry else 4 << 30,
+        ) as engine,
+    ):
+        with torch.device(DEVICE):
+            trained = LlamaForCausalLM(llama_config(name)).to(BF16)
+        _report_updates(report, name, "inline", _timed_updates(engine, trained))
+        del trained
+        if CUDA:
+            torch.cuda.empty_cache()
+        found = _child("update", {"address": engine.address, "model": name})
+        _report_updates(report, name, found["transport"], found)
+
+
+def _report_updates(report: Any, name: str, way: str, found: dict[str, Any]) -> None:
+    goal = GOALS.get((name, way), 0.0)
+    report.add(f"{name} by {way}, the first", found["first"] * 1e3, "ms")
+    label = f"the goal of {goal * 1e3:g} ms" if goal else ""
+    report.add(f"{name} by {way}, the second", found["seconds"] * 1e3, "ms", label, goal * 1e3)
+    report.add(f"{name} by {way}, stall", found["stall"] * 1e3, "ms", "the goal of 1 ms", 1.0)
+    for part in ("transfer", "stage", "verify", "commit"):
+        report.add(f"{name} by {way}, of it {part}", found["timings"][part] * 1e3, "ms")
+    report.facts[f"{name} by {way}"] = found["details"]
+
+
+def _timed_updates(engine: Any, trained: Any) -> dict[str, Any]:
+    """Two updates; what the second took and said."""
+    began = time.perf_counter()
+    engine.update_weights(trained)
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    receipt = engine.update_weights(trained)
+    return {
+        "transport": receipt.transport,
+        "num_bytes": receipt.num_bytes,
+        "first": first,
+        "seconds": time.perf_counter() - began,
+        "commit": receipt.timings["commit"],
+        "stall": receipt.timings["stall"],
+        "timings": dict(receipt.timings),
+        "details": dict(receipt.details),
+    }
+
+
 def _generation(report: Any, engine: Any, label: str) -> list[list[int]]:
     """Report the rates of whole calls; all their tokens."""
     from rollout import SamplingParams
@@ -411,16 +480,7 @@ def update_engine(address: str, model: str) -> dict[str, Any]:
     with torch.device(DEVICE):
         trained = LlamaForCausalLM(llama_config(model)).to(BF16)
     with Rollout.connect(address) as engine:
-        engine.update_weights(trained)
-        began = time.perf_counter()
-        receipt = engine.update_weights(trained)
-        seconds = time.perf_counter() - began
-    return {
-        "transport": receipt.transport,
-        "num_bytes": receipt.num_bytes,
-        "seconds": seconds,
-        "commit": receipt.timings["commit"],
-    }
+        return _timed_updates(engine, trained)
 
 
 def _child(what: str, args: dict[str, Any]) -> dict[str, Any]:

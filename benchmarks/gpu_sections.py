@@ -243,6 +243,17 @@ def engine(report: Any) -> None:
     engine_run(report, "tiny" if report.dry else "1b")
 
 
+def updates(model: str) -> Callable[[Any], None]:
+    """Full updates from the engine's own process and from another one, beside their goals."""
+
+    def run(report: Any) -> None:
+        from gpu_models import updates_run
+
+        updates_run(report, "tiny" if report.dry else model)
+
+    return run
+
+
 def nccl(report: Any) -> None:
     """A group of as many ranks as there are cards (one process each), and its broadcast."""
     from gpu_models import nccl_run
@@ -258,6 +269,8 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("rival-attention", 20, rival_attentions),
     ("decode-1b", 60, decode("1b")),
     ("decode-8b", 90, decode("8b")),
+    ("updates-1b", 60, updates("1b")),
+    ("updates-8b", 80, updates("8b")),
     ("logprobs", 30, logprobs),
     ("rivals", 60, rivals),
     ("engine", 110, engine),

@@ -32,5 +32,5 @@ def test_every_section_of_the_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
     assert done.returncode == 0
     sections = {row["section"] for row in found["rows"]}
     assert sections == set(found["seconds"])
-    assert len(sections) == 10
+    assert len(sections) == 12
     assert "| decode-8b |" in (tmp_path / "gpu.md").read_text()
