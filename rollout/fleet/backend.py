@@ -61,6 +61,7 @@ class FleetBackend:
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
         self._closed = False
+        self._commits = 0
         self._calls: set[asyncio.Queue[Any]] = set()  # one of each call under way
 
     # ---- life ----
@@ -86,7 +87,7 @@ class FleetBackend:
         if self._started is None:
             return "loading"
         states = sorted({standing.state for standing in self.fleet.standings().values()})
-        return "running" if "running" in states else next(iter(states), "dead")
+        return "running" if "running" in states else next(iter(states), "fenced")
 
     async def server_info(self) -> ServerInfo:
         info = await self._any(lambda client: client.server_info())
@@ -146,7 +147,7 @@ class FleetBackend:
         return await self._any(lambda client: client.render(messages, options))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return sum(await self._all(lambda link: link.client.abort(request_ids)))
+        return sum(await self._all(lambda link: link.client.abort(request_ids), some=True))
 
     def end_calls(self, error: EngineError) -> None:
         for queue in list(self._calls):
@@ -170,12 +171,13 @@ class FleetBackend:
         await self._all(lambda link: link.client.reset_prefix_cache())
 
     async def stats(self) -> EngineStats:
-        rows = await self._all(lambda link: link.client.stats())
+        rows = await self._all(lambda link: link.client.stats(), some=True)
         if not rows:
-            raise EngineClosed("no member of the fleet serves")
+            self.fleet.one()  # says why none serves
+            raise EngineClosed("no member of the fleet answers")
         return replace(
             _summed(rows), state=await self.state(), epoch=self.fleet.epoch,
-            weight_version=self.fleet.version, weight_updates_total=len(self._receipts),
+            weight_version=self.fleet.version, weight_updates_total=self._commits,
         )  # fmt: skip
 
     # ---- weights (blocking) ----
@@ -196,7 +198,11 @@ class FleetBackend:
 
     def open(self) -> WeightChannel:
         info = self.fleet.ask_any(lambda client: client.info())
-        return FleetChannel(self.fleet, self._transports(info), self._receipts.append)
+        return FleetChannel(self.fleet, self._transports(info), self._record)
+
+    def _record(self, receipt: UpdateReceipt) -> None:
+        self._receipts.append(receipt)
+        self._commits += 1
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("a fleet's update has one channel")
@@ -249,8 +255,16 @@ class FleetBackend:
                 return await verb(link.client)
         return await verb((links[-1:] or [self.fleet.one()])[0].client)
 
-    async def _all(self, verb: Callable[[Link], Awaitable[T]]) -> list[T]:
-        return list(await asyncio.gather(*(verb(link) for link in self.fleet.serving())))
+    async def _all(self, verb: Callable[[Link], Awaitable[T]], *, some: bool = False) -> list[T]:
+        """Of every member that serves; ``some``: those that do not answer are left out."""
+        calls = (verb(link) for link in self.fleet.serving())
+        found: list[T] = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if not isinstance(answer, BaseException):
+                found.append(answer)
+            elif not some or not isinstance(answer, EngineError):
+                raise answer
+        return found
 
     def _loads(self, without: set[str]) -> dict[str, float]:
         standings = self.fleet.standings()

@@ -31,6 +31,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEASE = 2.0  # seconds
 THREADS = 64
+KEPT = 8  # outcomes of updates, and receipts of a member
 FILL_TIMEOUT = 30.0  # seconds of each wait while a member is brought up to date
 # What may only mean that a member was not reached; whatever else it answers is its last word.
 _UNHEARD = (DeadlineExceeded, EngineClosed, TransferFailed)
@@ -79,6 +80,8 @@ class Fleet:
         self._ended: dict[str, Future[Ended]] = {}
         self._changed = threading.Condition(threading.RLock())
         self._pool = ThreadPoolExecutor(THREADS, "rollout-fleet")
+        # Apart from the others: a member that keeps an update waiting holds up no grant.
+        self._updating = ThreadPoolExecutor(THREADS, "rollout-fleet-update")
         self._closing = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="rollout-fleet-tick", daemon=True)
         self._ticker.start()
@@ -186,6 +189,8 @@ class Fleet:
         with self._changed:
             names, version = self._state.begin(update_id, version, time.monotonic())
             self._ended[update_id] = Future()
+            while len(self._ended) > KEPT:
+                self._ended.pop(next(iter(self._ended)))
             return [self._links[name] for name in names], version
 
     def outcome(self, update_id: str) -> Future[Ended]:
@@ -205,14 +210,15 @@ class Fleet:
 
     def each(self, links: Iterable[Link], fn: Callable[[Link], Any]) -> dict[str, Any]:
         """``fn`` of all at once: what it returned, or the error it raised, by name."""
-        futures = {link.name: self._pool.submit(fn, link) for link in links}
+        futures = {link.name: self._updating.submit(fn, link) for link in links}
         return {name: future.exception() or future.result() for name, future in futures.items()}
 
     def close(self) -> None:
         """Members go on serving until their leases are over."""
         self._closing.set()
         self._ticker.join(5.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._updating):
+            pool.shutdown(wait=False, cancel_futures=True)
         with self._changed:
             for link in self._links.values():
                 link.close()
@@ -281,7 +287,7 @@ class Fleet:
             return
         if receipt is not None and not kept.done():
             kept.set_result(receipt)
-        while len(link.receipts) > 8:
+        while len(link.receipts) > KEPT:
             link.receipts.pop(next(iter(link.receipts)))
         self._feed(lambda now: self._state.decided(decision.update_id, name, "", now))
 

@@ -88,7 +88,7 @@ class Replicas:
         environment = child_environment({"ROLLOUT_TOKEN": self._token})
         process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment,
+            env=environment, start_new_session=True,  # Ctrl-C is ours to tell them of
         )  # fmt: skip
         with self._lock:
             self._processes[name] = process
