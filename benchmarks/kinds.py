@@ -1,0 +1,131 @@
+"""Each kind of model, small, beside transformers: loading and greedy decoding, in turns.
+
+    python benchmarks/kinds.py [KIND ...] [--rounds 3] [--tokens 32] [--num-threads 1]
+
+Makes a random bfloat16 checkpoint of each kind (8 to 16 M parameters), loads it in both, and lets
+them write by turns in one process: A B A B. Prints medians, and the ratios of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from rollout import Rollout, SamplingParams
+
+BASE: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 32,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense (Llama)": ("Llama", {"intermediate_size": 768}),
+    "windows (Gemma 2)": ("Gemma2", {"intermediate_size": 768, "sliding_window": 64}),
+    "experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
+}  # fmt: skip
+PROMPT = 64  # tokens
+BATCHES = (1, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kinds", nargs="*", help="of the table's names, or a part of one")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32, help="written after each prompt")
+    parser.add_argument("--num-threads", type=int, default=1)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(args.num_threads)
+    heads = [f"batch {n}, tokens/s | ratio" for n in BATCHES]
+    print("| kind | parameters | load, s | ratio |", " | ".join(heads), "|")
+    print("|---|" + "---|" * (3 + 2 * len(BATCHES)))
+    for name, (stem, sizes) in KINDS.items():
+        if not args.kinds or any(each in name for each in args.kinds):
+            print(f"| {name} | {compare(stem, sizes, args)} |", flush=True)
+
+
+def compare(stem: str, sizes: dict[str, Any], args: argparse.Namespace) -> str:
+    """A row: ours against transformers', and the median of the rounds' ratios."""
+    with tempfile.TemporaryDirectory() as where:
+        config = getattr(transformers, f"{stem}Config")(**{**BASE, **sizes})
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{stem}ForCausalLM")(config).to(torch.bfloat16)
+        count = sum(p.numel() for p in made.parameters())
+        made.config.dtype = torch.bfloat16
+        made.save_pretrained(where)
+        del made
+        gc.collect()
+        loads = [
+            (timed(lambda: ours(where, args).shutdown()), timed(lambda: theirs(where)))
+            for _ in range(args.rounds)
+        ]
+        cells = [f"{count / 1e6:.0f} M", cell(loads, 2, lambda a, b: b / a)]
+        model = theirs(where)
+        with ours(where, args) as engine:
+            for batch in BATCHES:
+                rounds = []
+                for turn in range(args.rounds + 1):  # the first is for warming up
+                    prompts = torch.randint(0, 8192, (batch, PROMPT)).tolist()
+                    rates = speed(lambda p=prompts: write(engine, p, args.tokens), batch, args)
+                    other = speed(lambda p=prompts: generate(model, p, args.tokens), batch, args)
+                    if turn:
+                        rounds.append((rates, other))
+                cells.append(cell(rounds, 0, lambda a, b: a / b))
+    return " | ".join(cells)
+
+
+def cell(rounds: list[tuple[float, float]], digits: int, ratio: Callable[..., float]) -> str:
+    mine, other = (statistics.median(column) for column in zip(*rounds, strict=True))
+    times = statistics.median(ratio(a, b) for a, b in rounds)
+    return f"{mine:.{digits}f} against {other:.{digits}f} | {times:.1f}"
+
+
+def ours(where: str, args: argparse.Namespace) -> Rollout:
+    return Rollout(
+        where, device="cpu", num_threads=args.num_threads, num_kv_blocks=256, max_model_len=512,
+        enable_prefix_caching=False, check_finite=False,
+    )  # fmt: skip
+
+
+def theirs(where: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def write(engine: Rollout, prompts: list[list[int]], tokens: int) -> None:
+    engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: list[list[int]], tokens: int) -> None:
+    ids = torch.tensor(prompts)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+        do_sample=False, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+
+
+def speed(run: Callable[[], None], batch: int, args: argparse.Namespace) -> float:
+    return batch * args.tokens / timed(run)
+
+
+def timed(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
