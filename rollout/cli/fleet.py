@@ -38,7 +38,8 @@ async def serving_replicas(
     config: EngineConfig, at: Listening, args: argparse.Namespace
 ) -> AsyncIterator[Up]:
     """``args.replicas`` engines that this process starts, served at one address."""
-    from rollout.fleet.replicas import Replicas, threads_each
+    from rollout.distributed import choose_device
+    from rollout.fleet.replicas import Replicas, gpus_each, threads_each, visible_gpus
     from rollout.loader import resolve_model
 
     where = str(await asyncio.to_thread(
@@ -47,12 +48,15 @@ async def serving_replicas(
     flags = engine_flags(config)
     if config.served_model_name is None:
         flags += ["--served-model-name", config.model]
-    if config.num_threads is None and config.device != "cuda":
+    on_cpu = choose_device(config.device).type == "cpu"
+    ranks = config.tensor_parallel_size
+    gpus = [] if on_cpu else gpus_each(visible_gpus(), args.replicas, ranks)
+    if config.num_threads is None and on_cpu:
         flags += ["--num-threads", str(threads_each(args.replicas))]
     # All members end with this process: what it has promised dies with them.
     with tempfile.TemporaryDirectory(prefix="rollout-fleet-") as record:
         fleet = _fleet(record, args)
-        replicas = Replicas(fleet, where, flags, args.replicas)
+        replicas = Replicas(fleet, where, flags, args.replicas, gpus)
         try:
             starting = asyncio.to_thread(replicas.start)
             async with _served(fleet, at, starting) as up:

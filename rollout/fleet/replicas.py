@@ -12,8 +12,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from rollout.distributed.child_environment import child_environment
-from rollout.errors import WorkerDied
+from rollout.errors import ConfigError, WorkerDied
 from rollout.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,17 @@ class Replicas:
     however it ends. One that ends is started again, later each time it has not lasted.
     """
 
-    def __init__(self, fleet: Fleet, model: str, flags: Sequence[str], count: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        model: str,
+        flags: Sequence[str],
+        count: int,
+        gpus: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """``gpus``: those of each replica, as CUDA_VISIBLE_DEVICES names them; () is on CPUs."""
         self._fleet, self._count = fleet, count
+        self._gpus = {_name(n): ",".join(each) for n, each in enumerate(gpus)}
         self._command = [
             sys.executable, "-P", "-m", "rollout", "serve", model, "--host", "127.0.0.1",
             "--port", "0", "--grpc-port", "0", "--exit-with-stdin", *flags,
@@ -42,7 +53,7 @@ class Replicas:
 
     def start(self) -> None:
         """Blocks until all are ready; the first one's failure is raised, and ends the others."""
-        names = [f"replica-{index}" for index in range(self._count)]
+        names = [_name(index) for index in range(self._count)]
         with ThreadPoolExecutor(self._count) as pool:
             try:
                 addresses = list(pool.map(self._spawn, names))
@@ -85,7 +96,10 @@ class Replicas:
 
     def _spawn(self, name: str) -> str:
         """The gRPC address of a new process; ``WorkerDied`` where it did not become ready."""
-        environment = child_environment({"ROLLOUT_TOKEN": self._token})
+        settings = {"ROLLOUT_TOKEN": self._token}
+        if name in self._gpus:
+            settings["CUDA_VISIBLE_DEVICES"] = self._gpus[name]
+        environment = child_environment(settings)
         process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment, start_new_session=True,  # Ctrl-C is ours to tell them of
@@ -127,6 +141,30 @@ class Replicas:
                     continue
                 self._fleet.add(address, self._token, name)
                 break
+
+
+def _name(index: int) -> str:
+    return f"replica-{index}"
+
+
+def gpus_each(visible: Sequence[str], count: int, ranks: int) -> list[list[str]]:
+    """``ranks`` of the ``visible`` GPUs for each of ``count`` replicas; ``ConfigError`` where they
+    do not suffice.
+    """
+    if len(visible) < count * ranks:
+        raise ConfigError(
+            f"{count} replicas of {ranks} ranks need {count * ranks} GPUs, and {len(visible)} are "
+            "visible: start fewer, or engines of your own and `rollout fleet` over them"
+        )
+    return [list(visible[n * ranks : (n + 1) * ranks]) for n in range(count)]
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them, or would."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def threads_each(count: int) -> int:
