@@ -299,6 +299,6 @@ def test_a_service_that_ends_mid_update_fails_the_transfer(bare_checkpoint):
     with pytest.raises(EngineClosed, match="shut down during the update"):
         channel.wait(0, 3.0)
     assert time.monotonic() - started < 25
-    with pytest.raises(EngineClosed, match="shut down during the update"):
+    with pytest.raises((EngineClosed, TransferFailed)):
         channel.bucket(BucketHeader(0, (), 0), None)
     client.close()
