@@ -104,7 +104,7 @@ def _fleet(record: str, args: argparse.Namespace) -> Fleet:
 
     if args.lease <= 0:
         raise ConfigError("--lease must be a positive number of seconds")
-    return Fleet(Record(record), quorum=args.quorum, lease=args.lease)
+    return Fleet(Record(record, args.lease), quorum=args.quorum, lease=args.lease)
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,7 @@ class Promise:
     version: int
     digest: int
     update_id: str = ""
+    lease: float = 0.0  # the longest that any of them may have granted, in seconds
 
 
 @dataclass(frozen=True, slots=True)

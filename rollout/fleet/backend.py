@@ -15,8 +15,10 @@ from rollout.errors import (
     ConfigError,
     EngineClosed,
     EngineError,
+    EngineRestarted,
     TransferFailed,
     VersionConflict,
+    WorkerDied,
 )
 from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import FleetChannel
@@ -41,7 +43,8 @@ from rollout.wire.version import ServerInfo, Speaks
 T = TypeVar("T")
 KEPT_RECEIPTS = 64
 log = logging.getLogger(__name__)
-TRIES = 4  # members that one prompt may be lost with
+TRIES = 3  # members that one prompt may be lost with
+LOST = (EngineClosed, EngineRestarted, WorkerDied)  # it is the member's end, not the prompt's
 
 
 class FleetBackend:
@@ -71,6 +74,12 @@ class FleetBackend:
         if self._started is None:
             wanted = self.fleet.num_members
             await asyncio.to_thread(self.fleet.wait_serving, wanted, self._timeout)
+            info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
+            if info.quantized:
+                raise ConfigError(
+                    "a fleet's members bring each other up to date by what was sent, which an "
+                    "engine with quantization= does not keep: run it by itself"
+                )
             self._started = await self._any(lambda client: client.server_info())
 
     @property
@@ -162,6 +171,10 @@ class FleetBackend:
         await self._all(lambda link: link.client.resume())
 
     async def sleep(self, level: int, timeout: float) -> None:
+        if level != 1:
+            raise ConfigError(
+                "a fleet's members keep their weights, which those that join are given: sleep(1)"
+            )
         await self._all(lambda link: link.client.sleep(level, timeout))
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
@@ -313,9 +326,11 @@ class FleetBackend:
         self, call: FleetCall, rows: Sequence[int], without: set[str]
     ) -> dict[str, list[int]]:
         """Which member gets which rows; ``EngineClosed`` where none serves."""
-        loads = self._loads(without) or self._loads(set())
+        loads = self._loads(without)
+        if not loads and not without:
+            self.fleet.one()  # says why
         if not loads:
-            self.fleet.one()
+            raise EngineClosed("no other member of the fleet serves")
         shares: dict[str, list[int]] = {}
         for row in rows:
             extra = float(call.params[row].n)
@@ -341,11 +356,11 @@ class FleetBackend:
                     async for index, output in got:
                         row = share[index]
                         yield row, call.delivered(row, output, self.fleet.epoch)
-            except EngineError as error:
+            except LOST as error:
                 again = [row for row in share if row in call.left]
                 failed.add(name)
                 self.router.forget(name)
-                if len(failed) >= TRIES:
+                if len(failed) >= TRIES or not all(map(call.can_go_on, again)):
                     raise
                 log.warning("member %s failed, its %d requests go on: %s", name, len(again), error)
                 begun = [row for row in again if row in call.begun]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.generation import ChatOptions, ContinuedPrompt, RequestOutput, SamplingParams
+from rollout.generation import (
+    ChatOptions,
+    ContinuedPrompt,
+    ImagePrompt,
+    RequestOutput,
+    SamplingParams,
+)
 from rollout.rpc.client import RolloutClient
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -48,6 +54,14 @@ class FleetCall:
             return client.chat(given, params, ids, self.options, stream=self.stream)
         return client.generate(given, params, ids, stream=self.stream)
 
+    def can_go_on(self, row: int) -> bool:
+        """Whether another member can take the row over: a new one, or a stream of plain tokens."""
+        if row not in self.begun:
+            return True
+        params, prompt = self.params[row], self.prompts[row]
+        special = params.structured_outputs, params.hidden_state or None, params.prompt_logprobs
+        return all(value is None for value in special) and not _has_images(prompt)
+
     def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:
         """``output`` of a member as it leaves the fleet."""
         before = self.begun.get(row)
@@ -61,3 +75,12 @@ class FleetCall:
         if output.finished:
             self.left.discard(row)
         return output
+
+
+def _has_images(prompt: Any) -> bool:
+    """Of a prompt, or of a conversation."""
+    if isinstance(prompt, ImagePrompt):
+        return True
+    messages = prompt if not isinstance(prompt, str) else ()
+    contents = (m.get("content") for m in messages if isinstance(m, Mapping))
+    return any(not isinstance(content, str | None) for content in contents)

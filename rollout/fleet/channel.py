@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,6 +75,11 @@ class FleetChannel:
             )
         if request.staging == "none":
             raise ConfigError("a fleet's members have to be prepared: staging='none' cannot be")
+        if request.in_flight == "wait":
+            raise ConfigError(
+                "a fleet's members drain within their leases or not at all: in_flight='wait' is "
+                "for one engine; use keep, recompute or abort"
+            )
         live = (fleet.epoch, fleet.version)
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(
@@ -216,11 +222,13 @@ class FleetChannel:
 
     def _receipt_of(self, request: UpdateRequest) -> UpdateReceipt:
         """One receipt of all members', which names each."""
-        found: dict[str, UpdateReceipt] = {}
-        for name, part in self._parts.items():
-            future = part.link.receipts.get(request.update_id)
-            if future is not None and future.done():
-                found[name] = future.result()
+        futures = {
+            name: part.link.receipts.setdefault(request.update_id, Future())
+            for name, part in self._parts.items()
+        }
+        # Those that were slower than their lease are fenced, and commit nevertheless.
+        wait(futures.values(), request.timeout, return_when=FIRST_COMPLETED)
+        found = {name: future.result() for name, future in futures.items() if future.done()}
         if not found:
             raise TransferFailed(
                 f"version {request.version} is committed, but no member that holds it is left"

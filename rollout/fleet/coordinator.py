@@ -89,16 +89,18 @@ class Coordinator:
     """Not thread-safe. ``promise`` is what was durable, its ``fence`` already this one's.
 
     ``quorum``: how many members must hold a version for it to commit. ``lease``: seconds of a
-    grant. Members that an earlier coordinator had granted serve for at most a lease from ``now``.
+    grant; ``earlier``: the longest that earlier coordinators may have given, 0 for none.
     """
 
-    def __init__(self, promise: Promise, *, quorum: int, lease: float, now: float) -> None:
+    def __init__(
+        self, promise: Promise, *, quorum: int, lease: float, now: float, earlier: float = 0.0
+    ) -> None:
         self.promise = promise
         self.quorum, self.lease = quorum, lease
         self.members: dict[str, Member] = {}
         self.update: Update | None = None
         # Grants of earlier coordinators have ended then.
-        self._before = now if promise.fence <= 1 else now + self._counted
+        self._before = now + earlier * (1 + DRIFT)
         self._founding: Promise | None = None
         self._serial = 0  # of the last grant
         self._settled = 0  # the last grant before what is promised was
@@ -108,10 +110,12 @@ class Coordinator:
     def add(self, name: str, now: float) -> list[Action]:
         """A member that is to join; again for one whose process was replaced."""
         old = self.members.get(name)
-        self.members[name] = Member(name)
+        member = self.members[name] = Member(name)
+        lost: list[Action] = []
         if old is not None:
-            self.members[name].serves_until = old.serves_until
-        return [self._ask(self.members[name], now)]
+            member.serves_until = old.serves_until
+            lost = self._lose(name, "it was replaced", now)
+        return [*lost, self._ask(member, now)]
 
     def died(self, name: str, now: float) -> list[Action]:
         """A member's process has ended: it serves no more, and holds nothing."""
@@ -121,9 +125,15 @@ class Coordinator:
         return [*self._fence(member, "its process has ended", now), *self._settle(now)]
 
     def remove(self, name: str, now: float) -> list[Action]:
-        """A member that the fleet is to forget: its process has ended, or it was fenced."""
-        self.members.pop(name, None)
-        return self._lose(name, "it was removed", now)
+        """A member that the fleet is to forget; until its lease is over no commit is answered."""
+        member = self.members.get(name)
+        if member is None:
+            return []
+        member.status = Status.FENCED
+        last = self._ask(member, now)
+        del self.members[name]
+        self._before = max(self._before, member.serves_until)
+        return [last, *self._lose(name, "it was removed", now)]
 
     @property
     def serving(self) -> list[str]:
@@ -143,10 +153,14 @@ class Coordinator:
         member.standing, member.heard = standing, now
         if grant.epoch is not None and grant.until == 0:
             member.serves_until = now
+        left = standing.prepared
+        if left and (self.update is None or left != self.update.update_id):
+            return [self._decision(name, left, now)]  # it voted after the abort, or did not hear
         if member.status is Status.SERVING:
             if standing.state in ("dead", "closed", "broken"):
                 return self._fence(member, f"it is {standing.state}", now)
-            if standing.version != self.promise.version and not self._may_differ(name):
+            old = grant.serial <= self._settled  # it was asked before what is promised was
+            if standing.version != self.promise.version and not old and not self._may_differ(name):
                 member.holds = False
                 why = f"it has version {standing.version} by somebody else's doing"
                 return self._fence(member, why, now)
@@ -338,8 +352,6 @@ class Coordinator:
         standing, live = member.standing, self.promise
         assert standing is not None
         update = self.update
-        if standing.prepared and (update is None or standing.prepared != update.update_id):
-            return [self._decision(member.name, standing.prepared, now)]
         if standing.state not in ("running", "fenced", "paused", "asleep") or member.busy:
             member.why = member.why if member.busy else f"it is {standing.state}"
             return []

@@ -15,6 +15,7 @@ from rollout.errors import (
     DeadlineExceeded,
     EngineClosed,
     EngineError,
+    EngineOverloaded,
     RolloutError,
     TransferFailed,
 )
@@ -22,7 +23,6 @@ from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Tell, Write
 from rollout.fleet.coordinator import Coordinator, describe
 from rollout.fleet.record import Record
 from rollout.rpc.client import RolloutClient
-from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.membership import SendTo, Standing
 from rollout.weight_sync.protocol.messages import UpdateReceipt
@@ -34,7 +34,7 @@ THREADS = 64
 KEPT = 8  # outcomes of updates, and receipts of a member
 FILL_TIMEOUT = 30.0  # seconds of each wait while a member is brought up to date
 # What may only mean that a member was not reached; whatever else it answers is its last word.
-_UNHEARD = (DeadlineExceeded, EngineClosed, TransferFailed)
+_UNHEARD = (DeadlineExceeded, EngineClosed, EngineOverloaded, TransferFailed)
 
 
 @dataclass(slots=True)
@@ -67,15 +67,16 @@ class Fleet:
         *,
         quorum: int | None = None,
         lease: float = LEASE,
-        tls: ClientTls | None = None,
     ) -> None:
         if lease <= 0 or (quorum is not None and quorum < 1):
             raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
         self.lease = lease
-        self._record, self._quorum, self._tls = record, quorum, tls
+        self._record, self._quorum = record, quorum
+        self._telling: set[tuple[str, str]] = set()  # (member, update) that is being told
         self._state = Coordinator(
-            record.promise, quorum=quorum or 1, lease=lease, now=time.monotonic()
-        )
+            record.promise, quorum=quorum or 1, lease=lease, now=time.monotonic(),
+            earlier=record.earlier,
+        )  # fmt: skip
         self._links: dict[str, Link] = {}
         self._ended: dict[str, Future[Ended]] = {}
         self._changed = threading.Condition(threading.RLock())
@@ -97,8 +98,8 @@ class Fleet:
         name = name or address
         link = Link(
             name,
-            RolloutClient(address, token, tls=self._tls),
-            RolloutClient(address, token, timeout=max(self.lease / 2, 0.5), tls=self._tls),
+            RolloutClient(address, token, keeps_epoch=False),  # the fleet judges epochs itself
+            RolloutClient(address, token, timeout=max(self.lease / 2, 0.5), keeps_epoch=False),
             token,
         )
         with self._changed:
@@ -113,11 +114,14 @@ class Fleet:
     def remove(self, name: str) -> None:
         with self._changed:
             link = self._links.pop(name, None)
-            self._do(self._state.remove(name, time.monotonic()))
+            if link is None:
+                raise ConfigError(f"the fleet has no member {name!r:.80}")
+            for action in self._state.remove(name, time.monotonic()):
+                if isinstance(action, Ask):
+                    self._pool.submit(_let_go, link, action)
+                else:
+                    self._do([action])
             self._set_quorum()
-        if link is None:
-            raise ConfigError(f"the fleet has no member {name!r:.80}")
-        link.close()
 
     def died(self, name: str) -> None:
         """Its process has ended, as whoever has started it sees."""
@@ -272,6 +276,18 @@ class Fleet:
             self._feed(lambda now: self._state.stood(action.member, action.grant, standing, now))
 
     def _tell(self, action: Tell) -> None:
+        told = (action.member, action.decision.update_id)
+        with self._changed:
+            if told in self._telling:
+                return  # it has not answered yet
+            self._telling.add(told)
+        try:
+            self._tell_once(action)
+        finally:
+            with self._changed:
+                self._telling.discard(told)
+
+    def _tell_once(self, action: Tell) -> None:
         link, name, decision = self._links.get(action.member), action.member, action.decision
         if link is None:
             return
@@ -280,7 +296,7 @@ class Fleet:
             receipt = link.client.decide(decision)
         except RolloutError as error:
             final, why = not isinstance(error, _UNHEARD), str(error)
-            if decision.commit:
+            if decision.commit and self._links.get(name) is link:
                 told = self._state.decided
                 of = decision.update_id
                 self._feed(lambda now: told(of, name, why, now, final=final))
@@ -289,7 +305,8 @@ class Fleet:
             kept.set_result(receipt)
         while len(link.receipts) > KEPT:
             link.receipts.pop(next(iter(link.receipts)))
-        self._feed(lambda now: self._state.decided(decision.update_id, name, "", now))
+        if self._links.get(name) is link:
+            self._feed(lambda now: self._state.decided(decision.update_id, name, "", now))
 
     def _check(self, action: Check) -> None:
         link, name = self._links.get(action.member), action.member
@@ -305,7 +322,8 @@ class Fleet:
             why = str(error)
             self._feed(lambda now: self._state.silent(name, why, now))
             return
-        self._feed(lambda now: self._state.checked(name, version, digest, now))
+        if self._links.get(name) is link:
+            self._feed(lambda now: self._state.checked(name, version, digest, now))
 
     def _fill(self, action: Fill) -> None:
         link, donor = self._links.get(action.member), self._links.get(action.donor)
@@ -324,7 +342,9 @@ class Fleet:
             log.warning("member %s: %s", name, why)
             self._feed(lambda now: self._state.unfilled(name, why, now))
             return
-        self._feed(lambda now: self._state.checked(name, receipt.version, receipt.digest, now))
+        if self._links.get(name) is link:
+            found = (receipt.version, receipt.digest)
+            self._feed(lambda now: self._state.checked(name, *found, now))
 
     def _write(self, action: Write) -> None:
         try:
@@ -334,6 +354,16 @@ class Fleet:
             self._feed(lambda now: self._state.unwritten(why, now))
             return
         self._feed(lambda now: self._state.written(action.promise, now))
+
+
+def _let_go(link: Link, action: Ask) -> None:
+    """The last grant of a member that the fleet forgets."""
+    try:
+        link.control.serve(action.grant)
+    except RolloutError as error:
+        log.info("member %s was let go without hearing of it: %s", link.name, error)
+    finally:
+        link.close()
 
 
 _RUNS: dict[type[Any], Callable[[Fleet, Any], None]] = {

@@ -20,11 +20,12 @@ class Record:
     """The record in ``directory``, taken over: its fence is one above that of whoever had it.
 
     SQLite with ``synchronous=FULL``; the file's exclusive lock is held as long as this is open, so
-    that no two coordinators of one record can write. Raises ``UpdateInProgress`` where another
+    that no two coordinators of one record can write. ``lease``: the longest that this one will
+    grant; ``earlier``: that earlier ones did, 0 for none. Raises ``UpdateInProgress`` where another
     process has it, ``ConfigError`` where it cannot be kept there. Used by one thread at a time.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, lease: float = 0.0) -> None:
         path = Path(directory) / FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,8 @@ class Record:
             self._db.execute(f"CREATE TABLE IF NOT EXISTS promise ({columns})")
             row = self._db.execute(f"SELECT {_COLUMNS} FROM promise WHERE id = 0").fetchone()
             found = _new() if row is None else _read(row, path)
-            self.promise = replace(found, fence=found.fence + 1)
+            self.earlier = found.lease
+            self.promise = replace(found, fence=found.fence + 1, lease=max(found.lease, lease))
             self._put(self.promise)
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
@@ -89,7 +91,7 @@ def _new() -> Promise:
 def _read(row: tuple[str, ...], path: Path) -> Promise:
     plain = dict(zip(asdict(_new()), row, strict=True))
     try:
-        numbers = {name: int(text) for name, text in plain.items() if name != "update_id"}
+        numbers = {name: int(plain[name]) for name in ("fence", "epoch", "version", "digest")}
+        return Promise(**numbers, update_id=plain["update_id"], lease=float(plain["lease"]))
     except ValueError as error:
         raise ConfigError(f"the fleet's record {path} is damaged: {error}") from error
-    return Promise(update_id=plain["update_id"], **numbers)

@@ -19,6 +19,7 @@ from rollout.errors import ConfigError, WorkerDied
 from rollout.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
+START_LIMIT = 3600.0  # seconds in which a member has to be ready
 END_WAIT = 10.0  # seconds in which a member ends by itself
 AGAIN_AFTER, AGAIN_AT_MOST = 1.0, 30.0  # seconds until one is started again
 
@@ -109,7 +110,11 @@ class Replicas:
         if self._closing.is_set() and process.stdin is not None:
             process.stdin.close()
         assert process.stdout is not None
+        late = threading.Timer(START_LIMIT, process.kill)
+        late.daemon = True
+        late.start()
         words = process.stdout.readline().split()
+        late.cancel()
         if len(words) != 3 or words[0] != "ready":
             process.kill()
             status = process.wait()

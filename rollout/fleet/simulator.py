@@ -159,7 +159,9 @@ class Simulation:
     def _begin_life(self) -> None:
         self.life += 1
         self.durable = replace(self.durable, fence=self.durable.fence + 1)
-        state = Coordinator(self.durable, quorum=self.quorum, lease=LEASE, now=self.now)
+        state = Coordinator(self.durable, quorum=self.quorum, lease=LEASE, now=self.now,
+            earlier=LEASE if self.life > 1 else 0.0,
+        )  # fmt: skip
         self.coordinator = state
         for name in self.engines:
             self._do(state.add(name, self.now))
@@ -475,6 +477,8 @@ class Simulation:
         for engine in self.engines.values():
             if (engine.version, engine.digest) != (state.promise.version, state.promise.digest):
                 raise Violation(f"at rest {engine.name} holds {engine.version}")
+            if engine.prepared is not None:
+                raise Violation(f"at rest {engine.name} waits for a decision")
 
 
 def main(argv: list[str] | None = None) -> int:

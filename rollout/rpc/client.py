@@ -70,7 +70,8 @@ class RolloutClient:
     """One service at ``address`` ("host:port"); ``timeout`` bounds each call but generation.
 
     Remembers the epoch of the last commit it has seen: answers of another epoch raise
-    ``EngineRestarted`` until a full update has committed there. Connecting is lazy.
+    ``EngineRestarted`` until a full update has committed there, unless ``keeps_epoch`` is False.
+    Connecting is lazy.
     """
 
     def __init__(
@@ -79,8 +80,11 @@ class RolloutClient:
         token: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         tls: ClientTls | None = None,
+        *,
+        keeps_epoch: bool = True,
     ) -> None:
         self.address, self.timeout = address, timeout
+        self._keeps_epoch = keeps_epoch
         self.max_model_len = 0  # until ``start``
         self._tls = tls
         self._credentials = None if tls is None else tls.credentials()
@@ -310,6 +314,8 @@ class RolloutClient:
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Take note of a commit this client has seen; a full one makes a new epoch acceptable."""
+        if not self._keeps_epoch:
+            return
         if not partial or self._seen is None or self._seen[0] == receipt.epoch:
             self._seen = (receipt.epoch, receipt.version)
 

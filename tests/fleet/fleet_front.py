@@ -13,7 +13,7 @@ class Front:
     """A fleet and the verbs over it."""
 
     def __init__(self, record, engines, **options):
-        self.fleet = Fleet(Record(record), lease=LEASE, **options)
+        self.fleet = Fleet(Record(record, LEASE), lease=LEASE, **options)
         self.names = [self.fleet.add(engine.address) for engine in engines]
         self.backend = FleetBackend(self.fleet)
         self.rollout = Rollout.over(lambda: AsyncRollout.over(self.backend))

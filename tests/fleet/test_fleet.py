@@ -12,6 +12,7 @@ from tiny_models import randomize
 
 from rollout import Rollout
 from rollout.errors import (
+    ConfigError,
     EngineClosed,
     EngineError,
     InvalidRequest,
@@ -234,3 +235,23 @@ def test_what_cannot_be_continued_is_refused_by_name(engines):
     ):
         with pytest.raises(InvalidRequest, match=why):
             engines[0].generate([ContinuedPrompt((1, 2, 3), delivered)], params)
+
+
+def test_what_a_fleet_cannot_do_is_refused_by_name(front, engines, trained):
+    with pytest.raises(ConfigError, match="in_flight='wait' is for one engine"):
+        front.rollout.update_weights(trained, in_flight="wait")
+    with pytest.raises(ConfigError, match=r"sleep\(1\)"):
+        front.rollout.sleep(2)
+    with pytest.raises(ConfigError, match="no rollback yet"):
+        front.rollout.rollback()
+    assert front.rollout.update_weights(trained).version == 1
+
+
+def test_a_fleet_that_sleeps_refuses_calls_at_once(front):
+    front.rollout.sleep(1)
+    begun = time.monotonic()
+    with pytest.raises(EngineClosed, match="asleep"):
+        front.rollout.generate([[1, 2]], GREEDY)
+    assert time.monotonic() - begun < 5
+    front.rollout.wake_up()
+    assert front.rollout.generate([[1, 2]], GREEDY)[0].finished

@@ -1,0 +1,144 @@
+"""Single turns of the coordinator's state machine, in which a fleet could stick or lie."""
+
+from dataclasses import replace
+
+from rollout.fleet.actions import Ask, Check, Ended, Promise, Tell, Write
+from rollout.fleet.coordinator import Coordinator
+from rollout.weight_sync.protocol.membership import Grant, Standing
+
+LEASE = 2.0
+LIVE = Promise(fence=3, epoch=9, version=4, digest=77, update_id="u4")
+
+
+def serving(*names: str, quorum: int = 2) -> Coordinator:
+    """A fleet whose members all serve version 4, at time 0."""
+    fleet = Coordinator(LIVE, quorum=quorum, lease=LEASE, now=0.0)
+    for name in names:
+        stand(fleet, name, fleet.add(name, 0.0), 0.0)
+        fleet.checked(name, 4, 77, 0.0)
+    assert fleet.serving == list(names)
+    return fleet
+
+
+def standing(name: str, **given) -> Standing:
+    given = {"epoch": hash(name) % 1000, "clock": 50.0, "version": 4, "state": "running", **given}
+    return Standing(**given)
+
+
+def stand(fleet: Coordinator, name: str, asked, now: float, **given):
+    grant = next(action.grant for action in asked if isinstance(action, Ask))
+    return fleet.stood(name, grant, standing(name, **given), now)
+
+
+def asked(fleet: Coordinator, name: str, now: float):
+    return [a for a in fleet.tick(now) if isinstance(a, Ask) and a.member == name]
+
+
+def told(actions):
+    return [(a.member, a.decision.update_id, a.decision.commit) for a in actions if type(a) is Tell]
+
+
+def test_a_vote_behind_the_abort_is_answered_by_it() -> None:
+    fleet = serving("a", "b")
+    fleet.begin("u5", None, 0.0)
+    ended = fleet.died("b", 0.1)
+    assert [type(a) for a in ended] == [Ended]
+    assert fleet.voted("u5", "a", 1, 0.2) == []
+    late = stand(fleet, "a", asked(fleet, "a", 0.6), 0.6, prepared="u5")
+    assert told(late) == [("a", "u5", False)]
+    # An abort that was lost on its way is said again, too.
+    assert told(stand(fleet, "a", asked(fleet, "a", 1.2), 1.2, prepared="u5")) == told(late)
+
+
+def test_a_member_that_was_left_with_the_last_commit_commits() -> None:
+    fleet = Coordinator(LIVE, quorum=1, lease=LEASE, now=0.0)
+    actions = stand(fleet, "a", fleet.add("a", 0.0), 0.0, version=3, prepared="u4")
+    assert told(actions) == [("a", "u4", True)]
+
+
+def test_a_commit_waits_for_a_member_that_was_removed_while_it_served() -> None:
+    fleet = serving("a", "b", "c")
+    until = fleet.members["c"].serves_until
+    removed = fleet.remove("c", 0.5)
+    assert [a.grant.until for a in removed if isinstance(a, Ask)] == [0.0]
+    assert commit(fleet, "ab", 0.6) == []
+    assert fleet.tick(until - 0.01) is not None
+    assert fleet.update is not None, "c may serve version 4 until its lease is over"
+    assert any(isinstance(a, Ended) for a in fleet.tick(until + 0.01))
+
+
+def commit(fleet: Coordinator, names: str, now: float):
+    """Up to both answers; what the coordinator asks for after them, grants apart."""
+    fleet.begin("u5", None, now)
+    for name in names:
+        fleet.voted("u5", name, 88, now)
+    [write] = fleet.commit("u5", now)
+    assert isinstance(write, Write)
+    fleet.written(write.promise, now)
+    last = []
+    for name in names:
+        last = fleet.decided("u5", name, "", now)
+    return [action for action in last if not isinstance(action, Ask)]
+
+
+def test_a_member_that_is_replaced_during_a_commit_holds_nothing_up() -> None:
+    fleet = serving("a", "b")
+    fleet.begin("u5", None, 0.0)
+    for name in "ab":
+        fleet.voted("u5", name, 88, 0.0)
+    [write] = fleet.commit("u5", 0.0)
+    fleet.written(write.promise, 0.0)
+    fleet.decided("u5", "b", "", 0.0)
+    fleet.add("a", 0.1)  # at an address where nobody is
+    assert any(isinstance(a, Ended) and a.committed for a in fleet.tick(5.0))
+
+
+def test_a_later_coordinator_waits_for_the_leases_of_the_earlier_one() -> None:
+    fleet = Coordinator(LIVE, quorum=1, lease=LEASE, now=0.0, earlier=30.0)
+    stand(fleet, "a", fleet.add("a", 0.0), 0.0)
+    fleet.checked("a", 4, 77, 0.0)
+    assert commit(fleet, "a", 0.1) == []
+    fleet.members["a"].serves_until = 1e9  # it goes on serving, with what is committed
+    assert not any(isinstance(a, Ended) for a in fleet.tick(31.0))
+    assert any(isinstance(a, Ended) for a in fleet.tick(31.6))
+
+
+def test_what_was_asked_before_a_commit_does_not_fence_who_has_committed() -> None:
+    fleet = serving("a", "b")
+    early = asked(fleet, "a", 0.6)
+    assert [type(a) for a in commit(fleet, "ab", 0.7)] == [Ended]
+    stand(fleet, "a", early, 0.8)  # it stood at version 4 then
+    assert fleet.serving == ["a", "b"]
+    stand(fleet, "a", asked(fleet, "a", 1.4), 1.4)  # and it does now
+    assert fleet.serving == ["b"]
+
+
+def test_a_restarted_member_is_checked_before_it_serves() -> None:
+    fleet = serving("a", "b")
+    actions = stand(fleet, "a", asked(fleet, "a", 0.6), 0.6, epoch=12345)
+    assert fleet.serving == ["b"]
+    assert [a for a in actions if isinstance(a, Check)] == [Check("a")]
+    fleet.checked("a", 4, 78, 0.7)
+    assert fleet.serving == ["b"]
+    fleet.checked("a", 4, 77, 0.8)
+    assert fleet.serving == ["a", "b"]
+
+
+def test_a_record_that_cannot_be_written_commits_nothing() -> None:
+    fleet = serving("a", "b")
+    fleet.begin("u5", None, 0.0)
+    for name in "ab":
+        fleet.voted("u5", name, 88, 0.0)
+    fleet.commit("u5", 0.0)
+    actions = fleet.unwritten("the disk is full", 0.1)
+    assert told(actions) == [("a", "u5", False), ("b", "u5", False)]
+    assert actions[-1] == Ended("u5", False, "the disk is full")
+    assert fleet.promise == replace(LIVE)
+
+
+def test_a_grant_names_an_end_by_the_members_own_clock() -> None:
+    fleet = serving("a", "b")
+    [ask] = asked(fleet, "a", 0.6)
+    assert ask.grant == Grant(
+        fence=3, serial=ask.grant.serial, epoch=standing("a").epoch, until=50.0 + LEASE
+    )
