@@ -238,7 +238,7 @@ def test_a_refused_update_says_so_in_sglangs_shape(http: httpx.Client) -> None:
         ("/update_weights_from_disk", {}, "model_path"),
         ("/begin_weight_update", {}, "group"),
         ("/end_weight_update", {}, "no weight update is open"),
-        ("/destroy_weights_update_group", {}, "not in the group"),
+        ("/destroy_weights_update_group", {}, "in no transfer group"),
         ("/weights_checker", {"action": "snapshot"}, "snapshot"),
     ):
         reply = http.post(path, json=given)
