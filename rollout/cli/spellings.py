@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rollout.errors import ConfigError
 
-COMMANDS = ("serve", "generate", "check", "bench")  # those that take an engine's flags
+COMMANDS = ("serve", "generate", "check", "bench", "fleet")  # those that take theirs
 
 # Theirs -> ours; a value that follows stays where it is.
 SAME: Mapping[str, tuple[str, ...]] = {
@@ -35,6 +35,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--disable-cuda-graph": ("--cuda-graphs", "off"),
     "--disable-radix-cache": ("--no-enable-prefix-caching",),
     "--enable-deterministic-inference": ("--deterministic",),
+    "--enable-fp32-lm-head": ("--head-dtype", "float32"),
 }
 DTYPES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -45,9 +46,8 @@ _FRACTION = (
     "leave free; use --kv-cache-bytes N (of each rank) for another size"
 )
 _ALWAYS = "leave it out: it is always so here"
-_ONE_ENGINE = (
-    "one service is one engine: start several with other ports, and --tensor-parallel-size"
-)
+_REPLICAS = "use --replicas N: engines behind one address, updated as one"
+_NO_PIPELINE = "there is no pipeline parallelism: use --tensor-parallel-size"
 REFUSED: Mapping[str, str] = {
     "--gpu-memory-utilization": _FRACTION,
     "--mem-fraction-static": _FRACTION,
@@ -57,13 +57,13 @@ REFUSED: Mapping[str, str] = {
     "--disable-log-requests": "leave it out: requests are not logged",
     "--disable-log-stats": "leave it out: figures are at /metrics, not in the log",
     "--uvicorn-log-level": "use --log-level",
-    "-pp": _ONE_ENGINE,
-    "--pipeline-parallel-size": _ONE_ENGINE,
-    "--pp-size": _ONE_ENGINE,
-    "-dp": _ONE_ENGINE,
-    "--data-parallel-size": _ONE_ENGINE,
-    "--dp": _ONE_ENGINE,
-    "--dp-size": _ONE_ENGINE,
+    "-pp": _NO_PIPELINE,
+    "--pipeline-parallel-size": _NO_PIPELINE,
+    "--pp-size": _NO_PIPELINE,
+    "-dp": _REPLICAS,
+    "--data-parallel-size": _REPLICAS,
+    "--dp": _REPLICAS,
+    "--dp-size": _REPLICAS,
     "--ep-size": "use --expert-parallel: all ranks share the experts",
     "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
     "--enable-lora": "leave it out: adapters are merged, by update_weights(peft_model), or by "

@@ -74,6 +74,10 @@ def test_the_spellings_of_others_mean_ours() -> None:
     args = make_parser().parse_known(words.split())
     assert (model_of(args), args.token, args.tls_cert, args.tls_key) == ("m", "k", "c", "k")
     assert args.dtype == "float32"
+    args = make_parser().parse_known(["check", "m", "--enable-fp32-lm-head"])
+    assert engine_config(args, model="m").head_dtype == "float32"
+    args = make_parser().parse_known(["fleet", "--engine", "h:1", "--api-key", "k"])
+    assert (args.engine, args.token) == (["h:1"], "k")
     assert respelled(["generate", "m", "--", "-tp"]) == ["generate", "m", "--", "-tp"]
 
 
@@ -82,7 +86,8 @@ def test_the_spellings_of_others_mean_ours() -> None:
     [
         ("--gpu-memory-utilization=0.9", "--kv-cache-bytes"),
         ("--mem-fraction-static", "--kv-cache-bytes"),
-        ("-pp", "--tensor-parallel-size"),
+        ("-pp", "there is no pipeline parallelism: use --tensor-parallel-size"),
+        ("--data-parallel-size", "use --replicas N"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(run: Run, tiny: Path, flag, ours) -> None:

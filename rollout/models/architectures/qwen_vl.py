@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 from rollout.models.arch import MoEArch, VisionArch
-from rollout.models.architectures.qwen2 import Qwen2ForCausalLM
-from rollout.models.architectures.qwen3 import Qwen3ForCausalLM
+from rollout.models.architectures.qwen2 import Qwen2ForCausalLM as _Qwen2
+from rollout.models.architectures.qwen3 import Qwen3ForCausalLM as _Qwen3
 
-_TEXT_25 = replace(Qwen2ForCausalLM, mrope="sections")
-_TEXT_3 = replace(
-    Qwen3ForCausalLM, mrope="interleaved", rope_theta=5e5, slides=None, sliding_window=None
-)
+_TEXT_25 = replace(_Qwen2, mrope="sections")
+_TEXT_3 = replace(_Qwen3, mrope="interleaved", rope_theta=5e5, slides=None, sliding_window=None)
 _MIXED_3 = replace(_TEXT_3, head_dim_given=False, moe=MoEArch(norm_topk_prob=True))
 
 Qwen2_5_VLForConditionalGeneration = replace(
