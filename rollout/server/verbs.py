@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout.api import AsyncRollout
 from rollout.api.adapters import MAX_NAMES, MAX_RANK
@@ -26,6 +26,12 @@ from rollout.wire.frames import DTYPES
 
 STABLE = "STABLE"
 DIRECTORY_LIMIT = 600.0  # seconds of each wait while a directory is read
+NO_CHECKPOINT_DELTAS = (
+    "SkyRL's checkpoint deltas (weight_sync_backend=delta) are not read here: use "
+    "weight_sync_backend=nccl without colocate_all, which broadcasts by vLLM's verbs, or write "
+    "each step under a --weight-dir, as a checkpoint or by VersionWriter (which has deltas), and "
+    "call update_weights(server_path=...)"
+)
 T = TypeVar("T", bound=BaseModel)
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, strict=False)]
 Bytes = Annotated[int, Field(gt=0, le=1 << 40)]
@@ -61,6 +67,13 @@ class InitInfo(_Packed):
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank_offset: Annotated[int, Field(ge=1, le=1 << 20)]
     world_size: Annotated[int, Field(ge=2, le=1 << 20)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_group(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "local_checkpoint_dir" in given:  # SkyRL's, for its deltas
+            raise ValueError(NO_CHECKPOINT_DELTAS)
+        return given
 
 
 class InitBody(_Body):

@@ -44,6 +44,20 @@ SKYRL: list[Request] = [
     ("GET", "/is_sleeping", {}, None, {"is_sleeping": False}),
 ]  # fmt: skip
 
+# SkyRL 0.4.0 with weight_sync_backend=delta: weight_sync/delta_trainer.py, what it sends before it
+# pauses. It raises on a status from 400 on, with the error's message (control_plane.py).
+SKYRL_DELTA: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/init_weight_transfer_engine",
+        {"init_info": {"base_model_path": "Qwen/Qwen3-0.6B", "local_checkpoint_dir": "/tmp/local",
+                       "cloud_download_workers": 4,
+                       "checkpoint_load_format": "vllm_multi_thread_safetensors",
+                       "multi_thread_safetensors_max_workers": 8}},
+    ),
+    ("/fetch_weights", {"target_version": 1, "sync_dir": "/tmp/sync",
+                        "uri": "/tmp/sync/delta-00000001"}),
+]  # fmt: skip
+
 
 def prime_rl(weight_dir: str) -> list[Request]:
     """prime-rl 0.8.0 (git only, Python 3.12): utils/client.py, with its transport over files."""

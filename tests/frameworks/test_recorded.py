@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from recorded import SKYRL, Request, prime_rl
+from recorded import SKYRL, SKYRL_DELTA, Request, prime_rl
 from safetensors.torch import save
 from serving import serve
 from tiny_models import write_tiny
@@ -46,6 +46,19 @@ def _at(document: Any, key: str) -> Any:
 def test_skyrls_requests_are_answered(server) -> None:
     http, _, _ = server
     replay(http, SKYRL)
+
+
+def test_skyrls_checkpoint_deltas_are_refused_with_what_to_use(server) -> None:
+    http, rollout, _ = server
+    before = rollout.weight_version
+    for path, body in SKYRL_DELTA:
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400, (path, reply.text)  # not one that is sent again
+        error = reply.json()["error"]
+        assert error["type"] == "InvalidRequest", path
+        for words in ("weight_sync_backend=delta", "weight_sync_backend=nccl", "server_path="):
+            assert words in error["message"], (path, error["message"])
+    assert (rollout.weight_version, rollout.weight_info().state) == (before, "idle")
 
 
 def test_prime_rls_directory_goes_live_once_its_marker_is_there(server) -> None:

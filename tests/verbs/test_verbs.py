@@ -248,6 +248,7 @@ def test_a_group_that_cannot_form_is_refused_in_bounded_time(engine, sender) -> 
 BAD = [
     ("init_weight_transfer_engine", {}, "init_info"),
     ("init_weight_transfer_engine", {"init_info": {"master_address": "a b"}}, "master_address"),
+    ("init_weight_transfer_engine", {"init_info": {"local_checkpoint_dir": "d"}}, "deltas"),
     ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
     ("start_weight_update", {"dead_line": 1}, "dead_line"),
     ("update_weights", {"update_info": {"names": ["a"]}}, "shapes"),

@@ -13,8 +13,8 @@ from rollout.errors import InvalidRequest
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes, WeightVerbs
 from rollout.server.sglang_verbs import server_info as sglang_info
-from rollout.server.verbs import AbortBody as AbortUpdateBody
 from rollout.server.verbs import (
+    NO_CHECKPOINT_DELTAS,
     FinishBody,
     InitBody,
     StartBody,
@@ -22,6 +22,7 @@ from rollout.server.verbs import (
     WeightDirBody,
     update_from_directory,
 )
+from rollout.server.verbs import AbortBody as AbortUpdateBody
 from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
@@ -132,6 +133,12 @@ async def update_weights(
     if isinstance(body, WeightDirBody):
         return await update_from_directory(rollout, body)
     return await verbs.update(body)
+
+
+@routes.on("POST", "/fetch_weights", Access.CONTROL)
+async def fetch_weights() -> dict[str, Any]:
+    """SkyRL's, of a checkpoint's delta, whatever its body: it can name nothing else."""
+    raise InvalidRequest(NO_CHECKPOINT_DELTAS)
 
 
 @routes.on("POST", "/finish_weight_update", Access.CONTROL)
