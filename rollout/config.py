@@ -44,11 +44,13 @@ def check_timeout(seconds: Any) -> float:
     return float(seconds)
 
 
-def _setting(default: Any, text: str, *choices: str, least: int | None = None) -> Any:
+def _setting(
+    default: Any, text: str, *choices: str, least: int | None = None, metavar: str | None = None
+) -> Any:
     """A field with its help text and what it may be: one of ``choices``, or an int from ``least``
-    on (None too, where that is the default).
+    on (None too, where that is the default). ``metavar`` is what the flag's help calls its value.
     """
-    metadata = {"help": text, "choices": choices, "least": least}
+    metadata = {"help": text, "choices": choices, "least": least, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
 
@@ -111,7 +113,8 @@ class EngineConfig:
         default_factory=dict,
         metadata={
             "help": "NAME=DIR: weights that change with the model's in one update, and are not run "
-            "(a draft model's, a head's): a checkpoint directory; may be repeated"
+            "(a draft model's, a head's): a checkpoint directory; may be repeated",
+            "metavar": "NAME=DIR",
         },
     )
     executor: str = _setting(
@@ -206,10 +209,11 @@ class EngineConfig:
         (),
         "directory under which the server may read updates itself (--follow, server_path=); may "
         "be repeated",
+        metavar="DIR",
     )
     progress: bool = _setting(False, "draw a bar while weights are read")
     cuda_graphs: str = _setting(
-        "auto", "capture decode steps on a GPU: auto, on or off (or a bool)", "auto", "on", "off"
+        "auto", "capture decode steps on a GPU: auto, on or off", "auto", "on", "off"
     )
     cuda_graph_sizes: tuple[int, ...] = _setting(
         (), "batch size to capture; may be repeated (default: some up to max_num_seqs)"
@@ -221,7 +225,7 @@ class EngineConfig:
     )
     check_finite: bool = _setting(
         True,
-        "refuse updates whose weights hold NaN or infinity, warn of such checkpoints (default: on)",
+        "refuse updates whose weights hold NaN or infinity, warn of such checkpoints",
     )
 
     def __post_init__(self) -> None:

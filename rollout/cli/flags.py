@@ -160,6 +160,7 @@ def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: 
     hints = get_type_hints(cls)
     for f in flags:
         options = _kind(hints[f.name])
+        options |= {"metavar": f.metadata["metavar"]} if f.metadata.get("metavar") else {}
         name = f.name.removesuffix("s") if options.get("action") in ("append", _Pairs) else f.name
         if prefix and f.name == "seed":
             name = "sampling_seed"  # the engine has one, too
@@ -182,7 +183,8 @@ def add_rows(group: Any, rows: Iterable[Row]) -> None:
         else:
             options |= {"type": {"N": int, "X": float}.get(str(value), str)}
             options |= {} if "choices" in options else {"metavar": value}
-        text = text.replace("%", "%%") + _default_note(default, text)
+        note = "" if value == "" else _default_note(default, text)
+        text = text.replace("%", "%%") + note
         group.add_argument(name, default=default, help=text, **options)
 
 
@@ -223,7 +225,7 @@ class _Pairs(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
         name, mark, text = value.partition("=")
         if not mark:
-            raise ConfigError(f"{option} takes NAME=VALUE, got {value!r}")
+            raise ConfigError(f"{option} takes {self.metavar}, got {value!r}")
         held = getattr(namespace, self.dest, {})
         if name in held:
             raise ConfigError(f"{option} {name} is given twice")
@@ -231,8 +233,10 @@ class _Pairs(argparse.Action):
 
 
 def _default_note(default: Any, text: str) -> str:
-    if default in (None, MISSING, (), "auto") or isinstance(default, bool) or "default" in text:
+    if default in (None, MISSING, (), "auto", "") or "default" in text:
         return ""
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
     return f" (default: {default})"
 
 

@@ -99,7 +99,7 @@ def test_a_load_format_that_nobody_registered_is_refused_as_vllm_does(run: Run, 
         refused(run(command, tiny, "--load-format", "nope"), "Load format `nope` is not supported")
     refused(run("serve", tiny, "--hf-overrides", "[1]"), "is no JSON object")
     refused(run("serve", tiny, "--hf-overrides", "{"), "is no JSON")
-    refused(run("serve", tiny, "--component", "draft"), "--component takes NAME=VALUE")
+    refused(run("serve", tiny, "--component", "draft"), "--component takes NAME=DIR")
 
 
 def test_a_model_is_given_once_as_a_word_or_a_flag(run: Run, bare: Path) -> None:
