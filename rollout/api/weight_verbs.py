@@ -122,6 +122,7 @@ class WeightVerbs:
         ``load_format="sharded_state"`` or "auto", without cutting anything where it has as many
         ranks. Components go to directories of their names in it. Generation waits meanwhile, and
         each rank takes as much host memory as it has weights. Returns the version that was
-        written. Where the engine is this process's own; else ``ConfigError``.
+        written. Where the engine is this process's own and not quantised; else ``ConfigError``.
+        Where some ranks failed, no engine starts from what is there: save again.
         """
         return self._backend.save_sharded_state(str(path), check_timeout(timeout))

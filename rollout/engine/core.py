@@ -33,6 +33,7 @@ from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import (
+    ConfigError,
     EngineBroken,
     EngineClosed,
     EngineError,
@@ -191,7 +192,15 @@ class EngineCore:
 
     def save_sharded_state(self, directory: Path, timeout: float) -> int:
         """Every rank's live weights to ``directory``, with config and tokenizer; their version."""
-        replies = self._ask("save_shard", {"directory": str(directory.absolute())}, timeout)
+        if self.config.quantization != "none":
+            raise ConfigError(
+                f"save_sharded_state: quantization={self.config.quantization!r} holds codes, and "
+                "what is read back of them has other scales and digests; save from the trainer or "
+                "from an engine without quantization"
+            )
+        save = f"{self.epoch}:{self.version}:{secrets.token_hex(8)}"
+        args = {"directory": str(directory.absolute()), "save": save}
+        replies = self._ask("save_shard", args, timeout)
         copy_side_files(Path(self._directory), directory)
         return int(replies[0][0]["version"])
 

@@ -2,7 +2,8 @@
 
 ``rank-00001-of-00004.safetensors`` has the boxes of checkpoint tensors that rank 1 of 4 held. Ranks
 of the same number find each of their boxes whole in their own file; any other number of ranks puts
-theirs together of all files.
+theirs together of all files. Each file has the id of the save that wrote it: files of two saves are
+no checkpoint.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from rollout.weights.files.shards import Shards
 
 PATTERN = "rank-*-of-*.safetensors"
 MARK = "rollout_boxes"
+SAVE = "rollout_save"
 
 
 def is_sharded(directory: Path) -> bool:
@@ -34,11 +37,13 @@ def is_sharded(directory: Path) -> bool:
 
 
 def save_shard(
-    directory: Path, rank: int, size: int, held: Iterable[tuple[WeightSlot, Tensor]]
+    directory: Path, rank: int, size: int, held: Iterable[tuple[WeightSlot, Tensor]], *, save: str
 ) -> int:
     """Write what one rank holds of each slot; returns the file's bytes.
 
-    The file has its name once it is complete. Takes as much host memory as the rank has weights.
+    ``save`` is the id of this save, the same on all ranks. The file has its name once it is
+    complete; where another rank fails, the ids tell when they are opened. Takes as much host memory
+    as the rank has weights. Raises ``ConfigError`` where it cannot be written.
     """
     boxes: dict[str, list[Any]] = {}
     tensors: dict[str, Tensor] = {}
@@ -47,11 +52,16 @@ def save_shard(
             key = str(len(boxes))
             boxes[key] = [slot.source, slot.shape, slot.take.starts, slot.take.stops]
             tensors[key] = values.detach().to("cpu", copy=True).contiguous()
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank-{rank:05d}-of-{size:05d}.safetensors"
     half = path.with_suffix(".part")
-    save_file(tensors, half, metadata={MARK: json.dumps(boxes)})
-    os.replace(half, path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, half, metadata={MARK: json.dumps(boxes), SAVE: save})
+        os.replace(half, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            half.unlink()  # it may be what filled the disk
+        raise ConfigError(f"{path} was not written ({error}); mend that and save again") from error
     return path.stat().st_size
 
 
@@ -70,8 +80,13 @@ class ShardedFiles:
         self._metadata: dict[str, TensorMeta] = {}
         self._files: list[SafetensorsFiles] = []
         try:
-            for path in _paths(directory):
-                self._open(path)
+            paths = _paths(directory)
+            saves = {path.name: self._open(path) for path in paths}
+            if len(set(saves.values())) != 1:
+                raise ConfigError(
+                    f"{directory} holds ranks' files of different saves {saves}: one of them "
+                    "failed or is not complete; save again by save_sharded_state"
+                )
         except BaseException:
             self.close()
             raise
@@ -101,11 +116,13 @@ class ShardedFiles:
         for files in self._files:
             files.close()
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path) -> str | None:
+        """Take up one rank's file; returns the id of its save."""
         files = SafetensorsFiles(Shards((path,)), mapped=True)
         self._files.append(files)
         with safe_open(str(path), framework="pt") as header:
-            boxes = json.loads((header.metadata() or {}).get(MARK, "null"))
+            marks = header.metadata() or {}
+        boxes = json.loads(marks.get(MARK, "null"))
         if not isinstance(boxes, dict) or set(boxes) != set(files.metadata()):
             raise ConfigError(f"{path} was not written by save_sharded_state; choose load_format")
         for entry, (source, shape, starts, stops) in boxes.items():
@@ -114,6 +131,7 @@ class ShardedFiles:
             if self._metadata.setdefault(source, meta) != meta:
                 raise ConfigError(f"{path}: {source} is of another model than the other files'")
             self._pieces.setdefault(source, {}).setdefault(box, _Piece(files, entry, box))
+        return marks.get(SAVE)
 
 
 def _paths(directory: Path) -> list[Path]:

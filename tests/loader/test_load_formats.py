@@ -20,6 +20,7 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError
 from rollout.loader import LoadRequest, find_loader, open_checkpoint, portable, register_loader
 from rollout.loader.remote import RemoteReader
+from rollout.loader.sharded_state import ShardedFiles, save_shard
 from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
 from rollout.weights import Box
@@ -92,6 +93,50 @@ def test_a_rank_reads_its_own_boxes_of_its_own_file_alone(tiny, tmp_path):
                     assert torch.equal(lazy[name].read(slot.take), held[name][slot.take.slices])
         for name, value in held.items():
             assert torch.equal(lazy[name].read(Box.full(tuple(value.shape))), value)
+
+
+def test_files_of_two_saves_are_no_checkpoint(tiny, tmp_path):
+    """The second save replaced one rank's file and failed before the other's."""
+    tables, held = build_tables(ModelConfig.from_directory(tiny), 2), weights(tiny)
+
+    def save(rank, name):
+        slots = [slot for slots in tables[rank].slots.values() for slot in slots]
+        values = ((slot, held[slot.source][slot.take.slices]) for slot in slots)
+        save_shard(tmp_path, rank, 2, values, save=name)
+
+    for rank in (0, 1):
+        save(rank, "first")
+    ShardedFiles(tmp_path).close()
+    save(0, "second")
+    with pytest.raises(ConfigError, match=r"different saves .*second.*first.* save again"):
+        ShardedFiles(tmp_path)
+    save(1, "second")
+    ShardedFiles(tmp_path).close()
+
+
+@pytest.mark.more
+def test_a_save_that_fails_on_one_rank_is_found_when_it_is_opened(tiny, other, tmp_path):
+    failing = tmp_path / "rank-00001-of-00002.part"
+    with Rollout(str(tiny), tensor_parallel_size=2, **CPU) as r:
+        r.save_sharded_state(tmp_path)
+        r.update_weights(other[0])
+        failing.mkdir()  # what the second rank is to write is no file
+        with pytest.raises(ConfigError, match=r"rank-00001-of-00002.* was not written"):
+            r.save_sharded_state(tmp_path)
+        with pytest.raises(ConfigError, match="different saves"):
+            open_checkpoint(str(tmp_path))
+        failing.rmdir()
+        r.save_sharded_state(tmp_path)
+        open_checkpoint(str(tmp_path)).close()
+
+
+def test_a_quantised_engine_saves_no_sharded_state(tiny, tmp_path):
+    with (
+        Rollout(str(tiny), quantization="mxfp4", **CPU) as r,
+        pytest.raises(ConfigError, match="from an engine without quantization"),
+    ):
+        r.save_sharded_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.fixture

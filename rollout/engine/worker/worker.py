@@ -237,7 +237,7 @@ class Worker:
         return found
 
     def save_shard(self, args: Args) -> dict[str, Any]:
-        """Write what this rank holds live into ``directory``: a file of each component."""
+        """Write what this rank holds live into ``directory``, as part of the save of that id."""
         live, nbytes = self.runner.instances.live, 0
         held: dict[str, list[WeightSlot]] = {}
         for source, slots in live.table.slots.items():
@@ -249,7 +249,7 @@ class Worker:
                 for slot in found
             )
             into = into if component == POLICY else into / component
-            nbytes += save_shard(into, self.tp.rank, self.tp.size, values)
+            nbytes += save_shard(into, self.tp.rank, self.tp.size, values, save=args["save"])
         return {"version": self.version, "num_bytes": nbytes}
 
     def weight_info(self, args: Args) -> dict[str, Any]:
