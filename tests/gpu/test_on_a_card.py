@@ -161,7 +161,7 @@ def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
     with _engine(tiny_qwen3, cuda_graphs="on") as engine:
         before = engine.generate(PROMPTS, GREEDY)
         seen = []
-        for _ in range(3):
+        for _ in range(2 if PRETENDED else 3):
             engine.update_weights(trained)
             replays.clear()
             seen.append([out.outputs[0] for out in engine.generate(PROMPTS, GREEDY)])
@@ -170,10 +170,11 @@ def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
         *second, other = seen[1]
         assert len(one) == len(other) == 1
         assert one != other
-        assert seen[2][-1] == one
-        for a, b, c in zip(first, second, seen[2], strict=False):
-            assert a.token_ids == b.token_ids == c.token_ids
-            assert a.logprobs == b.logprobs == c.logprobs
+        assert [turn[-1] for turn in seen] == [one, other, one][: len(seen)]
+        for turn in (second, *(turn[:-1] for turn in seen[2:])):
+            for a, b in zip(first, turn, strict=True):
+                assert a.token_ids == b.token_ids
+                assert a.logprobs == b.logprobs
         engine.update_weights(_model(tiny_qwen3))
         engine.rollback()
         assert [out.outputs[0].token_ids for out in engine.generate(PROMPTS, GREEDY)] == [
@@ -303,8 +304,8 @@ def test_memory_that_cannot_be_mapped_is_packed_and_the_receipt_says_why(tiny_qw
 def test_a_trainer_that_is_killed_while_ranks_read_its_memory_costs_the_update_alone(
     tiny_qwen3: Path,
 ) -> None:
-    times = 2 if PRETENDED else 30
-    waits = ",".join(f"{0.05 * n / times:.4f}" for n in range(times))
+    times = (15,) if PRETENDED else range(30)
+    waits = ",".join(f"{0.05 * n / 30:.4f}" for n in times)
     with _engine(tiny_qwen3) as engine:
         before = _tokens(engine)
         _send(engine, tiny_qwen3, f"SENDER = {SENDER!r}{DIE}", "ipc", waits)

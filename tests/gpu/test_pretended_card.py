@@ -42,7 +42,8 @@ def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path) -> Non
         *("-W", "ignore::RuntimeWarning"),  # numpy's, of padding rows
         *("-W", "ignore::DeprecationWarning"),  # Triton 3.6's use of numpy
         *("-p", "no:cacheprovider", str(HERE / "test_on_a_card.py")),
-        *("-k", "not engine[ipc]"),  # what engine[auto] takes
+        # What engine[auto] takes, and without the cast that lie[bfloat16] has.
+        *("-k", "not engine[ipc] and not lie[float32]"),
         tmp_path=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-8000:]
