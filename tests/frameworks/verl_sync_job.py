@@ -1,7 +1,7 @@
 """verl's own trainer workers, replica and CheckpointEngineManager over Ray; prints one JSON object.
 
-verl_sync_job.py MODEL apart     a standalone replica, by our checkpoint engine
-verl_sync_job.py MODEL hybrid    one over the trainer's workers, by verl's "naive", which sleeps
+verl_sync_job.py MODEL apart 3     a standalone replica, by our checkpoint engine, of three versions
+verl_sync_job.py MODEL hybrid 2    one over the trainer's workers, by verl's "naive", which sleeps
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from rollout.errors import RolloutError
 from rollout.integrations.verl import Server
 
 torch.set_num_threads(1)
-model, kind = sys.argv[1:]
+model, kind, versions = sys.argv[1], sys.argv[2], int(sys.argv[3])
 OVERRIDES = f"""
 actor_rollout_ref.model.path={model}
 actor_rollout_ref.model.use_remove_padding=False
@@ -127,7 +127,7 @@ async def course(config):
     actors, replica, manager = await started(config)
     driver = SimpleNamespace(config=config, actor_rollout_wg=actors)  # of verl's own driver methods
     found = {"steps": []}
-    for step in (1, 2, 3):
+    for step in range(1, versions + 1):
         if kind == "hybrid":
             await manager.sleep_replicas()
         took = await manager.update_weights(global_steps=step)
@@ -138,13 +138,13 @@ async def course(config):
         steps = [output.extra_fields["global_steps"] for output in outputs]
         row = {"global_steps": steps, "difference": float((here - there).abs().max())}
         row |= {"logprobs": here[0].tolist(), "took": took}
-        if step < 3:
+        if step < versions:
             learned = RayPPOTrainer._update_actor(driver, scored(batch)).meta_info["metrics"]
             row |= {"grad_norm": float(np.mean(learned["actor/grad_norm"]))}
         found["steps"].append(row)
     actors.poison()
     try:
-        await manager.update_weights(global_steps=4)
+        await manager.update_weights(global_steps=versions + 1)
     except Exception as error:
         found["failed"] = str(error)
     await manager.resume_generation_replicas()
