@@ -134,14 +134,17 @@ def _state_tensors(batch: ScheduledBatch) -> dict[str, Tensor]:
     """Of a model with recurrent states: each sequence's slot, and pairs of slots (from, to), to be
     copied before the step and after it."""
     slots = [entry.sequence.state_slot for entry in batch.entries]
+    restores: list[tuple[int, int]] = []
     saves: list[tuple[int, int]] = []
-    if batch.previous_rows is None:  # else ``saving`` is of the step before
-        for entry in batch.entries:
-            if (snapshot := entry.sequence.saving) is not None:
-                saves.append((entry.sequence.state_slot, snapshot.slot))
+    if batch.previous_rows is None:  # else both are of the step before
+        for seq in (entry.sequence for entry in batch.entries):
+            if seq.restoring is not None:
+                restores.append((seq.restoring.slot, seq.state_slot))
+            if seq.saving is not None:
+                saves.append((seq.state_slot, seq.saving.slot))
     return {
         "state_slots": torch.tensor(slots, dtype=torch.int32),
-        "state_restores": torch.tensor(batch.restores).view(-1, 2),
+        "state_restores": torch.tensor(restores).view(-1, 2),
         "state_saves": torch.tensor(saves).view(-1, 2),
     }
 

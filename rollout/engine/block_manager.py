@@ -172,8 +172,11 @@ class BlockManager:
 
         That it is made then is planned here, and booked by ``book_state``.
         """
+        if self.states is None:
+            return count
         point = self.next_snapshot(seq)
-        if self.states is None or point > seq.num_computed + count:
+        if point > seq.num_computed + count:
+            self.states.drop_plan(seq)  # of a step that went on without ``seq``
             return count
         self.states.plan(seq)
         return point - seq.num_computed
@@ -192,7 +195,7 @@ class BlockManager:
         return min((point for point in points if point > done), default=sys.maxsize)
 
     def book_state(self, seq: Sequence) -> None:
-        """The step is over that saved the state of ``seq``; called after ``publish``."""
+        """A step is over that restored or saved the state of ``seq``; comes after ``publish``."""
         assert self.states is not None
         hashed = seq.hashed_blocks * self.block_size == seq.num_computed
         forks = seq.forks and seq.num_computed == self._prompt_end(seq)

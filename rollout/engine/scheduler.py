@@ -82,8 +82,6 @@ class Scheduler:
         budget = self._schedule_running(batch.entries)
         if self.preemptions == before:
             self._admit(batch.entries, budget)
-        if self.blocks.states is not None:
-            batch.restores = self.blocks.states.take_restores()
         return batch
 
     def schedule_ahead(self, last: ScheduledBatch) -> ScheduledBatch:
@@ -123,7 +121,7 @@ class Scheduler:
             seq.advance(entry.num_new, batch.version)
             if seq.num_computed - seq.hashed_blocks * size >= size:
                 self.blocks.publish(seq)
-            if seq.saving is not None:
+            if seq.saving is not None or seq.restoring is not None:
                 self.blocks.book_state(seq)
             if (
                 self._unforked

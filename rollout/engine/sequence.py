@@ -36,9 +36,9 @@ class Sequence:
     plus the leading None. ``hidden_state``: of the prompt's last token, once it is computed.
 
     Of a model with recurrent states: ``state_slot`` is this sequence's while it runs,
-    ``held_state`` a snapshot that it or its forks go on from, ``saving`` one that the step at hand
-    makes, ``branch`` the blocks of a known prefix that ended in none; ``forks``: other samples go
-    on from this one's prompt.
+    ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
+    begins with, ``saving`` one that this step makes, ``branch`` the blocks of a known prefix that
+    ended in none; ``forks``: other samples go on from this one's prompt.
     """
 
     seq_id: int
@@ -64,6 +64,7 @@ class Sequence:
     chain_hash: bytes = b""
     state_slot: int = -1
     held_state: Snapshot | None = None
+    restoring: Snapshot | None = None
     saving: Snapshot | None = None
     branch: int = 0
     forks: bool = False
@@ -229,14 +230,13 @@ class ScheduledBatch:
     ``number`` counts up by one from step to step. ``previous_rows``, of a step that is begun before
     the one ahead of it has ended: for each entry (which all have one token) the row of that step
     that draws it. Until that step is booked, ``start``, ``stop`` and the lengths of its sequences
-    are less than they will be. ``restores``: slots of recurrent states to be copied first.
+    are less than they will be.
     """
 
     entries: list[ScheduledEntry] = field(default_factory=list)
     version: int = 0
     number: int = 0
     previous_rows: list[int] | None = None
-    restores: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def rows_running(self) -> list[int]:

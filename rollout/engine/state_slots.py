@@ -19,14 +19,15 @@ from rollout.engine.snapshot import Snapshot
 class StateSlots:
     """Bookkeeping of ``num_running`` slots for sequences and ``num_snapshots`` behind them.
 
-    Touches no tensor: what is to be copied travels with the steps. ``every``: blocks between the
-    snapshots of a long sequence. The least recently used snapshot makes room for the next.
+    Touches no tensor: what is to be copied stays with its sequence, as ``restoring`` and
+    ``saving``, until a step of it is booked; one that was scheduled may go on without it.
+    ``every``: blocks between the snapshots of a long sequence. The least recently used snapshot
+    makes room for the next.
     """
 
     def __init__(self, num_running: int, num_snapshots: int, every: int) -> None:
         self.num_running, self.num_snapshots, self.every = num_running, num_snapshots, every
         self.hits = self.saved = self.evicted = 0
-        self.restores: list[tuple[int, int]] = []  # for the next step, before it computes
         self._free = list(range(num_running))[::-1]
         self._spare = list(range(num_running, num_running + num_snapshots))[::-1]
         self._found: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
@@ -45,15 +46,12 @@ class StateSlots:
 
     def admit(self, seq: Sequence, found: Snapshot | None) -> None:
         """A slot for ``seq``, which goes on from ``found``, or from what it holds, or from zero."""
-        start = found or seq.held_state
         seq.state_slot = self._free.pop()
-        if start is None:
-            return
-        self.restores.append((start.slot, seq.state_slot))
         if found is not None:
             self.hits += 1
             self._found.move_to_end(found.digest)
-        self.drop_hold(seq)
+            self.hold(seq, found)
+        seq.restoring, seq.held_state = seq.held_state, None
 
     def hold(self, seq: Sequence, snapshot: Snapshot) -> None:
         """Keep ``snapshot`` for ``seq``, in place of what it held."""
@@ -68,20 +66,35 @@ class StateSlots:
             self._free_unheld(held)
 
     def plan(self, seq: Sequence) -> None:
-        """Have the state of ``seq`` after the next step saved, if a slot can be had for it."""
+        """Have the state of ``seq`` after its next step saved, if a slot can be had for it."""
+        if seq.saving is not None:
+            return  # the step that it was planned for went on without ``seq``
         if not self._spare:
+            own = seq.restoring
             oldest = next((s for s in self._found.values() if not s.holders), None)
+            if oldest is None and own is not None and own.holders == 1:
+                oldest = seq.saving = own  # the step reads it before it writes it
             if oldest is None:
                 return
-            self.evicted += 1
-            self._unlink(oldest)
-        seq.saving = Snapshot(self._spare.pop())
+            if oldest.digest:
+                self.evicted += 1
+                self._unlink(oldest)
+        if seq.saving is None:
+            seq.saving = Snapshot(self._spare.pop())
+
+    def drop_plan(self, seq: Sequence) -> None:
+        """Nothing is saved of ``seq`` after its next step."""
+        saving, seq.saving = seq.saving, None
+        if saving is not None:
+            self._free_unheld(saving)
 
     def book(self, seq: Sequence, digest: bytes, hold: bool) -> None:
-        """What was planned is saved, after the block found by ``digest`` (empty: by nothing).
+        """A step of ``seq`` is over: it goes on from its own slot.
 
+        What was planned is saved, after the block found by ``digest`` (empty: by nothing).
         ``hold``: keep it for ``seq``, too, which is to be forked there.
         """
+        self._drop_restore(seq)
         snapshot, seq.saving = seq.saving, None
         if snapshot is None:
             return
@@ -95,12 +108,12 @@ class StateSlots:
             self._free_unheld(snapshot)
 
     def release(self, seq: Sequence) -> None:
-        """Take back the slot of ``seq``, what it holds, and what was to be saved of it."""
+        """Take back the slot of ``seq``, what it holds, and what was to be copied for it."""
         if seq.state_slot >= 0:
             self._free.append(seq.state_slot)
-        saving, seq.state_slot, seq.saving = seq.saving, -1, None
-        if saving is not None:
-            self._free_unheld(saving)
+        seq.state_slot = -1
+        self.drop_plan(seq)
+        self._drop_restore(seq)
         self.drop_hold(seq)
 
     def forget(self, digest: bytes | None = None) -> None:
@@ -111,24 +124,28 @@ class StateSlots:
         elif digest in self._found:
             self._unlink(self._found[digest])
 
-    def take_restores(self) -> list[tuple[int, int]]:
-        """What the step that is made now copies first."""
-        taken, self.restores = self.restores, []
-        return taken
-
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every slot is one sequence's, a snapshot's or free."""
         live = list(sequences)
         running = [seq.state_slot for seq in live if seq.state_slot >= 0]
         assert sorted(running + self._free) == list(range(self.num_running)), "running slots"
         kept = {id(s): s for s in self._found.values()}
-        kept |= {id(s): s for seq in live for s in (seq.held_state, seq.saving) if s is not None}
+        for seq in live:
+            used = (seq.held_state, seq.restoring, seq.saving)
+            kept |= {id(s): s for s in used if s is not None}
         slots = [snapshot.slot for snapshot in kept.values()]
         total = range(self.num_running, self.num_running + self.num_snapshots)
         assert sorted(slots + self._spare) == list(total), "snapshot slots"
         for snapshot in kept.values():
-            holders = sum(seq.held_state is snapshot for seq in live)
+            holders = sum((s.held_state is snapshot) + (s.restoring is snapshot) for s in live)
             assert snapshot.holders == holders, f"{snapshot.slot}: wrong number of holders"
+
+    def _drop_restore(self, seq: Sequence) -> None:
+        restored, seq.restoring = seq.restoring, None
+        if restored is not None:
+            restored.holders -= 1
+            if restored is not seq.saving:
+                self._free_unheld(restored)
 
     def _unlink(self, snapshot: Snapshot) -> None:
         del self._found[snapshot.digest]

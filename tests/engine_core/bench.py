@@ -63,11 +63,14 @@ class Bench:
         self.scheduler.add(samples)
         return samples
 
-    def step(self) -> ScheduledBatch:
+    def step(self, leave_out: int = 0) -> ScheduledBatch:
+        """``leave_out``: bit i is set where row i goes into a later step, as without its mask."""
         batch = self.scheduler.schedule()
         assert batch.num_tokens <= self.budget
         assert len(batch.entries) <= self.max_seqs
+        batch = batch.rows([row for row in batch.rows_running if not leave_out >> row & 1])
         if not batch.entries:
+            self.check()
             return batch
         states = [self._check_entry(entry.sequence, entry.num_new) for entry in batch.entries]
         args, tensors = encode_batch(batch, self.blocks.block_size)

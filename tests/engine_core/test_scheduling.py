@@ -325,6 +325,63 @@ def test_a_state_of_two_versions_is_held_for_forks_and_found_by_nobody() -> None
     bench.run()
 
 
+def test_rows_left_out_of_a_step_go_on_from_their_snapshots_in_the_next() -> None:
+    for leave_out in (1, 2, 3):  # one of two, the other, and the whole step
+        bench = Bench(num_blocks=64, budget=64, snapshots=8)
+        bench.submit(prompt(21), 1)
+        bench.run()
+        same, forked = bench.submit(prompt(21), 4)[0], bench.submit(prompt(21, 40), 4, n=2)[1]
+        bench.step(leave_out)
+        bench.step(leave_out)
+        bench.run()
+        assert same.num_cached_tokens == forked.num_cached_tokens == 20
+
+
+def test_a_row_that_is_left_out_again_and_again_keeps_one_snapshot_slot_and_gives_it_back() -> None:
+    bench = Bench(num_blocks=64, budget=64, snapshots=2)
+    assert bench.states is not None
+    seq = bench.submit(prompt(8), 1)[0]  # a snapshot is due after four
+    for _ in range(4):
+        assert not bench.step(leave_out=1).entries
+    assert seq.saving is not None
+    bench.commit("keep")
+    bench.step(leave_out=1)
+    bench.scheduler.finish(seq)
+    bench.check()
+    for first in (0, 30, 60):
+        bench.submit(prompt(9, first), 1)
+        bench.run()
+    assert bench.states.saved == 3
+    assert bench.states.num_kept == 2
+
+
+def test_one_snapshot_slot_follows_a_growing_prompt_and_its_step_may_be_put_off() -> None:
+    bench = Bench(num_blocks=64, budget=64, max_seqs=1, snapshots=1)
+    for length, cached in ((9, 0), (14, 8), (18, 12)):
+        seq = bench.submit(prompt(length), 2)[0]
+        assert not bench.step(leave_out=1).entries
+        bench.run()
+        assert seq.num_cached_tokens == cached
+    gone = bench.submit(prompt(22), 2)[0]
+    assert not bench.step(leave_out=1).entries
+    bench.scheduler.finish(gone)
+    bench.check()
+
+
+def test_who_ends_before_its_snapshot_was_restored_leaves_its_slot_to_others() -> None:
+    bench = Bench(num_blocks=64, budget=64, max_seqs=1, snapshots=4)
+    for first in (0, 40):
+        bench.submit(prompt(21, first), 1)
+        bench.run()
+    gone = bench.submit(prompt(21), 4)[0]
+    assert not bench.step(leave_out=1).entries
+    bench.scheduler.finish(gone)
+    bench.check()
+    other = bench.submit(prompt(21, 40), 4)[0]
+    bench.run()
+    assert other.num_cached_tokens == 20
+
+
 OPS = st.one_of(
     st.tuples(
         st.just("submit"),
@@ -334,7 +391,7 @@ OPS = st.one_of(
         st.integers(1, 20),  # max_tokens
         st.booleans(),  # prompt logprobs
     ),
-    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.just(0) | st.integers(0, 63)),
     st.tuples(st.just("resubmit"), st.integers(0, 50), st.integers(1, 30)),
     st.tuples(st.just("abort"), st.integers(0, 50)),
     st.tuples(st.just("commit"), st.sampled_from(["keep", "recompute"])),
@@ -367,9 +424,9 @@ def test_any_history_keeps_the_books_and_gives_the_models_tokens(
             case ("resubmit", which, length) if bench.all:
                 known = bench.all[which % len(bench.all)].token_ids
                 bench.submit(known[:length], 4)
-            case ("step", count):
+            case ("step", count, leave_out):
                 for _ in range(count):
-                    bench.step()
+                    bench.step(leave_out)
             case ("abort", which):
                 if live := [s for s in bench.all if s.status is not Status.FINISHED]:
                     bench.scheduler.finish(live[which % len(live)])

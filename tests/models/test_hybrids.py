@@ -13,6 +13,7 @@ from tiny_models import write_tiny
 from rollout import Rollout, SamplingParams
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.engine import loop
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
@@ -114,6 +115,23 @@ def test_few_slots_give_the_same_answers_in_more_steps(tmp_path: Path) -> None:
         assert rollout.metrics().state_snapshot_evictions_total > 0
     with pytest.raises(ConfigError, match=f"state_cache_bytes={each} must be from {2 * each}"):
         start(tmp_path, state_cache_bytes=each)
+
+
+def test_steps_put_off_for_grammars_go_on_from_the_right_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_MASK_GRACE", 0.0)  # every mask comes too late for its first step
+    model = write_tiny(tmp_path, "qwen3_next", tokenizer=True)
+    params = SamplingParams(
+        temperature=1.0, seed=3, n=3, max_tokens=6, structured_outputs={"regex": "[a-z]{5}"}
+    )
+    with start(tmp_path, max_num_batched_tokens=64, state_snapshot_blocks=1) as rollout:
+        for turn in range(3):
+            for output in rollout.generate(PROMPTS[2], params):
+                assert turn == 0 or output.num_cached_tokens == 24
+                for sample in output.outputs:
+                    compare(model, PROMPTS[2], sample, greedy=False)
+        assert rollout.metrics().state_snapshot_hits_total >= 2
 
 
 def test_what_recurrent_states_cannot_do_yet_is_refused_by_name(tmp_path: Path) -> None:
