@@ -280,7 +280,8 @@ def _logits(found: Tensor | None) -> Tensor:
 
 
 def _on_device(batch: ForwardBatch) -> ForwardBatch:
-    return ForwardBatch(**{n: getattr(batch, n).to(DEVICE) for n in ForwardBatch.__slots__})
+    given = {n: getattr(batch, n) for n in ForwardBatch.__slots__}
+    return ForwardBatch(**{n: t.to(DEVICE) for n, t in given.items() if t is not None})
 
 
 def transformers_decode(name: str, batch: int, tokens: int) -> float:

@@ -43,4 +43,5 @@ def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     assert not failed, json.dumps(failed, indent=1)
     assert [row for row in found if row["shared"] > SHARED_MEMORY] == []
     with_kernels = {p.parent.name for p in (ROOT / "rollout/kernels").glob("*/gpu.py")}
-    assert {row["op"] for row in found} >= with_kernels - {"gated_linear"}  # launches silu_mul
+    products = {"gated_linear", "quantized_linear"}  # launch silu_mul behind the library's product
+    assert {row["op"] for row in found} >= with_kernels - products

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from rollout.kernels.quantized_linear import plain_codes, quantize_rows
 from rollout.kernels.quantized_linear import quantized_linear as op
-from rollout.kernels.silu_mul import silu_mul
+from rollout.kernels.silu_mul.gpu import silu_mul
 from rollout.weights import Layout
 from rollout.weights.quantization import Scheme
 
