@@ -1,0 +1,42 @@
+"""What a LoRA adapter is, beside its tensors: which modules, of which rank, scaled by what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollout.wire.codec import Positive, Table, Text
+
+A, B = ".lora_A.weight", ".lora_B.weight"  # behind a module's name: [rank, in], [out, rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSpec:
+    """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one."""
+
+    rank: Positive
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """By module, as the checkpoint's files name it (``model.layers.0.self_attn.q_proj``)."""
+
+    modules: Table[ModuleSpec]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max((module.rank for module in self.modules.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion:
+    """An adapter as it was once loaded: one name and number never mean other tensors."""
+
+    name: Text
+    version: int
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
