@@ -223,6 +223,18 @@ class EngineConfig:
         "give the ranks step N+1 while N runs, as long as all requests decode and none waits; what "
         "arrives, is aborted or commits may wait for two steps then",
     )
+    max_staleness: int | None = _setting(
+        None,
+        "versions that a sample's oldest token may lie behind the live one while it is sampled, of "
+        "requests that do not say (default: any number)",
+        least=0,
+    )
+    on_stale: str = _setting(
+        "recompute",
+        "what becomes of a sample beyond it: recompute (its KV), finish (with what it has) or "
+        "abort; of requests that do not say",
+        *("recompute", "finish", "abort"),
+    )
     check_finite: bool = _setting(
         True,
         "refuse updates whose weights hold NaN or infinity, warn of such checkpoints",
@@ -251,7 +263,8 @@ class EngineConfig:
             if least is None or (value is None and f.default is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{f.name} must be a positive integer, got {value!r}")
+                kind = "a positive integer" if least else "an integer, 0 or more"
+                raise ConfigError(f"{f.name} must be {kind}, got {value!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
         for name in ("timeout", "start_timeout"):

@@ -12,6 +12,7 @@ LATENCY_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
+STALENESS_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class HistogramSnapshot:
 
 
 class Histogram:
-    """Counts of values, in seconds, by fixed upper bounds. One thread writes."""
+    """Counts of values by fixed upper bounds (of seconds, by default). One thread writes."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -59,7 +60,9 @@ class EngineStats:
     directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
     once a version has become live since. ``weight_update_errors``: "UPDATE_ID: REASON" of the last
     updates that failed, 8 at most, oldest first. ``encoder_cache_...``: images that steps needed,
-    those whose features were there already, and what is kept on each rank.
+    those whose features were there already, and what is kept on each rank. ``staleness``: of
+    samples that ended, how many versions their oldest token was behind; ``stale_..._total``: how
+    often one went beyond its ``max_staleness`` at a commit, by what became of it.
     """
 
     state: str
@@ -89,6 +92,10 @@ class EngineStats:
     state_snapshot_evictions_total: int = 0
     weight_updates_nonfinite_total: int = 0
     nonfinite_tensors: int = 0
+    staleness: HistogramSnapshot = HistogramSnapshot((), (0,), 0.0)
+    stale_recomputed_total: int = 0
+    stale_finished_total: int = 0
+    stale_aborted_total: int = 0
     following: str = ""
     follow_error: str = ""
     follow_failures_total: int = 0
@@ -120,6 +127,8 @@ class EngineCounters:
     last_stall: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
+    staleness: Histogram = field(default_factory=lambda: Histogram(STALENESS_BOUNDS))
+    stale: dict[str, int] = field(default_factory=lambda: {"recompute": 0, "finish": 0, "abort": 0})
 
     def record_nonfinite(self) -> None:
         """Count an update that is refused for NaN or infinity."""
@@ -149,6 +158,10 @@ class EngineCounters:
             "last_stall_seconds": self.last_stall,
             "time_to_first_token": self.time_to_first_token.snapshot(),
             "inter_token": self.inter_token.snapshot(),
+            "staleness": self.staleness.snapshot(),
+            "stale_recomputed_total": self.stale["recompute"],
+            "stale_finished_total": self.stale["finish"],
+            "stale_aborted_total": self.stale["abort"],
             "following": self.following,
             "follow_error": self.follow_error,
             "follow_failures_total": self.follow_failures,

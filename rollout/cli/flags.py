@@ -162,8 +162,8 @@ def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: 
         options = _kind(hints[f.name])
         options |= {"metavar": f.metadata["metavar"]} if f.metadata.get("metavar") else {}
         name = f.name.removesuffix("s") if options.get("action") in ("append", _Pairs) else f.name
-        if prefix and f.name == "seed":
-            name = "sampling_seed"  # the engine has one, too
+        if prefix and any(f.name == engines.name for engines in ENGINE_FLAGS):
+            name = prefix + name  # the engine has one, too
         text = f.metadata["help"].replace("%", "%%")
         group.add_argument(
             "--" + name.replace("_", "-"),

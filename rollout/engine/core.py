@@ -349,6 +349,7 @@ class EngineCore:
             self.outputs.abort({seq.request_id for seq in self.scheduler.begun()})
         elif in_flight == "recompute":
             self.scheduler.recompute()
+        self.outputs.end_stale(version, self.config.max_staleness, self.config.on_stale)
         self.blocks.set_version(version)
         self.version = version
         self.mark_broken(None)

@@ -13,7 +13,15 @@ from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.engine.tokenizer import Detokenizer
 from rollout.errors import EngineError
-from rollout.generation import NAN_LOGITS, Completion, Logprobs, Request, RequestOutput, VersionSpan
+from rollout.generation import (
+    MAX_STALENESS,
+    NAN_LOGITS,
+    Completion,
+    Logprobs,
+    Request,
+    RequestOutput,
+    VersionSpan,
+)
 from rollout.metrics import EngineCounters
 
 log = logging.getLogger(__name__)
@@ -31,6 +39,7 @@ class SampleSnapshot:
     stop_reason: int | str | None
     weight_versions: tuple[VersionSpan, ...]
     kv_spans: tuple[VersionSpan, ...]
+    staleness: int
 
     def completion(self) -> Completion:
         seq, count = self.sequence, self.count
@@ -49,6 +58,7 @@ class SampleSnapshot:
             stop_reason=self.stop_reason,
             weight_versions=self.weight_versions,
             kv_spans=self.kv_spans,
+            staleness=self.staleness,
         )
 
 
@@ -160,7 +170,13 @@ class Sample:
         self._end("error", None)
         self.sequence.stop_reason = NAN_LOGITS
 
-    def snapshot(self) -> SampleSnapshot:
+    def end_for_staleness(self, policy: str) -> None:
+        """Its oldest token lies too far behind: "finish" with what it has, or "abort"."""
+        self._end("length" if policy == "finish" else "abort", None)
+        self.sequence.stop_reason = MAX_STALENESS
+
+    def snapshot(self, live: int) -> SampleSnapshot:
+        """``live``: the version whose weights are."""
         seq = self.sequence
         finished = seq.finish_reason is not None
         return SampleSnapshot(
@@ -172,6 +188,7 @@ class Sample:
             seq.stop_reason,
             seq.weight_versions.spans(),
             seq.kv_spans.spans(),
+            seq.staleness(live),
         )
 
     def _end(self, reason: str, stop: int | str | None) -> None:
@@ -207,7 +224,7 @@ class RequestState:
     def sequences(self) -> list[Sequence]:
         return [sample.sequence for sample in self.samples]
 
-    def snapshot(self, epoch: int) -> Snapshot:
+    def snapshot(self, epoch: int, live: int) -> Snapshot:
         """Everything so far; copies no list."""
         first = self.samples[0].sequence
         scored = first.prompt_logprobs
@@ -217,7 +234,7 @@ class RequestState:
             prompt_token_ids=self.request.prompt_token_ids,
             prompt_logprobs=scored,
             num_scored=len(scored or ()),
-            samples=tuple(sample.snapshot() for sample in self.samples),
+            samples=tuple(sample.snapshot(live) for sample in self.samples),
             finished=self.num_open == 0,
             num_cached_tokens=max(first.num_cached_tokens, 0),
             epoch=epoch,
@@ -311,6 +328,24 @@ class OutputProcessor:
         sample.complete()
         self._close(state, sample)
 
+    def end_stale(self, version: int, default: int | None, on_stale: str) -> None:
+        """Before ``version`` goes live: judge every sample by how far that leaves it behind.
+
+        ``default`` and ``on_stale``: the bound and the policy of requests that bring none.
+        """
+        for state, sample in list(self._samples.values()):
+            seq, params = sample.sequence, sample.sequence.params
+            most = default if params.max_staleness is None else params.max_staleness
+            if most is None or seq.staleness(version) <= most:
+                continue
+            policy = params.on_stale or on_stale
+            self._counters.stale[policy] += 1
+            if policy == "recompute":
+                self._scheduler.recompute([seq])
+            else:
+                sample.end_for_staleness(policy)
+                self._close(state, sample, version)
+
     def abort(self, request_ids: Iterable[str]) -> int:
         """End requests with what they have; returns how many were still running."""
         count = 0
@@ -342,7 +377,7 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            snapshot = state.snapshot(self._epoch)
+            snapshot = state.snapshot(self._epoch, self._scheduler.blocks.version)
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)
@@ -381,13 +416,18 @@ class OutputProcessor:
             self._counters.time_to_first_token.observe(now - state.arrived)
         sample.last_time = now
 
-    def _close(self, state: RequestState, sample: Sample) -> None:
-        """One sample has ended; the request with its last one."""
+    def _close(self, state: RequestState, sample: Sample, live: int | None = None) -> None:
+        """One sample has ended; the request with its last one.
+
+        ``live``: the version that is about to be, at a commit.
+        """
         seq: Sequence = sample.sequence
         self._scheduler.finish(seq)
         del self._samples[seq.seq_id]
         assert seq.finish_reason is not None
         self._counters.finished[seq.finish_reason] += 1
+        live = self._scheduler.blocks.version if live is None else live
+        self._counters.staleness.observe(seq.staleness(live))
         state.num_open -= 1
         if state.num_open == 0:
             del self.requests[state.request.request_id]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from rollout.engine.block_manager import BlockManager, PrefixHit
@@ -146,9 +146,9 @@ class Scheduler:
                 self._unforked[siblings[0].seq_id] = siblings[1:]
                 siblings[0].forks = True
 
-    def recompute(self) -> None:
-        """Drop the KV of all sequences."""
-        for seq in list(self.sequences()):
+    def recompute(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """Drop the KV of these live sequences; None: of all."""
+        for seq in list(self.sequences() if sequences is None else sequences):
             if seq.status is Status.RUNNING:
                 self._requeue(seq)
             else:

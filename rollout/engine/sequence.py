@@ -139,6 +139,11 @@ class Sequence:
         """
         return self.params.hidden_state and self.index == 0 and self.hidden_state is None
 
+    def staleness(self, live: int) -> int:
+        """How many versions its oldest token is behind ``live``; 0 where it has none."""
+        oldest = self.weight_versions.oldest
+        return 0 if oldest is None else max(live - oldest, 0)
+
     def take_hidden(self, state: NDArray[np.float32], last: bool) -> None:
         """What a step brought: one hidden state, or the sum of those of its part of the prompt."""
         if self.hidden_sum is not None:
@@ -274,6 +279,11 @@ class SpanBuilder:
             self._starts.append(self.length)
             self._versions.append(version)
         self.length += count
+
+    @property
+    def oldest(self) -> int | None:
+        """The lowest version; None where there are no positions."""
+        return min(self._versions, default=None)
 
     def clear(self) -> None:
         self._starts.clear()

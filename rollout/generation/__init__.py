@@ -5,6 +5,7 @@ from rollout.generation.embedding import EmbeddingOutput, embed_params
 from rollout.generation.images import ImagePrompt, PatchedImage, PlacedImage
 from rollout.generation.outputs import (
     CUT_SHORT,
+    MAX_STALENESS,
     NAN_LOGITS,
     Completion,
     Logprobs,
@@ -24,6 +25,7 @@ from rollout.generation.sampling_params import (
 __all__ = [
     "CUT_SHORT",
     "GREEDY_BELOW",
+    "MAX_STALENESS",
     "NAN_LOGITS",
     "TOKEN_PARAMS",
     "AnyPrompt",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
+MAX_STALENESS = "max_staleness"  # the stop_reason of a sample that ended for its age
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,15 @@ class Completion:
     """One sample. ``token_ids`` keep a stop token or string that ``text`` leaves out.
 
     ``finish_reason``: None while running, "stop" (``stop_reason`` None for the end-of-sequence
-    token, an int for a stop id, a str for a stop string), "length", or one of two that leave the
-    sample cut short, so that whoever scores it must look: "abort" (``abort``, a pause with
-    mode="abort", or an update with in_flight="abort") and "error" with ``stop_reason``
+    token, an int for a stop id, a str for a stop string), "length" (``stop_reason``
+    "max_staleness" where its ``max_staleness`` ended it), or one of two that leave the sample cut
+    short, so that whoever scores it must look: "abort" (``abort``, a pause with mode="abort", an
+    update with in_flight="abort", or ``max_staleness`` again) and "error" with ``stop_reason``
     "nan_logits" (the weights, or this request's settings, gave logits that are not numbers; the
     tokens up to there are good).
     ``weight_versions``: spans over output tokens, the weights whose forward gave the logits.
     ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV.
+    ``staleness``: how many versions its oldest token was behind the live one when this was made.
     """
 
     index: int
@@ -59,6 +62,7 @@ class Completion:
     stop_reason: int | str | None
     weight_versions: tuple[VersionSpan, ...]
     kv_spans: tuple[VersionSpan, ...]
+    staleness: int = 0
 
     @property
     def is_cut_short(self) -> bool:

@@ -36,10 +36,12 @@ def _param(default: Any, read: Callable[[Any], Any], text: str, *, served: bool 
     return field(default=default, metadata={"read": read, "help": text, "served": served})
 
 
-def _one_of(*known: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
+def _one_of(*known: str, none: bool = False) -> Callable[[Any], Any]:
+    def read(value: Any) -> str | None:
+        if none and value is None:
+            return None
         if value not in known:
-            raise ValueError(f"be one of {', '.join(known)}")
+            raise ValueError(f"be one of {', '.join(known)}" + (", or None" if none else ""))
         return str(value)
 
     return read
@@ -218,6 +220,18 @@ class SamplingParams:
         None,
         _count,
         "wait until weights of this version or a later one are live, at most the engine's timeout",
+    )
+    max_staleness: int | None = _param(
+        None,
+        _count,
+        "versions that a sample's oldest token may lie behind the live one while it is sampled; "
+        "none: the engine's setting",
+    )
+    on_stale: str | None = _param(
+        None,
+        _one_of("recompute", "finish", "abort", none=True),
+        "what becomes of a sample beyond it: recompute (its KV, by the live weights), finish (with "
+        "what it has) or abort; none: the engine's setting",
     )
     hidden_state: bool = _param(
         False, _flag, "bring the last hidden state of the prompt's last token", served=False

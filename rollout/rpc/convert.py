@@ -202,6 +202,7 @@ def _completion_to_proto(completion: Completion) -> Any:
         stop_string=reason if isinstance(reason, str) else None,
         weight_versions=_spans_to_proto(completion.weight_versions),
         kv_spans=_spans_to_proto(completion.kv_spans),
+        staleness=completion.staleness,
     )
 
 
@@ -223,6 +224,7 @@ def _completion_from_proto(message: Any) -> Completion:
         stop_reason=getattr(message, stop) if stop else None,
         weight_versions=_spans_from_proto(message.weight_versions),
         kv_spans=_spans_from_proto(message.kv_spans),
+        staleness=message.staleness,
     )
 
 

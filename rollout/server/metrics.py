@@ -40,14 +40,19 @@ COUNTERS = (
     ("state_snapshot_saves_total", None, "Snapshots of states made"),
     ("state_snapshot_evictions_total", None, "Snapshots of states that made room for others"),
     ("nan_logits_total", None, "Samples that ended because their logits were NaN"),
+    ("stale_recomputed_total", None, "Samples beyond max_staleness whose KV was made again"),
+    ("stale_finished_total", None, "Samples beyond max_staleness that ended with what they had"),
+    ("stale_aborted_total", None, "Samples beyond max_staleness that were aborted"),
     ("weight_updates_total", None, "Committed weight updates"),
     ("weight_updates_failed_total", None, "Aborted weight updates"),
     ("weight_updates_nonfinite_total", None, "Weight updates refused for NaN or infinity"),
     ("follow_failures_total", None, "Failed looks at what --follow names"),
 )
+# field of EngineStats, our name, whether vLLM has it by that name, too, help
 HISTOGRAMS = (
-    ("time_to_first_token", "time_to_first_token_seconds", "Time to a request's first token"),
-    ("inter_token", "inter_token_latency_seconds", "Time between a sample's tokens"),
+    ("time_to_first_token", "time_to_first_token_seconds", True, "Time to a request's first token"),
+    ("inter_token", "inter_token_latency_seconds", True, "Time between a sample's tokens"),
+    ("staleness", "staleness_versions", False, "Versions that ended samples began behind"),
 )
 STATES = ("running", "paused", "asleep", "broken", "fenced", "dead", "closed")
 
@@ -71,8 +76,8 @@ class StatsCollector(Collector):
             for full in _names(name.removesuffix("_total"), theirs):
                 family = CounterMetricFamily(full, text, labels=["model_name"])
                 yield self._add(family, stats, name)
-        for name, ours, text in HISTOGRAMS:
-            for full in _names(ours, ours):
+        for name, ours, shared, text in HISTOGRAMS:
+            for full in _names(ours, ours if shared else None):
                 yield self._histogram(full, text, getattr(stats, name))
         yield from self._by_reason(stats)
         yield self._state(stats)

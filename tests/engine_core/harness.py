@@ -53,3 +53,21 @@ def run(core: EngineCore, *requests: Request, stream: bool = False) -> dict[str,
     sink = Sink(len(requests))
     core.submit(requests, sink, stream=stream)
     return sink.results()
+
+
+def commit(core: EngineCore, version: int, in_flight: str = "keep") -> None:
+    def boundary() -> None:
+        for future in core.call("commit", {"version": version}):
+            future.result(5)
+        core.on_commit(version, in_flight)
+
+    core.at_step_boundary(boundary).result(5)
+
+
+def held(core: EngineCore, steps: int, **params: Any) -> Sink:
+    """A streaming request that has given ``steps`` tokens and stands still in a pause."""
+    sink = Sink()
+    core.submit([request(**params)], sink, stream=True)
+    sink.wait_for(steps)
+    core.control.pause("keep").result()
+    return sink

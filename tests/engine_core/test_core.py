@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_core.harness import PROMPT, Sink, Start, request, run
+from engine_core.harness import PROMPT, Sink, Start, commit, held, request, run
 from engine_core.toy_model import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
 
 from rollout.config import EngineConfig
@@ -26,25 +26,6 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.generation import RequestOutput, VersionSpan
-
-
-def commit(core: EngineCore, version: int, in_flight: str = "keep") -> None:
-    def boundary() -> None:
-        for future in core.call("commit", {"version": version}):
-            future.result(5)
-        core.on_commit(version, in_flight)
-
-    core.at_step_boundary(boundary).result(5)
-
-
-def held(core: EngineCore, toy: ToyExecutor, steps: int, **params: Any) -> Sink:
-    """A streaming request that has given ``steps`` tokens and stands still in a pause."""
-    sink = Sink()
-    core.submit([request(**params)], sink, stream=True)
-    sink.wait_for(steps)
-    core.control.pause("keep").result()
-    return sink
-
 
 # ---- requests ----
 
@@ -180,7 +161,7 @@ def test_more_requests_than_memory_all_finish_with_the_right_tokens(start: Start
 def test_abort_ends_a_request_with_what_it_has(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 3, max_tokens=200)
+    sink = held(core, 3, max_tokens=200)
     assert core.control.abort(["a", "unknown"]).result() == 1
     out = sink.results()["a"].outputs[0]
     assert out.finish_reason == "abort"
@@ -209,7 +190,7 @@ def test_a_sink_that_raises_loses_only_its_own_call(start: Start) -> None:
 def test_what_a_commit_does_to_a_running_request(start: Start, in_flight: str) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 5, max_tokens=40)
+    sink = held(core, 5, max_tokens=40)
     commit(core, 1, in_flight)
     core.control.resume().result()
     sample = sink.results()["a"].outputs[0]
@@ -255,7 +236,7 @@ def test_a_drain_lets_running_requests_end_and_admits_no_other(start: Start) -> 
 def test_a_drain_that_cannot_end_says_so_and_generation_goes_on(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 2, max_tokens=100)
+    sink = held(core, 2, max_tokens=100)
     with pytest.raises(DeadlineExceeded):
         core.control.drain(0.05)
     core.control.resume().result()
@@ -284,7 +265,7 @@ def test_a_rank_with_another_version_breaks_the_engine_until_a_commit(start: Sta
 def test_pause_modes(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 3, max_tokens=100)
+    sink = held(core, 3, max_tokens=100)
     count, steps = len(sink.items), toy.steps
     time.sleep(0.05)
     assert (len(sink.items), toy.steps, core.state) == (count, steps, "paused")
@@ -304,7 +285,7 @@ def test_pause_modes(start: Start) -> None:
 def test_sleep_refuses_calls_and_a_frozen_request_goes_on_after_it(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 3, max_tokens=40)
+    sink = held(core, 3, max_tokens=40)
     core.control.resume().result()
     core.control.sleep(1).result()
     with pytest.raises(EngineClosed, match="asleep"):
@@ -386,7 +367,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(start: Start) -> None:
 def test_close_ends_pending_calls_and_refuses_new_ones(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 1, max_tokens=100)
+    sink = held(core, 1, max_tokens=100)
     core.close()
     with pytest.raises(EngineClosed):
         sink.results()
@@ -499,7 +480,7 @@ def test_an_absurd_timeout_is_refused_and_shuts_no_gate(start: Start, timeout: A
 def test_whoever_gives_up_waiting_opens_no_gate_of_others(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 3, max_tokens=60)
+    sink = held(core, 3, max_tokens=60)
     patient = core.control.pause("wait", 60)
     with pytest.raises(DeadlineExceeded):
         core.control.pause("wait", 0.05).result()
@@ -521,7 +502,7 @@ def test_whoever_gives_up_waiting_opens_no_gate_of_others(start: Start) -> None:
 def test_a_resume_overrules_a_pause_that_still_waits(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)
-    sink = held(core, toy, 3, max_tokens=60)
+    sink = held(core, 3, max_tokens=60)
     waiting = core.control.pause("wait", 60)
     core.control.resume().result()
     sink.results()

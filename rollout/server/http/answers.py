@@ -240,6 +240,7 @@ def _common(completion: Completion, index: int, start: int, style: AnswerStyle) 
             {"version": s.version, "start": s.start, "stop": s.stop}
             for s in completion.weight_versions
         ],
+        "staleness": completion.staleness,
     }
 
 

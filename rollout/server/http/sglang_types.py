@@ -246,6 +246,7 @@ def _meta_info(
         "cached_tokens": output.num_cached_tokens,
         "weight_version": spans[-1]["version"] if spans else versions.name(versions.live),
         "weight_versions": spans,
+        "staleness": completion.staleness,
         "num_retractions": 0,
     }
     if ask.logprobs:

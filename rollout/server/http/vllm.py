@@ -226,6 +226,7 @@ def _choice(completion: Completion, start: int, style: AnswerStyle) -> Document:
         "stop_reason": completion.stop_reason,
         "logprobs": chat_logprobs(completion, start, style) if style.logprobs else None,
         "weight_versions": [asdict(span) for span in completion.weight_versions],
+        "staleness": completion.staleness,
     }
 
 
