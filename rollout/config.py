@@ -119,9 +119,12 @@ class EngineConfig:
     )
     executor: str = _setting(
         "auto",
-        "auto, inline (one rank, in this process), multiprocess, or external (ranks in a trainer's "
-        "own processes: Rollout.from_ranks)",
-        *("auto", "inline", "multiprocess", "external"),
+        "auto, inline (one rank, in this process), multiprocess, ray (ranks on any nodes of a Ray "
+        "cluster), or external (ranks in a trainer's own processes: Rollout.from_ranks)",
+        *("auto", "inline", "multiprocess", "ray", "external"),
+    )
+    ray_address: str | None = _setting(
+        None, "Ray cluster of executor='ray' (default: RAY_ADDRESS, else this machine's)"
     )
     tensor_parallel_size: int = _setting(1, "ranks that share the model", least=1)
     expert_parallel: bool = _setting(False, "ranks hold whole experts instead of a part of each")

@@ -48,9 +48,10 @@ async def serving_replicas(
     flags = engine_flags(config)
     if config.served_model_name is None:
         flags += ["--served-model-name", config.model]
-    on_cpu = choose_device(config.device).type == "cpu"
+    placed = config.resolved_executor == "ray"  # which gives each rank its devices
+    on_cpu = not placed and choose_device(config.device).type == "cpu"
     ranks = config.tensor_parallel_size
-    gpus = [] if on_cpu else gpus_each(visible_gpus(), args.replicas, ranks)
+    gpus = [] if on_cpu or placed else gpus_each(visible_gpus(), args.replicas, ranks)
     if config.num_threads is None and on_cpu:
         flags += ["--num-threads", str(threads_each(args.replicas))]
     # All members end with this process: what it has promised dies with them.

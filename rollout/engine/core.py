@@ -94,7 +94,8 @@ class EngineCore:
         Raises ``ConfigError``, ``WorkerDied`` or ``DeadlineExceeded`` and leaves nothing running.
         """
         config = self.config
-        check_graphs(config, choose_device(config.device))
+        if config.resolved_executor != "ray":  # whose ranks have the devices of other machines
+            check_graphs(config, choose_device(config.device))
         found = FoundModel.of(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
@@ -331,6 +332,11 @@ class EngineCore:
         """The device of the only rank, where it runs in this process; else ""."""
         inside = self._executor is not None and self._executor.runs_here
         return str(self.rank_info[0]["device"]) if inside else ""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether every rank can map what processes of this machine and user share."""
+        return self._executor is None or self._executor.one_host
 
     def at_step_boundary(self, fn: Callable[[], T]) -> Future[T]:
         """Run ``fn`` in the engine's thread between two steps; boundaries keep their order."""

@@ -24,6 +24,7 @@ class Executor(Protocol):
 
     size: int
     runs_here: bool  # the only rank is in this process, and reads memory of its callers
+    one_host: bool  # all ranks can map what processes of this machine and user share
     on_death: Callable[[WorkerDied], None] | None
 
     def start(self) -> None:
@@ -59,6 +60,10 @@ def make_executor(config: EngineConfig) -> Executor:
             "executor='external' runs ranks in processes that are there already: call "
             "Rollout.from_ranks in each of them"
         )
+    if config.resolved_executor == "ray":
+        from rollout.engine.executors.ray import RayExecutor
+
+        return RayExecutor(config)
     from rollout.engine.executors.multiprocess import MultiprocessExecutor
 
     return MultiprocessExecutor(config)

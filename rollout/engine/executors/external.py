@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rollout.config import EngineConfig
-from rollout.distributed import TensorParallel, choose_device
+from rollout.distributed import TensorParallel
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.executors.rank_link import RankLink
@@ -53,11 +53,9 @@ class ExternalExecutor(MultiprocessExecutor):
         host: str,
         one_host: bool,
     ) -> None:
-        super().__init__(config, shared_memory=one_host)
-        self._sockets, self._host = dict(links), host
+        super().__init__(config)
+        self._sockets, self._host, self.one_host = dict(links), host, one_host
         self._shared_fd: int | None = None
-        if not one_host:
-            self._payloads.close()  # large tensors travel in the frames
 
     def start(self) -> None:
         try:
@@ -73,7 +71,9 @@ class ExternalExecutor(MultiprocessExecutor):
             sock.close()
 
     def _spawn(self) -> None:
-        if self._shared_memory and choose_device(self._config.device).type == "cpu":
+        if not self.one_host:
+            self._payloads.close()  # large tensors travel in the frames
+        elif not self._on_gpus():
             self._shared_fd = create_shared(self.size)
         self._spawn_all(self._shared_fd)
 

@@ -31,6 +31,7 @@ class InlineExecutor:
 
     size = 1
     runs_here = True
+    one_host = True
 
     def __init__(self, config: EngineConfig) -> None:
         if config.tensor_parallel_size != 1:

@@ -28,17 +28,16 @@ class MultiprocessExecutor:
 
     One lock makes the order of calls the same on every rank. When a rank ends, all others are
     killed, every pending future fails with ``WorkerDied`` naming the one that ended, and
-    ``on_death`` is called once. On CPU the ranks' collectives go through memory they share;
-    ``shared_memory`` False keeps them on sockets.
+    ``on_death`` is called once. On CPU the ranks' collectives go through memory they share.
     """
 
     runs_here = False
+    one_host = True
 
-    def __init__(self, config: EngineConfig, *, shared_memory: bool = True) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.size = config.tensor_parallel_size
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config
-        self._shared_memory = shared_memory
         self._host = LOOPBACK  # where the ranks meet to form their group
         self._links: list[RankLink] = []
         self._payloads = PayloadMemory()
@@ -56,7 +55,7 @@ class MultiprocessExecutor:
         try:
             args: dict[str, Any] = {}
             if self.size > 1:
-                backend = "nccl" if choose_device(config.device).type == "cuda" else "gloo"
+                backend = "nccl" if self._on_gpus() else "gloo"
                 self._rendezvous = RendezvousServer(self.size, backend, self._host)
                 args["rendezvous"] = to_plain(self._rendezvous.info)
             self._spawn()
@@ -125,8 +124,7 @@ class MultiprocessExecutor:
         self._payloads.close()
 
     def _spawn(self) -> None:
-        on_cpu = choose_device(self._config.device).type == "cpu"
-        shared = self._shared_memory and on_cpu and self.size > 1
+        shared = not self._on_gpus() and self.size > 1
         shared_fd = create_shared(self.size) if shared else None
         try:
             self._spawn_all(shared_fd)
@@ -151,6 +149,9 @@ class MultiprocessExecutor:
                 **self._told(shared_fd),
             }
             link.send(encode(first), 0, None)
+
+    def _on_gpus(self) -> bool:
+        return choose_device(self._config.device).type == "cuda"
 
     def _link(self, rank: int, shared_fd: int | None) -> RankLink:
         threads = self._config.resolved_num_threads

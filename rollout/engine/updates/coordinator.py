@@ -97,7 +97,7 @@ class Coordinator:
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
         self._device, self._devices = device, devices
         self._transports = offered() if transports is None else transports
-        self._host = host_id()  # the ranks' too: they are children of this process
+        self._host = host_id() if engine.one_host else ""  # that of all ranks
         self._dtype = next(iter(self.metadata.values())).dtype
         self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
         self._label: str | None = None

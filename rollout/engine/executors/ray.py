@@ -1,0 +1,217 @@
+"""Ranks as actors of a Ray cluster: tensor parallelism over several machines.
+
+    EngineCore -> RayExecutor == TCP ==> RankActor, a Ray worker with a RankHost, on any node
+
+Ray places the ranks, gives each its devices and ends them. Calls, tensors and replies never pass
+through it: each rank connects to a ``Door`` of the engine's, with a secret that Ray brings it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rollout.config import EngineConfig
+from rollout.distributed import LOOPBACK
+from rollout.distributed.rendezvous import Door, enter
+from rollout.engine.executors.external import ExternalExecutor, RankHost
+from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
+
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of collectives
+_LOOK = 0.2  # seconds between looks at what has become of the ranks that start
+_SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
+# A node without power says nothing: its socket is given up after 5 s of silence and 3 probes.
+_PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+
+
+class RayExecutor(ExternalExecutor):
+    """One actor for each rank, in a placement group: ranks of one node are neighbours.
+
+    Each takes ``num_threads`` CPUs (1 where that is None), and one GPU where the ranks run on
+    them: with ``device="auto"`` wherever the cluster has any. Ray is the one this process is
+    connected to, else that of ``ray_address``. An actor that ends, or whose node does, fails all
+    that is pending with ``WorkerDied``, within about 11 s where the node went silent.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        config = replace(config, num_threads=config.num_threads or 1)
+        super().__init__(config, {}, host=LOOPBACK, one_host=False)
+        self._ray: Any = None
+        self._gpus = False
+        self._placement: Any = None
+        self._actors: list[Any] = []
+
+    def start(self) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        try:
+            self._ray = _connected(self._config.ray_address)
+            self._place(deadline)
+            self._meet(deadline)
+        except BaseException:
+            self.close()
+            raise
+        super().start()
+
+    def close(self) -> None:
+        super().close()
+        for actor in self._actors:
+            with suppress(Exception):  # the cluster may be gone, with all of them
+                self._ray.kill(actor, no_restart=True)
+        if self._placement is not None:
+            with suppress(Exception):
+                self._ray.util.remove_placement_group(self._placement)
+            self._placement = None
+
+    def _on_gpus(self) -> bool:
+        return self._gpus
+
+    # ---- helpers ----
+
+    def _place(self, deadline: float) -> None:
+        """Start the actors, in the order of their ranks."""
+        ray, device = self._ray, self._config.device
+        available = ray.cluster_resources()
+        self._gpus = device == "cuda" or (device == "auto" and available.get("GPU", 0) > 0)
+        each = {"CPU": float(self._config.num_threads or 1), "GPU": float(self._gpus)}
+        bundles = [{name: n for name, n in each.items() if n}] * self.size
+        self._placement = ray.util.placement_group(bundles, strategy="PACK")
+        try:
+            ray.get(self._placement.ready(), timeout=max(deadline - time.monotonic(), 0.01))
+        except ray.exceptions.GetTimeoutError:
+            free = {name: ray.available_resources().get(name, 0.0) for name in bundles[0]}
+            raise DeadlineExceeded(
+                f"Ray found no room for {self.size} ranks with {_named(bundles[0])} each within "
+                f"start_timeout={self._config.start_timeout:g} s; free in the cluster are "
+                f"{_named(free)}: add nodes, or lower tensor_parallel_size or num_threads"
+            ) from None
+        table = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
+        here = ray.get_runtime_context().get_node_id()
+        nodes = [table[index] for index in range(self.size)]
+        self.one_host = all(node == here for node in nodes)
+        self._host = LOOPBACK if self.one_host else str(ray.util.get_node_ip_address())
+        kind = ray.remote(RankActor)
+        for index in _by_node(nodes, here):
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._placement, placement_group_bundle_index=index
+            )
+            self._actors.append(
+                kind.options(
+                    num_cpus=each["CPU"], num_gpus=each["GPU"], max_restarts=0,
+                    scheduling_strategy=strategy, runtime_env={"env_vars": _environment()},
+                ).remote()
+            )  # fmt: skip
+
+    def _meet(self, deadline: float) -> None:
+        """Have every rank connect."""
+        secret = secrets.token_hex(16)
+        door = Door(self._host, secret)
+        try:
+            left = max(deadline - time.monotonic(), 0.01)
+            waiting = [
+                actor.connect.remote(self._host, door.port, secret, rank, left, self._gpus)
+                for rank, actor in enumerate(self._actors)
+            ]
+            while len(self._sockets) < self.size:
+                admitted, _ = door.wait(_LOOK)
+                for sock, rank in admitted:
+                    if rank >= self.size or rank in self._sockets:
+                        sock.close()
+                        continue
+                    _probe(sock)
+                    self._sockets[rank] = sock
+                self._look_after(waiting, deadline)
+        finally:
+            door.close()
+
+    def _look_after(self, waiting: Sequence[Any], deadline: float) -> None:
+        """Raise what keeps a rank from coming."""
+        ray = self._ray
+        if self._closed:
+            raise EngineClosed("the engine was closed while it started")
+        done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+        for reply in done:
+            try:
+                ray.get(reply)
+            except ray.exceptions.RayError as error:
+                rank = waiting.index(reply)
+                raise WorkerDied(f"rank {rank} could not start in Ray: {error}") from error
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(r) for r in range(self.size) if r not in self._sockets)
+            raise DeadlineExceeded(
+                f"rank {missing} did not connect to the engine at {self._host} within "
+                f"start_timeout={self._config.start_timeout:g} s (phase: start); can its node "
+                "reach this one's address?"
+            )
+
+
+class RankActor:
+    """The process that Ray starts for one rank; its engine's calls come over a socket."""
+
+    def connect(
+        self, host: str, port: int, secret: str, rank: int, timeout: float, gpu: bool
+    ) -> None:
+        """Be ``rank`` of the engine at ``host``; returns once it is let in."""
+        sys.setswitchinterval(_SWITCH_INTERVAL)
+        sock = enter(host, port, secret, rank, time.monotonic() + timeout)
+        _probe(sock)
+        # Ray shows a rank its own card alone, as number 0.
+        self._host = RankHost(sock, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+
+
+def _connected(address: str | None) -> Any:
+    """The module ``ray``, connected to a cluster that runs already."""
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigError(
+            f"executor='ray' needs Ray, which cannot be imported ({error}); "
+            "pip install 'rollout[ray]'"
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address or "auto", configure_logging=False, log_to_driver=True)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"executor='ray' found no Ray cluster at {address or 'this machine'} ({error}); "
+                "start one with 'ray start --head', or name its address with ray_address"
+            ) from error
+    return ray
+
+
+def _environment() -> dict[str, str]:
+    """What Ray's own environment on another node cannot know."""
+    passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    return {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # NCCL's watchdog would end the rank at a sender's silence; deadlines abort the update.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        **passed,
+    }
+
+
+def _by_node(nodes: Sequence[str], here: str) -> list[int]:
+    """Bundles so that those of one node are neighbours, the engine's own node first."""
+    order = {node: at for at, node in enumerate(dict.fromkeys([here, *nodes]))}
+    return sorted(range(len(nodes)), key=lambda index: (order[nodes[index]], index))
+
+
+def _probe(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):  # not everywhere but on Linux
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _named(resources: dict[str, float]) -> str:
+    return " and ".join(f"{n:g} {name}" for name, n in resources.items())
