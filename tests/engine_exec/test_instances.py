@@ -6,7 +6,7 @@ from engine_exec.drive_executor import generate, running
 from tiny_models import write_tiny
 
 from rollout.errors import EngineBroken, RolloutError, VersionConflict
-from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.wire.codec import to_plain
 

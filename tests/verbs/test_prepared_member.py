@@ -10,7 +10,7 @@ from proxies import Proxy
 from rollout.errors import UpdateInProgress, VersionConflict
 from rollout.kernels import digest
 from rollout.rpc.client import RolloutClient
-from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import Decision, Seal, UpdateRequest
 from rollout.weights import Box

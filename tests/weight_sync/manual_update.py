@@ -7,7 +7,7 @@ import uuid
 import torch
 
 from rollout.kernels import digest
-from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
 from rollout.weights import Box
 

@@ -17,7 +17,8 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.weight_sync.protocol.bucket import BucketPacker, unpack
+from rollout.weight_sync.protocol.bucket import unpack
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.delta import Committed, encode
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync.trainer import encoder as encodings

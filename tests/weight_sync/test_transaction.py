@@ -26,7 +26,7 @@ from rollout.errors import (
 )
 from rollout.models.config import ModelConfig
 from rollout.testing.faults import Fault, Faulty
-from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.weight_report import check_weights, preflight
 from rollout.weights import Box

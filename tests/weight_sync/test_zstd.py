@@ -11,7 +11,8 @@ from trainer import Trainer, fresh, nudged
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol import zstd
-from rollout.weight_sync.protocol.bucket import BucketPacker, unpack
+from rollout.weight_sync.protocol.bucket import unpack
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.delta import encode
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.wire.codec import from_plain, to_plain

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
-from rollout.weight_sync.protocol.bucket import (
-    ALIGNMENT,
-    BucketPacker,
-    check_size,
-    read_in_place,
-    unpack,
-)
+from rollout.weight_sync.protocol.bucket import ALIGNMENT, check_size, read_in_place, unpack
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weight_sync.transports.inline import InlineReceiver
 from rollout.weights import Box, TensorPiece

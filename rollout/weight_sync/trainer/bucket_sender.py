@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
-from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.delta import CodedDelta
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal, WeightChannel
 from rollout.weight_sync.trainer.sources.base import Piece

@@ -20,7 +20,8 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
-from rollout.weight_sync.protocol.bucket import ALIGNMENT, BucketPacker
+from rollout.weight_sync.protocol.bucket import ALIGNMENT
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.lockstep import Walk, watchdog

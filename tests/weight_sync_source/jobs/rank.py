@@ -16,7 +16,7 @@ from torch import Tensor
 from weight_sync_source.jobs.tiny import ALIASES
 
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.protocol.bucket import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.trainer.sources.base import LocalSource
 from rollout.weight_sync.trainer.sources.detect import detect
 
