@@ -139,6 +139,7 @@ class Engine:
         ]
         self.epoch, self.version, self.broken = 7, 0, None
         self.control = self.counters = self
+        self.one_host = True
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed
         self.held = False
