@@ -37,6 +37,7 @@ _HOME = {
     "Rollout": "api",
     "RolloutError": "errors",
     "SamplingParams": "generation",
+    "ScoreOutput": "generation",
     "Session": "api",
     "SourceFailed": "errors",
     "Trajectory": "api",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from rollout.generation import Logprobs as Logprobs
     from rollout.generation import RequestOutput as RequestOutput
     from rollout.generation import SamplingParams as SamplingParams
+    from rollout.generation import ScoreOutput as ScoreOutput
     from rollout.generation import VersionSpan as VersionSpan
     from rollout.weight_sync.protocol.messages import UpdateReceipt as UpdateReceipt
     from rollout.weight_sync.protocol.messages import WeightInfo as WeightInfo

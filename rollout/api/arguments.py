@@ -16,8 +16,17 @@ OneParams = SamplingParams | Mapping[str, Any]  # a mapping: SamplingParams.from
 Params = OneParams | Sequence[OneParams] | None
 
 
-def as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
-    """One prompt per entry; a list of ids that is too long is refused before its ids are read."""
+def as_prompts(prompts: Any, max_model_len: int, params: Params = None) -> list[AnyPrompt]:
+    """One prompt per entry; a list of ids that is too long is refused before its ids are read.
+
+    Where all ``params`` are of prompts without an answer, no room for one is asked for.
+    """
+    each = params if isinstance(params, Sequence) and params else [params]
+    answerless = all(isinstance(p, SamplingParams) and p.max_tokens == 0 for p in each)
+    return _as_prompts(prompts, max_model_len, answerless=answerless)
+
+
+def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[AnyPrompt]:
     if isinstance(prompts, str | Mapping | ImagePrompt | ContinuedPrompt):
         prompts = [prompts]
     if not isinstance(prompts, Sequence):
@@ -32,15 +41,28 @@ def as_prompts(prompts: Any, max_model_len: int) -> list[AnyPrompt]:
         if isinstance(prompt, ImagePrompt | ContinuedPrompt):
             prompt = prompt.prompt
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        if listed and len(prompt) >= max_model_len:
+        if listed and len(prompt) >= max_model_len + answerless:
+            room = "" if answerless else " and one token at least must fit after it"
             raise PromptTooLong(
-                f"prompt {number} has {len(prompt)} tokens, but max_model_len is {max_model_len} "
-                "and one token at least must fit after it"
+                f"prompt {number} has {len(prompt)} tokens, but max_model_len is {max_model_len}"
+                f"{room}"
             )
         ids = listed and set(map(type, prompt)) <= {int}
         if not isinstance(prompt, str) and not ids:
             raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
     return each
+
+
+def as_completions(completions: Any) -> list[list[int]] | None:
+    """One list of token ids per entry."""
+    if completions is None:
+        return None
+    if isinstance(completions, str) or not isinstance(completions, Sequence):
+        raise InvalidRequest("completions must be a list of lists of token ids, or None")
+    for number, ids in enumerate(completions):
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or set(map(type, ids)) - {int}:
+            raise InvalidRequest(f"completion {number} is not a list of token ids")
+    return [list(ids) for ids in completions]
 
 
 def as_conversations(messages: Any) -> list[Messages]:

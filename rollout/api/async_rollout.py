@@ -14,6 +14,7 @@ from rollout.api.arguments import (
     OneParams,
     Params,
     Prompts,
+    as_completions,
     as_conversations,
     as_ids,
     as_params,
@@ -26,13 +27,18 @@ from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
+    ContinuedPrompt,
     EmbeddingOutput,
+    ImagePrompt,
     RequestOutput,
+    ScoreOutput,
     embed_params,
+    score_params,
+    scored_rows,
 )
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
@@ -193,6 +199,46 @@ class AsyncRollout:
             for output in outputs
         ]
 
+    async def score(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        completions: Sequence[Sequence[int]] | None = None,
+        *,
+        top_logprobs: int = 0,
+        last_n: int | None = None,
+        temperature: float = 1.0,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[ScoreOutput]:
+        """Logprobs of given tokens: of the ids of each prompt's completion; without ``completions``
+        of all tokens of the prompts but the first.
+
+        ``last_n``: of the last so many of those. ``top_logprobs``: of that many of the most likely
+        tokens at each place as well. ``temperature``: the distribution's, in [1e-5, 1e9]. Prompts:
+        texts or lists of ids. They are computed beside what is generated, in the same steps; what
+        comes before the first token that is scored may come from the prefix cache, and needs no
+        logits. ``InvalidRequest`` names a row with nothing to score; ``RequestAborted`` where one
+        was aborted, ``EngineError`` where the weights give NaN.
+        """
+        await self.start()
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidRequest("prompts must be a list of texts or of lists of token ids")
+        each = as_prompts(prompts, self.backend.max_model_len, score_params(0, 0, 1.0))
+        rows, starts = scored_rows(await self._ids_of(each), as_completions(completions), last_n)
+        params = [score_params(top_logprobs, start, temperature) for start in starts]
+        outputs = await self.generate(rows, params, request_ids=request_ids)
+        return [ScoreOutput.of(output) for output in outputs]
+
+    async def _ids_of(self, prompts: Sequence[AnyPrompt]) -> list[list[int]]:
+        found: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                found.append(await self.backend.tokenize(prompt))
+            elif isinstance(prompt, ImagePrompt | ContinuedPrompt):
+                raise InvalidRequest("score takes texts and lists of token ids, no images")
+            else:
+                found.append(list(prompt))
+        return found
+
     async def stream(
         self, prompt: AnyPrompt | Mapping[str, Any], params: OneParams | None = None
     ) -> AsyncGenerator[RequestOutput]:
@@ -212,7 +258,7 @@ class AsyncRollout:
     ) -> Outputs:
         """(index of the prompt, output) as they come; with ``stream`` cumulative ones."""
         await self.start()
-        each = as_prompts(prompts, self.backend.max_model_len)
+        each = as_prompts(prompts, self.backend.max_model_len, params)
         ids, many = as_ids(request_ids, len(each)), as_params(params, len(each))
         outputs = self.backend.generate(each, many, ids, stream=stream)
         async with aclosing(outputs):

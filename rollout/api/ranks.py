@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from rollout.api.arguments import Params, Prompts
+from rollout.api.arguments import Params, Prompts, as_completions
 from rollout.api.async_rollout import AsyncRollout
 from rollout.api.backend import Backend
 from rollout.api.rank_calls import RankCalls
@@ -35,7 +35,15 @@ from rollout.errors import (
     EngineClosed,
     RolloutError,
 )
-from rollout.generation import EmbeddingOutput, RequestOutput, SamplingParams, embed_params
+from rollout.generation import (
+    EmbeddingOutput,
+    RequestOutput,
+    SamplingParams,
+    ScoreOutput,
+    embed_params,
+    score_params,
+    scored_rows,
+)
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import Messages, output_from_proto, output_to_proto
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
@@ -143,6 +151,26 @@ class ColocatedRollout:
             EmbeddingOutput.of(output, normalize=normalize, dimensions=dimensions)
             for output in self._outputs("embed", said, act, timeout)
         ]
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]] | None = None,
+        *,
+        top_logprobs: int = 0,
+        last_n: int | None = None,
+        temperature: float = 1.0,
+        timeout: float = CALL_TIMEOUT,
+    ) -> list[ScoreOutput]:
+        """As ``Rollout.score``, of prompts that are lists of ids: the same on every rank."""
+
+        def act() -> list[RequestOutput]:
+            rows, starts = scored_rows(prompts, as_completions(completions), last_n)
+            params = [score_params(top_logprobs, start, temperature) for start in starts]
+            return self._generated(lambda r: r.generate(rows, params), timeout)
+
+        said = [prompts, completions, top_logprobs, last_n, temperature]
+        return [ScoreOutput.of(output) for output in self._outputs("score", said, act, timeout)]
 
     # ---- weights ----
 

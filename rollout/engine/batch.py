@@ -27,9 +27,9 @@ def encode_batch(
 
     A batch with ``previous_rows`` is encoded while the step before it runs, by what its sequences
     will be when that step is booked; the ranks put the tokens in. Rows of logits: first one per
-    entry that samples, then the prompt positions that are scored, both in the order of the entries.
-    ``hidden_rows``, where there are any: those that bring their hidden states, and ``hidden_sums``:
-    to which sum each of them is added, one for each sequence.
+    entry that samples, then the prompt positions that are scored, then those that bring hidden
+    states alone, all in the order of the entries. ``hidden_sums``, where there are any: to which
+    sum each of these is added.
     """
     entries = batch.entries
     count = len(entries)
@@ -45,8 +45,10 @@ def encode_batch(
     positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owner]
     tables = _block_tables(sequences)
     pages = tables[owner, positions // block_size].astype(np.int64)
-    samples = starts + new == known
-    scored, targets, scored_top = _prompt_rows(entries, query_starts)
+    draws = np.fromiter((s.draws for s in sequences), np.bool_, count)
+    samples = draws & (starts + new == known)
+    scored, targets, scored_settings = _prompt_rows(entries, query_starts)
+    hidden, sums = _hidden_rows(entries, query_starts)
     arrays = {
         "input_ids": np.full(count, -1) if coming else _input_ids(entries, int(query_starts[-1])),
         "positions": _turning(entries, positions, query_starts),
@@ -54,38 +56,34 @@ def encode_batch(
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + new).astype(np.int32),
         "block_tables": tables,
-        "logit_rows": np.concatenate([query_starts[1:][samples] - 1, scored]),
+        "logit_rows": np.concatenate([query_starts[1:][samples] - 1, scored, hidden]),
     }
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
     drawing = [sequences[i] for i in np.flatnonzero(samples)]
-    tensors |= _hidden_rows(entries, samples)
+    if len(sums):
+        tensors["hidden_sums"] = torch.from_numpy(sums)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
-    tensors |= SamplingMetadata.of(drawing, coming, targets, scored_top).tensors()
+    tensors |= SamplingMetadata.of(drawing, coming, targets, scored_settings).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
 
 
-def _hidden_rows(entries: list[ScheduledEntry], samples: NDArray[np.bool_]) -> dict[str, Tensor]:
-    """Of the rows of logits, first those that draw, then those that score prompts."""
-    rows: list[int] = []
-    sums: list[int] = []
-    scored, count = int(samples.sum()), 0
-    drawn = np.cumsum(samples) - 1
-    for entry, row, draws in zip(entries, drawn.tolist(), samples.tolist(), strict=True):
-        parts = len(entry.prompt_rows)
-        if entry.brings_hidden_state:
-            mean = entry.sequence.params.pooling == "mean"
-            own = [*range(scored, scored + parts)] if mean else []
-            own += [row] if draws else []
-            rows += own
-            sums += [count] * len(own)
-            count += 1
-        scored += parts
-    if not rows:
-        return {}
-    return {"hidden_rows": torch.tensor(rows), "hidden_sums": torch.tensor(sums)}
+def _hidden_rows(entries: list[ScheduledEntry], query_starts: Ints) -> tuple[Ints, Ints]:
+    """Rows of the step's tokens that bring hidden states, and the sum that each goes into."""
+    rows: list[NDArray[Any]] = [np.empty(0, np.int64)]
+    sums: list[NDArray[Any]] = [np.empty(0, np.int64)]
+    count = 0
+    for i, entry in enumerate(entries):
+        if not entry.sequence.params.hidden_state:
+            continue
+        wanted, parts = entry.hidden_positions, entry.num_hidden
+        rows.append(np.arange(wanted.start, wanted.stop) - entry.start + query_starts[i])
+        one = np.full(len(wanted), count)
+        sums.append(np.arange(count, count + parts) if parts == len(wanted) else one)
+        count += parts
+    return np.concatenate(rows), np.concatenate(sums)
 
 
 def decode_batch(
@@ -171,16 +169,21 @@ def _input_ids(entries: list[ScheduledEntry], total: int) -> Ints:
     return np.fromiter(ids, np.int64, total)
 
 
-def _prompt_rows(entries: list[ScheduledEntry], query_starts: Ints) -> tuple[Ints, Ints, list[int]]:
-    """Rows of the step's tokens that score a prompt token, those tokens, and their num_top."""
+def _prompt_rows(
+    entries: list[ScheduledEntry], query_starts: Ints
+) -> tuple[Ints, Ints, list[tuple[int, float]]]:
+    """Rows of the step's tokens that score a prompt token, those tokens, and of each how many
+    alternatives it brings at which temperature.
+    """
     rows: list[NDArray[Any]] = [np.empty(0, np.int64)]
     targets: list[int] = []
-    top: list[int] = []
+    settings: list[tuple[int, float]] = []
     for i, entry in enumerate(entries):
-        if entry.sequence.params.prompt_logprobs is None:
+        params = entry.sequence.params
+        if params.prompt_logprobs is None:
             continue
         wanted = entry.prompt_rows
         rows.append(np.arange(wanted.start, wanted.stop) - entry.start + query_starts[i])
-        targets += entry.sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
-        top += [entry.sequence.params.prompt_logprobs] * len(wanted)
-    return np.concatenate(rows), np.array(targets, np.int64), top
+        targets += entry.sequence.scored_tokens(wanted)
+        settings += [(params.prompt_logprobs, params.prompt_temperature)] * len(wanted)
+    return np.concatenate(rows), np.array(targets, np.int64), settings

@@ -53,7 +53,8 @@ class PrefixHit(NamedTuple):
 class BlockManager:
     """Bookkeeping of ``num_blocks`` pages of ``block_size`` positions; touches no tensor.
 
-    A prefix hit never covers a sequence's last token, so that at least one is computed. Only
+    A prefix hit never covers a sequence's last token, so that at least one is computed, nor what
+    follows ``Sequence.cacheable`` positions: their logits are wanted. Only
     blocks whose whole chain, from position 0 on, was computed by one version are hashed.
     ``states``: of a model that has recurrent states, too; a sequence has both or neither.
     """
@@ -112,11 +113,11 @@ class BlockManager:
         """The cached blocks of the longest known prefix; tokens are compared after each hit."""
         hits: list[int] = []
         digests: list[bytes] = []
-        if not self.prefix_caching or seq.needs_prompt_logprobs or seq.block_table:
+        if not self.prefix_caching or seq.block_table:
             return PrefixHit(hits)
         parent = self._root
         size = self.block_size
-        for start in range(0, seq.num_tokens - size, size):
+        for start in range(0, seq.cacheable - size + 1, size):
             tokens = seq.cache_ids(start, start + size)
             digest = _chain(parent, tokens)
             block_id = self._by_hash.get(digest)

@@ -128,7 +128,10 @@ class InputProcessor:
         ]
 
     def _sample(self, request: Request, index: int, stream: bool) -> Sample:
-        params, prompt = request.params, request.prompt_token_ids
+        params, prompt, target = request.params, request.prompt_token_ids, None
+        if params.max_tokens == 0 and not (params.hidden_state or request.images):
+            *_, target = prompt
+            prompt = prompt[:-1]  # nothing is wanted of where its last token is
         longest = self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
@@ -144,6 +147,7 @@ class InputProcessor:
             params=params,
             seed=seed,
             prompt_token_ids=prompt,
+            target=target,
             max_len=longest,
             stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
             bad_words=request.bad_words or (),
@@ -208,8 +212,13 @@ class InputProcessor:
             raise InvalidRequest(f"{name}: all its samples have finished")
 
     def _check_length(self, request: Request) -> None:
-        length = len(request.prompt_token_ids)
-        if length >= self._max_model_len:
+        length, answerless = len(request.prompt_token_ids), request.params.max_tokens == 0
+        if length > self._max_model_len and answerless:
+            raise PromptTooLong(
+                f"request {request.request_id!r}: the sequence has {length} tokens, but "
+                f"max_model_len is {self._max_model_len}"
+            )
+        if length >= self._max_model_len and not answerless:
             raise PromptTooLong(
                 f"request {request.request_id!r}: the prompt has {length} tokens, but "
                 f"max_model_len is {self._max_model_len} and one token at least must fit after it"
@@ -244,6 +253,17 @@ class InputProcessor:
             )
 
     def _check_alternatives(self, request: Request) -> None:
+        params, length = request.params, len(request.prompt_token_ids)
+        if params.prompt_logprobs is not None and params.prompt_logprobs_start > length:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: prompt_logprobs_start is "
+                f"{params.prompt_logprobs_start}, but the prompt has {length} tokens"
+            )
+        if params.max_tokens == 0 and length < 2 and not params.hidden_state:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: the first token of a sequence has no logprob: "
+                "there is nothing to score"
+            )
         if request.params.hidden_state and not self._hidden_states:
             raise InvalidRequest(
                 f"request {request.request_id!r}: this model gives no hidden states: it has a "

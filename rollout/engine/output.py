@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import isnan
 
+from torch import Tensor
+
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.score_builder import ScoreBuilder
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.engine.tokenizer import Detokenizer
 from rollout.errors import EngineError
@@ -74,27 +77,30 @@ class Snapshot:
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: list[dict[int, float] | None] | None
-    num_scored: int  # entries of ``prompt_logprobs`` that were there
+    scores: ScoreBuilder | None
+    num_scored: int  # entries of ``scores`` that were there
     samples: tuple[SampleSnapshot, ...]
     finished: bool
     num_cached_tokens: int
     epoch: int
     hidden_state: list[float] | None
+    answered: bool  # whether tokens follow the prompt
 
     def output(self) -> RequestOutput:
         """Everything up to then, cumulative; its lists belong to the caller."""
-        scored, hidden = self.prompt_logprobs, self.hidden_state
+        hidden, ids = self.hidden_state, list(self.prompt_token_ids)
+        scores = None if self.scores is None else self.scores.packed(self.num_scored)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
-            prompt_logprobs=None if scored is None else scored[: self.num_scored],
+            prompt_token_ids=ids,
+            prompt_logprobs=scores.rows(ids) if scores is not None and self.answered else None,
             outputs=[sample.completion() for sample in self.samples],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             epoch=self.epoch,
             hidden_state=None if hidden is None else list(hidden),
+            scores=None if self.answered else scores,
         )
 
 
@@ -165,6 +171,10 @@ class Sample:
             self.text.feed(() if self.stepwise else self.sequence.output_token_ids, final=True)
         self.sequence.finish_reason = "stop"
 
+    def end_answerless(self) -> None:
+        """No token was wanted: its prompt is computed."""
+        self._end("length", None)
+
     def end_for_nan(self) -> None:
         """Nothing can be drawn: the logits are no numbers."""
         self._end("error", None)
@@ -227,18 +237,19 @@ class RequestState:
     def snapshot(self, epoch: int, live: int) -> Snapshot:
         """Everything so far; copies no list."""
         first = self.samples[0].sequence
-        scored = first.prompt_logprobs
+        scores = first.scores
         return Snapshot(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            prompt_logprobs=scored,
-            num_scored=len(scored or ()),
+            scores=scores,
+            num_scored=0 if scores is None else scores.length,
             samples=tuple(sample.snapshot(live) for sample in self.samples),
             finished=self.num_open == 0,
             num_cached_tokens=max(first.num_cached_tokens, 0),
             epoch=epoch,
             hidden_state=first.hidden_state,
+            answered=first.draws,
         )
 
 
@@ -287,11 +298,11 @@ class OutputProcessor:
             batch, output = _of_the_running(batch, output)
         drawing = [entry.sequence for entry in batch.entries if entry.samples]
         if output.hidden is not None:
-            wanting = [entry for entry in batch.entries if entry.brings_hidden_state]
-            for entry, hidden in zip(wanting, output.hidden.numpy(), strict=True):
-                entry.sequence.take_hidden(hidden, last=entry.samples)
-        self._book_prompt_logprobs(batch, output)
+            self._book_hidden(batch, output.hidden)
+        if len(output.processed) < len(output.tokens):
+            self._book_scores(batch, output)
         self._scheduler.advance(batch)
+        self._end_answerless(batch)
         now, no_tokens = time.monotonic(), self._counters.nan_logits
         columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)
         drawn = zip(*(column[: len(drawing)].tolist() for column in columns), strict=True)
@@ -384,16 +395,34 @@ class OutputProcessor:
             if not _deliver(state.call, snapshot):
                 self._drop(state.call)
 
-    def _book_prompt_logprobs(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
+    def _book_hidden(self, batch: ScheduledBatch, hidden: Tensor) -> None:
+        states, first = hidden.numpy(), 0
+        for entry in batch.entries:
+            if stop := entry.num_hidden:
+                last = entry.stop >= entry.sequence.prompt_len
+                entry.sequence.take_hidden(states[first : first + stop], last)
+                first += stop
+
+    def _book_scores(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
         first = len(output.processed)
-        if first == len(output.tokens):
-            return
         for entry in batch.entries:
             stop, seq = first + len(entry.prompt_rows), entry.sequence
-            if seq.prompt_logprobs is not None:
-                count = seq.params.prompt_logprobs or 0
-                seq.prompt_logprobs += [output.top(row, count) for row in range(first, stop)]
+            if stop > first and seq.scores is not None:
+                seq.scores.add(output, first, stop)
             first = stop
+
+    def _end_answerless(self, batch: ScheduledBatch) -> None:
+        """End the samples of prompts that are computed, and have no answer."""
+        for entry in batch.entries:
+            seq = entry.sequence
+            if seq.draws or seq.num_computed < seq.num_tokens or seq.seq_id not in self._samples:
+                continue
+            state, sample = self._samples[seq.seq_id]
+            if seq.scores is not None and seq.scores.is_nan:
+                self._end_for_nan(state, sample, batch.version)
+                continue
+            sample.end_answerless()
+            self._close(state, sample)
 
     def _end_for_nan(self, state: RequestState, sample: Sample, version: int) -> None:
         if self._nan_version != version:  # a line for each version, not for each sample

@@ -335,7 +335,7 @@ class InFlightPrefixes:
     def __init__(self, blocks: BlockManager, running: list[Sequence]) -> None:
         self._blocks = blocks
         self._by_next: dict[bytes, Sequence] = {}
-        self._covered: set[tuple[int, ...]] = set()  # what need not be looked up again
+        self._covered: set[tuple[int, ...]] = set()  # what need not be looked up again, to where
         for seq in running:
             self.add(seq)
 
@@ -348,8 +348,8 @@ class InFlightPrefixes:
 
     def look_up(self, seq: Sequence) -> PrefixHit | None:
         """What the cache has of ``seq``; None: half of the rest or more is being computed."""
-        tokens = seq.cache_ids()
-        if tokens in self._covered and not (seq.block_table or seq.needs_prompt_logprobs):
+        tokens = seq.cache_ids(0, seq.cacheable)
+        if tokens in self._covered and not seq.block_table:
             return None
         found = self._blocks.find(seq)
         other = self._by_next.get(found.missing)
@@ -359,15 +359,15 @@ class InFlightPrefixes:
         return None
 
     def _shares_half(self, seq: Sequence, other: Sequence, blocks: int) -> bool:
-        """Of what follows ``blocks`` blocks that both have."""
+        """Of what follows ``blocks`` blocks that both have, and may be found."""
         size = self._blocks.block_size
         shared = found = blocks * size
-        last = min(seq.num_tokens - 1, other.num_tokens)
+        last = min(seq.cacheable, other.num_tokens)
         while shared + size <= last and seq.cache_ids(shared, shared + size) == other.cache_ids(
             shared, shared + size
         ):
             shared += size
-        return 2 * (shared - found) >= seq.num_tokens - found
+        return 2 * (shared - found) > seq.cacheable - found
 
 
 def _top(heap: list[tuple[int, Sequence]]) -> Sequence | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.images.positions import ImagePositions
+from rollout.engine.score_builder import ScoreBuilder
 from rollout.engine.snapshot import Snapshot
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 
@@ -32,8 +33,10 @@ class Sequence:
     prompt with images. ``seed`` is already this
     sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
-    output token; ``prompt_logprobs``, where asked for, one per prompt position computed so far
-    plus the leading None. ``hidden_state``: of the prompt's last token, once it is computed.
+    output token; ``scores``, where asked for, one per prompt position computed so far, from the
+    first that is wanted on. ``target``: the token after the last one that is computed, of a prompt
+    that is scored and not answered; ``draws``: whether tokens follow the prompt at all.
+    ``hidden_state``: of the prompt's last token, once it is computed, or of all of them.
 
     Of a model with recurrent states: ``state_slot`` is this sequence's while it runs,
     ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
@@ -51,9 +54,11 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     bad_words: ReadOnly[tuple[int, ...]] = ()
     image_positions: ImagePositions | None = None
+    target: int | None = None
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
+    draws: bool = field(init=False)
     _prompt_cache_ids: list[int] = field(init=False)
     mask: NDArray[np.int32] | None = None  # over the next token, by its grammar
     status: Status = Status.WAITING
@@ -74,9 +79,9 @@ class Sequence:
     processed: list[float] = field(default_factory=list)
     log_kept_mass: list[float] = field(default_factory=list)
     top: list[dict[int, float]] | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    scores: ScoreBuilder | None = None
     hidden_state: list[float] | None = None
-    hidden_sum: NDArray[np.float32] | None = None  # over the prompt so far, for their mean
+    hidden_part: NDArray[np.float32] | None = None  # of the prompt so far: a sum, or one by one
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -88,9 +93,15 @@ class Sequence:
         self._prompt_cache_ids = [] if placed is None else placed.cache_ids(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
+        self.draws = params.max_tokens != 0
         self.top = None if params.logprobs is None else []
+        self._begin_scores()
+
+    def _begin_scores(self) -> None:
+        params = self.params
         if params.prompt_logprobs is not None and self.index == 0:
-            self.prompt_logprobs = [None]
+            start = max(params.prompt_logprobs_start, 1)
+            self.scores = ScoreBuilder(start, params.prompt_logprobs)
 
     @property
     def reads_tokens(self) -> bool:
@@ -127,16 +138,38 @@ class Sequence:
         return self.token_ids[self.prompt_len :]
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        """Whether logits of prompt positions are still wanted; then none may come from a cache."""
-        got = self.prompt_logprobs
-        return got is not None and len(got) < self.prompt_len
+    def scored_positions(self) -> range:
+        """Those whose logits give the logprob of the token after each."""
+        if self.scores is None:
+            return range(0)
+        stop = self.prompt_len - (self.target is None)
+        return range(min(self.scores.start - 1, stop), stop)
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether logits of prompt positions are still wanted."""
+        return self.scores is not None and self.scores.length < len(self.scored_positions)
+
+    @property
+    def cacheable(self) -> int:
+        """How many leading positions may come from a cache: the others have to be computed."""
+        most = self.num_tokens - 1
+        if self.needs_hidden_state and self.params.pooling != "last":
+            return 0
+        if self.needs_hidden_state:
+            most = min(most, self.prompt_len - 1)
+        return min(most, self.scored_positions.start) if self.needs_scores else most
+
+    def scored_tokens(self, positions: range) -> list[int]:
+        """The tokens after ``positions``."""
+        found = self.token_ids[positions.start + 1 : positions.stop + 1]
+        if len(found) < len(positions) and self.target is not None:
+            found.append(self.target)
+        return found
 
     @property
     def needs_hidden_state(self) -> bool:
-        """Whether the next row that draws has to bring its hidden state, too; for a mean those
-        before it as well.
-        """
+        """Whether hidden states of the prompt are still wanted."""
         return self.params.hidden_state and self.index == 0 and self.hidden_state is None
 
     def staleness(self, live: int) -> int:
@@ -144,14 +177,19 @@ class Sequence:
         oldest = self.weight_versions.oldest
         return 0 if oldest is None else max(live - oldest, 0)
 
-    def take_hidden(self, state: NDArray[np.float32], last: bool) -> None:
-        """What a step brought: one hidden state, or the sum of those of its part of the prompt."""
-        if self.hidden_sum is not None:
-            state = self.hidden_sum + state
-        self.hidden_sum = None if last else state
+    def take_hidden(self, states: NDArray[np.float32], last: bool) -> None:
+        """What a step brought of its part of the prompt: its last hidden state or their sum [1,
+        size], or all of them.
+        """
+        pooling = self.params.pooling
+        if self.hidden_part is not None and pooling == "mean":
+            states = self.hidden_part + states
+        elif self.hidden_part is not None:
+            states = np.concatenate([self.hidden_part, states])
+        self.hidden_part = None if last else states
         if last:
-            mean = self.params.pooling == "mean"
-            self.hidden_state = (state / self.prompt_len if mean else state).tolist()
+            found = states / self.prompt_len if pooling == "mean" else states
+            self.hidden_state = found.ravel().tolist()
 
     def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
         """Add one sampled token, whose logits the weights of ``version`` gave."""
@@ -175,9 +213,9 @@ class Sequence:
         self.block_table = []
         self.hashed_blocks = 0
         self.chain_hash = b""
-        if self.needs_prompt_logprobs:
-            self.prompt_logprobs = [None]
-            self.hidden_sum = None
+        if self.needs_scores:
+            self._begin_scores()
+        self.hidden_part = None
 
     def __repr__(self) -> str:
         return (
@@ -205,27 +243,36 @@ class ScheduledEntry:
     def samples(self) -> bool:
         """Whether the step reaches the end of the known tokens and so draws the next one."""
         seq = self.sequence
-        return seq.num_computed + self.num_new == len(seq.token_ids)
+        return seq.draws and seq.num_computed + self.num_new == len(seq.token_ids)
 
     @property
     def draws_alone(self) -> bool:
         """Whether the step draws a token of this sequence, and brings nothing else."""
         seq = self.sequence
-        return self.samples and not (seq.needs_prompt_logprobs or seq.needs_hidden_state)
+        return self.samples and not (seq.needs_scores or seq.needs_hidden_state)
 
     @property
-    def brings_hidden_state(self) -> bool:
-        """Whether the step brings a hidden state of this sequence, or a part of their mean."""
+    def hidden_positions(self) -> range:
+        """Positions whose hidden states the step brings; mostly empty."""
         seq = self.sequence
-        parts = self.prompt_rows if seq.params.pooling == "mean" else ()
-        return seq.needs_hidden_state and (self.samples or len(parts) > 0)
+        if not seq.needs_hidden_state:
+            return range(0)
+        first = seq.prompt_len - 1 if seq.params.pooling == "last" else 0
+        return range(max(self.start, first), min(self.stop, seq.prompt_len))
+
+    @property
+    def num_hidden(self) -> int:
+        """As how many rows they come: one by one, or as one sum."""
+        count = len(self.hidden_positions)
+        return count if self.sequence.params.pooling == "all" else min(count, 1)
 
     @property
     def prompt_rows(self) -> range:
         """Positions whose logits give prompt logprobs (of the token after each); mostly empty."""
-        if not self.sequence.needs_prompt_logprobs:
+        if not self.sequence.needs_scores:
             return range(0)
-        return range(self.start, min(self.stop, self.sequence.prompt_len - 1))
+        wanted = self.sequence.scored_positions
+        return range(max(self.start, wanted.start), min(self.stop, wanted.stop))
 
 
 @dataclass(slots=True)

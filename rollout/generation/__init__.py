@@ -12,6 +12,7 @@ from rollout.generation.outputs import (
     RequestOutput,
     VersionSpan,
 )
+from rollout.generation.packed_scores import PackedScores
 from rollout.generation.sampling_params import (
     GREEDY_BELOW,
     TOKEN_PARAMS,
@@ -21,6 +22,7 @@ from rollout.generation.sampling_params import (
     Request,
     SamplingParams,
 )
+from rollout.generation.scores import ScoreOutput, score_params, scored_rows
 
 __all__ = [
     "CUT_SHORT",
@@ -35,12 +37,16 @@ __all__ = [
     "EmbeddingOutput",
     "ImagePrompt",
     "Logprobs",
+    "PackedScores",
     "PatchedImage",
     "PlacedImage",
     "PromptInput",
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "VersionSpan",
     "embed_params",
+    "score_params",
+    "scored_rows",
 ]

@@ -11,13 +11,9 @@ from rollout.errors import EngineError, InvalidRequest, RequestAborted
 from rollout.generation.outputs import NAN_LOGITS, RequestOutput, VersionSpan
 from rollout.generation.sampling_params import SamplingParams
 
-# A step that reaches the prompt's end draws a token in any case; this one is thrown away. Its seed
-# is given, so that those of other requests are what they would be without it.
-EMBED = SamplingParams(
-    max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False, hidden_state=True
-)
-# All of the prompt's positions are computed, none is found in the prefix cache.
-POOLINGS = {"last": EMBED, "mean": replace(EMBED, pooling="mean", prompt_logprobs=0)}
+# Its seed is given, so that those of other requests are what they would be without it.
+EMBED = SamplingParams(max_tokens=0, seed=0, detokenize=False, hidden_state=True)
+POOLINGS = {"last": EMBED, "mean": replace(EMBED, pooling="mean")}
 
 
 def embed_params(pooling: str) -> SamplingParams:
@@ -73,7 +69,7 @@ class EmbeddingOutput:
             request_id=output.request_id,
             embedding=values,
             prompt_token_ids=output.prompt_token_ids,
-            weight_version=completion.weight_versions[0].version,
+            weight_version=completion.kv_spans[-1].version,
             kv_spans=completion.kv_spans,
             num_cached_tokens=output.num_cached_tokens,
             epoch=output.epoch,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollout.generation.packed_scores import PackedScores
+
 NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 MAX_STALENESS = "max_staleness"  # the stop_reason of a sample that ended for its age
 
@@ -75,9 +77,10 @@ class RequestOutput:
     """A prompt and all its samples so far; ``epoch`` says in which engine life versions count.
 
     ``prompt_logprobs``: None, or one entry per prompt token: None for the first, then the raw
-    logprobs of that token and of the most likely ones. ``hidden_state``: None, or what the model's
-    last norm gave for the prompt's last token, [hidden size] float32, by the weights of the first
-    output token.
+    logprobs of that token and of the most likely ones, and None for those before
+    ``prompt_logprobs_start``. ``scores``: the same of a request with max_tokens=0, in its place.
+    ``hidden_state``: None, or what the model's last norm gave for the prompt's last token, [hidden
+    size] float32, by the weights that computed its KV; with pooling "all" of one after the other.
     """
 
     request_id: str
@@ -89,3 +92,4 @@ class RequestOutput:
     num_cached_tokens: int
     epoch: int = 0
     hidden_state: list[float] | None = None
+    scores: PackedScores | None = None

@@ -203,8 +203,9 @@ class SamplingParams:
     )
     max_tokens: int | None = _param(
         16,
-        _whole(1, MAX_INT, "at least 1, in 64 bits", none=True),
-        "longest answer in tokens; none: up to max_model_len",
+        _whole(0, MAX_INT, "at least 0, in 64 bits", none=True),
+        "longest answer in tokens; none: up to max_model_len; 0: no token is drawn, which needs "
+        "`prompt_logprobs` or `hidden_state`",
     )
     logprobs: int | None = _param(
         None,
@@ -215,6 +216,16 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = _param(
         None, _count, "the same for the prompt's tokens", served=False
+    )
+    prompt_logprobs_start: int = _param(
+        0,
+        _whole(0, MAX_INT, "at least 0, in 64 bits"),
+        "the first token of the prompt that has some; what comes before it may be found in the "
+        "prefix cache",
+        served=False,
+    )
+    prompt_temperature: float = _param(
+        1.0, _number("[1e-5, 1e9]"), "of `prompt_logprobs`, in [1e-5, 1e9]", served=False
     )
     min_version: int | None = _param(
         None,
@@ -238,9 +249,9 @@ class SamplingParams:
     )
     pooling: str = _param(
         "last",
-        _one_of("last", "mean"),
-        "which `hidden_state`: of the prompt's last token, or the mean over all of them, which are "
-        "computed then and need `prompt_logprobs`",
+        _one_of("last", "mean", "all"),
+        "which `hidden_state`: of the prompt's last token, the mean over all of them, or each of "
+        "them, which are all computed then",
         served=False,
     )
     detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", served=False)
@@ -294,10 +305,24 @@ class SamplingParams:
             raise InvalidRequest(
                 "min_tokens cannot be combined with structured_outputs, which say when to stop"
             )
-        if self.pooling == "mean" and (not self.hidden_state or self.prompt_logprobs is None):
-            raise InvalidRequest('pooling "mean" needs hidden_state=True and prompt_logprobs (0)')
+        if self.pooling != "last" and not self.hidden_state:
+            raise InvalidRequest(f'pooling "{self.pooling}" needs hidden_state=True')
+        if self.max_tokens == 0:
+            self._check_answerless()
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids instead")
+
+    def _check_answerless(self) -> None:
+        if self.prompt_logprobs is None and not self.hidden_state:
+            raise InvalidRequest(
+                "max_tokens must be at least 1, or None, but for a request that has "
+                "prompt_logprobs or hidden_state, got 0"
+            )
+        if self.n > 1 or self.logprobs is not None or self.structured_outputs is not None:
+            raise InvalidRequest(
+                "with max_tokens 0 there is no answer: n, logprobs and structured_outputs have "
+                "nothing to say"
+            )
 
 
 TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"] in _OF_TOKENS)

@@ -93,12 +93,17 @@ class CausalLM(Model):
         call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces (3 x where q and
         k are normalised over the heads of all ranks), and one all-gather of the logits.
         """
-        return self.with_hidden_states(batch, kv)[0]
+        return self.logits(self.hidden_states(batch, kv))
+
+    def with_hidden_states(
+        self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
+    ) -> tuple[Tensor, Tensor]:
+        states = self.hidden_states(batch, kv)
+        return self.logits(states[:count]), states
 
     @torch.no_grad()
-    def with_hidden_states(
-        self, batch: ForwardBatch, kv: Sequence[LayerKV]
-    ) -> tuple[Tensor, Tensor]:
+    def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``."""
         turns = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
@@ -118,11 +123,14 @@ class CausalLM(Model):
             x, residual = self.model(x, [turns[i] for i in self.rotary_of], batches, kv)
         rows = batch.logit_rows
         x, _ = self.model.norm.add(x[rows], residual[rows])
-        return self._finish(self.head.logits(x)), x
+        return x
 
-    def _finish(self, logits: Tensor) -> Tensor:
-        """Logits times their factor, under their cap."""
-        config = self.config
+    @torch.no_grad()
+    def logits(self, states: Tensor) -> Tensor:
+        """Of some of the rows of ``hidden_states``, times their factor, under their cap; one
+        all-gather.
+        """
+        config, logits = self.config, self.head.logits(states)
         if config.logits_scale != 1:
             logits = logits * config.logits_scale
         if config.logits_softcap:

@@ -45,9 +45,9 @@ class ComponentModels(Model):
         return logits
 
     def with_hidden_states(
-        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+        self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
     ) -> tuple[Tensor, Tensor]:
-        return self.policy.with_hidden_states(batch, kv)
+        return self.policy.with_hidden_states(batch, kv, count)
 
     def empty_like(self) -> Self:
         fresh = {name: model.empty_like() for name, model in self._models.items()}

@@ -56,10 +56,11 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def with_hidden_states(
-        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+        self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
     ) -> tuple[Tensor, Tensor]:
-        """The logits of ``forward``, and [rows, hidden size] what they are made of, after the last
-        norm, whole on every rank. Where ``gives_hidden_states``; in lockstep, as ``forward``.
+        """The logits of ``forward`` of the first ``count`` rows, and [rows, hidden size] what those
+        of all rows are made of, after the last norm, whole on every rank. Where
+        ``gives_hidden_states``; in lockstep, as ``forward``.
         """
         raise NotImplementedError
 

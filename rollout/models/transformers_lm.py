@@ -74,7 +74,7 @@ class TransformersCausalLM(Model):
         return self._logits(batch.input_ids, batch.positions, batch.logit_rows)
 
     def with_hidden_states(
-        self, batch: ForwardBatch, kv: Sequence[LayerKV]
+        self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
     ) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
         body: Any = self.inner
@@ -82,7 +82,7 @@ class TransformersCausalLM(Model):
             lambda module, args, out: seen.append(out.last_hidden_state[0])
         )
         try:
-            logits = self(batch, kv)
+            logits = self(replace(batch, logit_rows=batch.logit_rows[:count]), kv)
         finally:
             hook.remove()
         return logits, seen[0][batch.logit_rows]

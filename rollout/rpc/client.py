@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -114,6 +115,8 @@ class RolloutClient:
                 raise InvalidRequest(
                     f"the service at {self.address} is of a version without {feature} prompts"
                 )
+        if "score" not in self.features:
+            params = [self._answered(one) for one in params]
         request = pb.GenerateRequest(
             prompts=map(prompt_to_proto, prompts, request_ids),
             params=map(params_to_proto, params),
@@ -333,6 +336,17 @@ class RolloutClient:
             channel.close()
 
     # ---- helpers ----
+
+    def _answered(self, params: SamplingParams) -> SamplingParams:
+        """For a service that draws a token in any case; an embedding is beside it."""
+        if params.max_tokens != 0:
+            return params
+        if params.prompt_logprobs is not None or params.pooling == "all":
+            raise InvalidRequest(
+                f"the service at {self.address} is of a version that scores nothing"
+            )
+        scored = 0 if params.pooling == "mean" else None
+        return replace(params, max_tokens=1, ignore_eos=True, prompt_logprobs=scored)
 
     async def _outputs(
         self, method: Callable[[], Any], request: Any

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
+import numpy as np
+
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import (
     AnyPrompt,
@@ -19,6 +21,7 @@ from rollout.generation import (
     ContinuedPrompt,
     ImagePrompt,
     Logprobs,
+    PackedScores,
     RequestOutput,
     SamplingParams,
     VersionSpan,
@@ -129,6 +132,7 @@ def output_to_proto(output: RequestOutput) -> Any:
         num_cached_tokens=output.num_cached_tokens,
         epoch=output.epoch,
         hidden_state=output.hidden_state or (),
+        scores=None if output.scores is None else _scores_to_proto(output.scores),
     )
 
 
@@ -147,6 +151,7 @@ def output_from_proto(message: Any) -> RequestOutput:
         num_cached_tokens=message.num_cached_tokens,
         epoch=message.epoch,
         hidden_state=list(message.hidden_state) or None,
+        scores=_scores_from_proto(message.scores) if message.HasField("scores") else None,
     )
 
 
@@ -226,6 +231,30 @@ def _completion_from_proto(message: Any) -> Completion:
         kv_spans=_spans_from_proto(message.kv_spans),
         staleness=message.staleness,
     )
+
+
+def _scores_to_proto(scores: PackedScores) -> Any:
+    return pb.PackedScores(
+        start=scores.start,
+        logprobs=scores.logprobs.astype("<f4").tobytes(),
+        top=scores.top_ids.shape[1],
+        top_ids=scores.top_ids.astype("<i4").tobytes(),
+        top_logprobs=scores.top_logprobs.astype("<f4").tobytes(),
+    )
+
+
+def _scores_from_proto(message: Any) -> PackedScores:
+    logprobs = np.frombuffer(message.logprobs, "<f4")
+    shape = (len(logprobs), message.top)
+    try:
+        return PackedScores(
+            start=message.start,
+            logprobs=logprobs,
+            top_ids=np.frombuffer(message.top_ids, "<i4").reshape(shape),
+            top_logprobs=np.frombuffer(message.top_logprobs, "<f4").reshape(shape),
+        )
+    except ValueError as error:
+        raise TransferFailed(f"scores whose arrays do not fit: {error}") from error
 
 
 def _tops_to_proto(rows: Iterable[Mapping[int, float] | None]) -> list[Any]:

@@ -92,7 +92,7 @@ def test_a_prompt_that_cannot_be_served_is_refused(engine, client):
         with pytest.raises(InvalidRequest, match="outside the vocabulary"):
             face.embed([[1, 2], [10**6]])
         with pytest.raises(PromptTooLong):
-            face.embed([[1] * 512])
+            face.embed([[1] * 513])
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.more)])

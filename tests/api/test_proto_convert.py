@@ -4,12 +4,20 @@ import json
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import InvalidRequest
-from rollout.generation import Completion, Logprobs, RequestOutput, SamplingParams, VersionSpan
+from rollout.errors import InvalidRequest, TransferFailed
+from rollout.generation import (
+    Completion,
+    Logprobs,
+    PackedScores,
+    RequestOutput,
+    SamplingParams,
+    VersionSpan,
+)
 from rollout.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import (
@@ -35,6 +43,9 @@ PARAMS = [
         min_tokens=4, max_tokens=2**40, logprobs=20, skip_special_tokens=False,
     ),
     SamplingParams(detokenize=False, hidden_state=True),
+    SamplingParams(
+        max_tokens=0, prompt_logprobs=3, prompt_logprobs_start=7, prompt_temperature=0.5
+    ),
 ]  # fmt: skip
 
 
@@ -104,6 +115,18 @@ completions = st.builds(
     kv_spans=spans,
     staleness=st.integers(0, 1 << 40),
 )
+
+
+def packed(start, count, top):
+    ids = np.arange(count * top, dtype=np.int32).reshape(count, top)
+    return PackedScores(
+        start=start,
+        logprobs=-np.arange(count, dtype=np.float32) / 3,
+        top_ids=ids,
+        top_logprobs=ids.astype(np.float32) / -7,
+    )
+
+
 outputs = st.builds(
     RequestOutput,
     request_id=st.text(max_size=8),
@@ -115,6 +138,7 @@ outputs = st.builds(
     num_cached_tokens=st.integers(0, 1 << 40),
     epoch=st.integers(0, (1 << 64) - 1),
     hidden_state=st.none() | st.lists(floats, min_size=1, max_size=4),
+    scores=st.none() | st.builds(packed, st.integers(0, 9), st.integers(0, 3), st.integers(0, 3)),
 )
 
 
@@ -122,6 +146,12 @@ outputs = st.builds(
 @given(outputs)
 def test_outputs_survive_bit_for_bit(output):
     assert output_from_proto(through(output_to_proto(output))) == output
+
+
+def test_packed_scores_that_do_not_fit_are_named():
+    message = pb.RequestOutput(scores=pb.PackedScores(logprobs=b"1234", top=2, top_ids=b"1234"))
+    with pytest.raises(TransferFailed, match="arrays do not fit"):
+        output_from_proto(message)
 
 
 def test_the_order_of_alternatives_survives():

@@ -28,6 +28,10 @@ _numbers = attrgetter(
 _MASK = (1 << 64) - 1
 
 
+def _none() -> Floats:
+    return np.empty(0, np.float32)
+
+
 def _no_pairs() -> Ints:
     return np.empty((0, 2), np.int64)
 
@@ -36,7 +40,8 @@ def _no_pairs() -> Ints:
 class SamplingMetadata:
     """Settings of the rows of one step's logits: ``S`` rows that draw, then ``P`` that score.
 
-    A scoring row asks for the raw logprob of a known token (prompt logprobs). Masks come first:
+    A scoring row asks for the raw logprob of a known token (prompt logprobs), at a temperature of
+    its own. Masks come first:
     those of grammars, where row ``mask_rows[i]`` may draw the tokens whose bit is set in
     ``mask_bits[i]`` (the lowest bit first), then ``allowed``. ``edits`` are added then: logit_bias,
     and minus infinity where min_tokens forbids stopping, and for bad words.
@@ -61,6 +66,7 @@ class SamplingMetadata:
     allowed: Ints = field(default_factory=_no_pairs)  # [pairs, 2]: row, token; mask its others
     mask_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [masked]
     mask_bits: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    target_temperatures: Floats = field(default_factory=_none)  # [P]; empty: 1 for all
 
     @property
     def num_sampled(self) -> int:
@@ -72,13 +78,20 @@ class SamplingMetadata:
 
     @classmethod
     def of(
-        cls, drawing: list[Sequence], coming: int, targets: Ints, scored_top: list[int]
+        cls,
+        drawing: list[Sequence],
+        coming: int,
+        targets: Ints,
+        scored: list[tuple[int, float]],
     ) -> SamplingMetadata:
         """Of sequences that draw, each with ``coming`` tokens more than it knows by then, and of
-        rows that score ``targets`` and report ``scored_top`` alternatives.
+        rows that score ``targets``, each with how many alternatives it reports at which
+        temperature.
         """
         params = [s.params for s in drawing]
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
+        top += [count for count, _ in scored]
+        tempered = any(temperature != 1 for _, temperature in scored)
         edits, allowed = _edits(drawing, coming)
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
         history = [drawing[i].token_ids for i in penalised]
@@ -90,7 +103,7 @@ class SamplingMetadata:
             seeds=np.array([s.seed & _MASK for s in drawing], np.uint64).view(np.int64),
             counters=np.array([len(s.token_ids) + coming for s in drawing], np.int64),
             targets=targets,
-            num_top=np.array(top + scored_top, np.int64),
+            num_top=np.array(top, np.int64),
             edit_rows=np.array([e[0] for e in edits], np.int64),
             edit_ids=np.array([e[1] for e in edits], np.int64),
             edit_values=np.array([e[2] for e in edits], np.float32),
@@ -101,7 +114,15 @@ class SamplingMetadata:
             allowed=np.array(allowed, np.int64).reshape(-1, 2),
             mask_rows=np.array([row for row, _ in masked], np.int64),
             mask_bits=np.stack([m for _, m in masked]) if masked else np.empty((0, 0), np.int32),
+            target_temperatures=np.array([t for _, t in scored if tempered], np.float32),
         )
+
+    @property
+    def scan_temperatures(self) -> Floats | None:
+        """[S + P]: at which each row's raw logprobs are; None where it is 1 for all."""
+        if not len(self.target_temperatures):
+            return None
+        return np.concatenate([np.ones(self.num_sampled, np.float32), self.target_temperatures])
 
     @property
     def processed_rows(self) -> tuple[Ints, ...]:
@@ -145,6 +166,7 @@ class SamplingMetadata:
             allowed=self.allowed[allowed] - (start, 0),
             mask_rows=self.mask_rows[masked] - start,
             mask_bits=self.mask_bits[masked],
+            target_temperatures=self.target_temperatures[scored],
         )
 
 

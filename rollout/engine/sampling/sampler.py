@@ -91,9 +91,11 @@ class _Scan:
         parts = (self.best, self.ids, self.sums, self.mass, self.lse)
         return _Scan(*(part[:count] for part in parts))
 
-    def scores(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Log-softmax of ``logits``, whose scan this is, at a token of each row; float64."""
-        return logits.gather(1, tokens[:, None])[:, 0].double() - self.lse
+    def scores(self, logits: Tensor, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Log-softmax of ``logits``, whose scan at temperatures ``scale`` [R] this is, at a token
+        of each row; float64.
+        """
+        return _scaled(logits.gather(1, tokens[:, None])[:, 0], scale).double() - self.lse
 
 
 def _runs(sampling: SamplingMetadata) -> list[tuple[int, int, bool]]:
@@ -111,16 +113,18 @@ def _runs(sampling: SamplingMetadata) -> list[tuple[int, int, bool]]:
 def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -> SamplerOutput:
     """``values``: the logits that tokens are drawn from, where those are not the model's own."""
     count, device = sampling.num_sampled, logits.device
-    raw = _Scan.of(logits)
+    given = sampling.scan_temperatures
+    scale = None if given is None else torch.from_numpy(given).to(device)
+    raw = _Scan.of(logits, scale)
     source = logits[:count] if values is None else values[:count]
     scan = raw.first(count) if values is None else _Scan.of(source)
     tokens, processed, log_kept = _draw(source, scan, sampling)
     targets = torch.from_numpy(sampling.targets).to(device)
     chosen = torch.cat([tokens, targets]) if len(targets) else tokens
-    scores = raw.scores(logits, chosen)
+    scores = raw.scores(logits, chosen, scale)
     if processed is None:
         processed = scores[:count] if values is None else scan.scores(source, tokens)
-    top_ids, top_logprobs = _alternatives(logits, raw.lse, sampling.num_top)
+    top_ids, top_logprobs = _alternatives(logits, raw.lse, sampling.num_top, scale)
     return SamplerOutput(
         chosen, scores.float(), processed.float(), log_kept.float(), top_ids, top_logprobs
     )
@@ -180,17 +184,28 @@ def _filters(sampling: SamplingMetadata, vocab: int) -> NDArray[np.bool_]:
     return top_k | (sampling.numbers[:, TOP_P] < 1) | (sampling.numbers[:, MIN_P] > 0)
 
 
-def _alternatives(logits: Tensor, lse: Tensor, num_top: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    """Logits at temperatures, as ``scan_logits`` takes them."""
+    return values if scale is None else values.float() / scale
+
+
+def _alternatives(
+    logits: Tensor, lse: Tensor, num_top: NDArray[np.int64], scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``scale`` [R]: the temperatures at which ``lse`` is; their order is the logits' own."""
     count = min(int(num_top.max(initial=0)), logits.shape[1])
     ids = torch.zeros(len(logits), count, dtype=torch.int32, device=logits.device)
     logprobs = torch.zeros(len(logits), count, device=logits.device)
-    if count:
-        where = torch.from_numpy(np.flatnonzero(num_top > 0)).to(logits.device)
+    if not count:
+        return ids, logprobs
+    step = max(1, _slice_of(logits.device) // logits.shape[1])
+    for rows in np.split(np.flatnonzero(num_top > 0), range(step, len(num_top), step)):
+        where = torch.from_numpy(rows).to(logits.device)
         values = logits[where].float()
         found = _top_ids(values, count)
-        values = values.gather(1, found)
+        best = _scaled(values.gather(1, found), None if scale is None else scale[where, None])
         ids[where] = found.int()
-        logprobs[where] = (values.double() - lse[where, None]).float()
+        logprobs[where] = (best.double() - lse[where, None]).float()
     return ids, logprobs
 
 

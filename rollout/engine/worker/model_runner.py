@@ -20,6 +20,8 @@ from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
 from rollout.engine.sampling.fused_sampler import make_sampler
+from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.state_cache import StateCache, StateShape
 from rollout.engine.worker.cuda_graphs import (
     DecodeGraphs,
@@ -41,6 +43,8 @@ from rollout.models.vision_lm import VisionCausalLM
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
 from rollout.wire.frames import Reply, dtype_from_name
+
+_LOGITS = 32 << 20  # elements of logits that are made at once, of many rows
 
 
 class ModelRunner:
@@ -124,23 +128,47 @@ class ModelRunner:
             if "images" in args:
                 batch = replace(batch, visual=self._visual(args["images"], tensors.get("pixels")))
             self.states.copy(tensors.get("state_restores"))
-            hidden: Tensor | None = None
-            if "hidden_rows" in tensors:
-                live = self.instances.live
-                logits, states = live.with_hidden_states(self._to_device(batch), self.kv.layers)
-                hidden = _summed(states, tensors["hidden_rows"], tensors["hidden_sums"])
-            else:
-                logits = self.forward(batch)
+            output = self._output(batch, sampling, tensors.get("hidden_sums"))
             self.states.copy(tensors.get("state_saves"))
-            if self.tp.rank:
+            if output is None:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
                 return lambda: ({"version": version}, {})
-            output = self.sampler.sample(logits, sampling)
             self._drawn[number] = output.tokens[: sampling.num_sampled]
-            if hidden is not None:
-                output = replace(output, hidden=hidden)
             on_host = output.to_host()
             return lambda: ({"version": version}, on_host().tensors())
+
+    def _output(
+        self, batch: ForwardBatch, sampling: SamplingMetadata, sums: Tensor | None
+    ) -> SamplerOutput | None:
+        """What rank 0 made of the step; None on the others. ``sums``: of the rows behind those with
+        logits, whose hidden states are wanted.
+        """
+        live, first = self.instances.live, self.tp.rank == 0
+        count, policy = sampling.num_rows, live.policy
+        if isinstance(policy, CausalLM) and count > (step := self._logits_at_once):
+            states = policy.hidden_states(self._to_device(batch), self.kv.layers)
+            parts = []
+            for start in range(0, count, step):
+                stop = min(start + step, count)
+                logits = policy.logits(states[start:stop])
+                if first:
+                    parts.append(self.sampler.sample(logits, sampling.rows(start, stop)))
+            output = SamplerOutput.cat(parts) if first else None
+        else:
+            if sums is None:
+                logits = self.forward(batch)
+            else:
+                moved, pages = self._to_device(batch), self.kv.layers
+                logits, states = live.with_hidden_states(moved, pages, count)
+            output = self.sampler.sample(logits, sampling) if first else None
+        if output is None or sums is None:
+            return output
+        return replace(output, hidden=_summed(states[count:], sums))
+
+    @property
+    def _logits_at_once(self) -> int:
+        """Rows of a step that scores many tokens: logits of all of them may not fit."""
+        return max(_LOGITS // self.model_config.vocab_size, self.config.max_num_seqs)
 
     def _visual(self, plan: Mapping[str, Any], pixels: Tensor | None) -> VisualRows:
         live = self.instances.live.policy
@@ -309,11 +337,10 @@ def _named(component: str, checkpoint: Checkpoint) -> Iterator[tuple[str, LazyTe
         yield qualified(component, name), value
 
 
-def _summed(states: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
-    """float32 [sums, hidden] of the states [rows of logits, hidden] at ``rows``."""
-    picked = states[to_device(rows, states.device)].float()
+def _summed(states: Tensor, sums: Tensor) -> Tensor:
+    """float32 [sums, hidden]: each row of states added to its sum."""
     count = int(sums[-1]) + 1
-    if count == len(rows):
-        return picked
+    if count == len(sums):
+        return states.float()
     starts = torch.searchsorted(sums, torch.arange(count + 1)).tolist()
-    return torch.stack([picked[i:j].sum(0) for i, j in pairwise(starts)])
+    return torch.stack([states[i:j].float().sum(0) for i, j in pairwise(starts)])
