@@ -16,6 +16,9 @@ from rollout import Rollout, SamplingParams
 from rollout.engine.worker import weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.errors import ChecksumMismatch
+from rollout.weight_sync.protocol.delta import Committed, decode
+from rollout.weight_sync.protocol.messages import BucketEntry
+from rollout.weights import Box
 
 pytestmark = [
     pytest.mark.gpu,
@@ -212,6 +215,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "not staged, a copy kept": ({"undo": "host"}, {"staging": "none"}),
     "differences kept": ({"undo": "sparse"}, {}),
     "changes alone": ({}, {"encoding": "delta"}),
+    "changes alone, of tensors on the card": ({}, {"encoding": "delta"}),
     "instances that swap": ({"cuda_graphs": "off"}, {}),
     "running requests computed anew": ({}, {"in_flight": "recompute"}),
 }
@@ -224,6 +228,8 @@ def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.view(-1)[::7] *= 1.5
+    if "on the card" in way:
+        first, second = first.cuda(), second.cuda()
     with _engine(tiny_qwen3, **settings) as engine:
         before = _tokens(engine)
         engine.update_weights(second, **options)
@@ -235,6 +241,35 @@ def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str)
         engine.rollback()
         assert _tokens(engine) == after
         assert not engine.check_weights(second).differing
+
+
+def test_changes_are_found_coded_and_read_on_the_card() -> None:
+    """As a CPU does it, against a copy in pinned host memory."""
+    box = Box.full((300, 70))
+    old, new = torch.zeros(box.shape), torch.zeros(box.shape)
+    new.view(-1)[::300] = 2.5  # gaps of one byte with escapes
+    coded = {}
+    for device in ("cpu", "cuda"):
+        copies = Committed()
+        copies.keep("x", box, old.to(device))
+        found = copies.change("x", box, new.to(device), 1 << 20)
+        assert found is not None
+        assert found.codes.device.type == device
+        held = copies.values["x", box]
+        assert held.device.type == "cpu"
+        assert held.is_pinned() == (device == "cuda") or PRETENDED
+        assert torch.equal(held, new)
+        coded[device] = found.coded()
+    assert torch.equal(coded["cuda"].data.cpu(), coded["cpu"].data)
+    delta = coded["cuda"]
+    entry = BucketEntry(
+        "x", delta.dtype, delta.shape, box, 0, delta.nbytes, delta.width, delta.count
+    )
+    patch = decode(entry, delta.data)
+    assert patch.positions.is_cuda
+    read = torch.zeros(box.shape).cuda()
+    read.view(-1)[patch.positions] = patch.values
+    assert torch.equal(read.cpu(), new)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")

@@ -4,13 +4,13 @@ Wire format. A gap is coded in ``width`` bytes, little-endian, 1, 2 or 4 for all
 largest code means "that many, and no position yet".
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.kernels.op import op
 
 WIDTHS = (1, 2, 4)
+_KINDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of as many bits; the sign is a bit, too
 MOST = 1 << 62  # elements; sums of gaps cannot overflow before they are seen to be too large
 
 
@@ -20,13 +20,14 @@ def encode_gaps(positions: Tensor) -> tuple[Tensor, int]:
 
     positions: int64 [n], ascending without repetition from 0.
     """
-    gaps = np.diff(positions.cpu().numpy(), prepend=-1) - 1
-    lengths = {w: w * (len(gaps) + int((gaps // escape(w)).sum())) for w in WIDTHS}
+    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
+    skipped = torch.stack([(gaps // escape(w)).sum() for w in WIDTHS]).tolist()
+    lengths = {w: w * (len(gaps) + n) for w, n in zip(WIDTHS, skipped, strict=True)}
     width = min(WIDTHS, key=lambda w: lengths[w])
     skips = gaps // escape(width)
-    codes = np.full(lengths[width] // width, escape(width), f"<u{width}")
-    codes[np.cumsum(skips + 1) - 1] = gaps - skips * escape(width)
-    return torch.from_numpy(codes.view(np.uint8)), width
+    codes = gaps.new_full((lengths[width] // width,), escape(width))
+    codes[(skips + 1).cumsum(0) - 1] = gaps - skips * escape(width)
+    return codes.to(_KINDS[width]).view(torch.uint8), width
 
 
 @op
@@ -37,15 +38,18 @@ def decode_gaps(codes: Tensor, width: int, count: int, numel: int) -> Tensor | N
     codes: uint8, a multiple of ``width`` bytes; they may be a stranger's.
     """
     assert width in WIDTHS
-    gaps = codes.cpu().numpy().view(f"<u{width}")
-    ends = gaps != escape(width)
-    complete = bool(ends[-1]) if len(gaps) else not count
-    if not len(gaps) <= numel <= MOST or int(ends.sum()) != count or not complete:
+    aligned = codes if codes.storage_offset() % width == 0 else codes.clone()
+    gaps = aligned.view(_KINDS[width]).to(torch.int64) & escape(width)
+    if not len(gaps) <= numel <= MOST or (count and not len(gaps)):
         return None
-    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(count, dtype=np.int64)
+    found = (gaps != escape(width)).nonzero().flatten()
+    # The last code is a position's, too: what is passed over behind it says nothing.
+    if len(found) != count or (len(gaps) and not (count and int(found[-1]) == len(gaps) - 1)):
+        return None
+    positions = gaps.cumsum(0)[found] + torch.arange(count, device=gaps.device)
     if count and not 0 <= int(positions[-1]) < numel:
         return None
-    return torch.from_numpy(positions)
+    return positions
 
 
 def escape(width: int) -> int:

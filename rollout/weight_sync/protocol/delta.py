@@ -8,7 +8,8 @@ shortest. An entry's payload:
 
 or that, its values' bytes sorted by significance, as one zstd frame. The sender compares with a
 copy that it keeps in host memory: of each rank's own shards where the source is distributed, else
-of the tensors as they come. Nothing here loops over elements in Python.
+of the tensors as they come. On a GPU the copy is pinned and passes through the device, tensor by
+tensor: comparing, coding and reading run there. Nothing here loops over elements in Python.
 """
 
 from __future__ import annotations
@@ -87,15 +88,20 @@ class EncodedDelta:
 def encode(copy: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
     """What turns ``copy`` into ``new``, bit for bit, and which has then been done to it.
 
-    Both in host memory, contiguous, alike. None where that takes more than ``max_bytes`` or is no
-    shorter than ``new`` itself. Peak extra memory: some 24 bytes per changed element.
+    Contiguous and alike, ``copy`` in host memory. None where that takes more than ``max_bytes`` or
+    is no shorter than ``new`` itself. Peak extra memory: some 24 bytes per changed element, and on
+    a GPU as much as ``new``.
     """
     size = new.dtype.itemsize
     limit = min(max_bytes, new.numel() * size - 1)
-    changes = diff_update(copy, new, limit // (size + 1))
+    here = copy.to(new.device, non_blocking=True)
+    changes = diff_update(here, new, limit // (size + 1))
     if changes is None:
+        copy.copy_(new)
         return None
     positions, values = changes
+    if here is not copy:
+        copy.view(-1)[positions.cpu()] = values.cpu()
     codes, width = encode_gaps(positions)
     found = EncodedDelta(tuple(new.shape), values, codes, width)
     return found if found.nbytes <= limit or not len(positions) else None
@@ -111,8 +117,8 @@ def decode(entry: BucketEntry, raw: Tensor) -> SparsePatch:
         raw = _inflated(entry, raw)
     start = codes_offset(entry.count, entry.dtype)
     values = raw[: entry.count * entry.dtype.itemsize].view(entry.dtype)
-    codes, numel = raw[start:].cpu(), entry.box.numel
-    positions = decode_gaps(codes, entry.sparse, entry.count, numel)
+    numel = entry.box.numel
+    positions = decode_gaps(raw[start:], entry.sparse, entry.count, numel)
     if positions is None:
         raise TransferFailed(
             f"delta of {entry.name!r:.200}: its gaps are not those of {entry.count} positions in "
@@ -121,9 +127,7 @@ def decode(entry: BucketEntry, raw: Tensor) -> SparsePatch:
     whole = entry.box == Box.full(entry.shape)
     if not whole:
         positions = positions_in_whole(positions, entry.box, entry.shape)
-    return SparsePatch(
-        entry.shape, entry.dtype, positions.to(raw.device), values, None if whole else entry.box
-    )
+    return SparsePatch(entry.shape, entry.dtype, positions, values, None if whole else entry.box)
 
 
 def problem(entry: BucketEntry) -> str | None:
@@ -152,7 +156,7 @@ def _squeezed(raw: Tensor, dtype: torch.dtype, codes: Tensor) -> Tensor | None:
         return None
     planes = raw.view(-1, dtype.itemsize).T.reshape(-1)
     padding = raw.new_zeros(-len(raw) % 4)
-    frame = bytearray(zstd.compress(tensor_bytes(torch.cat([planes, padding, codes]))))
+    frame = bytearray(zstd.compress(tensor_bytes(torch.cat([planes, padding, codes]).cpu())))
     return torch.frombuffer(frame, dtype=torch.uint8)
 
 
@@ -196,12 +200,12 @@ class Committed:
         if held is None or held.dtype != values.dtype:
             self.keep(name, box, values)
             return None
-        return encode(held, values.cpu().contiguous(), max_bytes)
+        return encode(held, values.contiguous(), max_bytes)
 
     def keep(self, name: str, box: Box, values: Tensor, into: Tensor | None = None) -> None:
         """Copy a box, ``into`` memory that is no longer needed where that is like it."""
         if into is None or into.dtype != values.dtype:
-            into = torch.empty(box.shape, dtype=values.dtype)
+            into = torch.empty(box.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self.values[name, box] = nontemporal_copy(into, values)
 
 

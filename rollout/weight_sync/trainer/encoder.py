@@ -164,7 +164,7 @@ def _why_nothing_is_kept(
     if same_host(info) or is_near(info):
         return "on one host the bytes are cheaper than finding out which of them changed"
     if not info.device.startswith("cpu"):
-        return "the engine's device takes full tensors faster than its host finds changes"
+        return "the engine's device takes full tensors faster than changes are found"
     if base.rest:
         return "most elements changed lately"
     if sum(meta.nbytes for meta in info.tensors) * _MEMORY_SHARE > _free_memory():
