@@ -97,7 +97,8 @@ def encode(copy: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
     here = copy.to(new.device, non_blocking=True)
     changes = diff_update(here, new, limit // (size + 1))
     if changes is None:
-        copy.copy_(new)
+        if here is not copy:
+            copy.copy_(new)
         return None
     positions, values = changes
     if here is not copy:
