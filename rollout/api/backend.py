@@ -9,7 +9,7 @@ from rollout.errors import EngineError
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.convert import Messages
-from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
 from rollout.wire.version import ServerInfo
@@ -123,6 +123,10 @@ class Backend(Protocol):
         ...
 
     def rollback(self, timeout: float) -> UpdateReceipt: ...
+
+    def prepare_rollback(self, request: PrepareRollback) -> None:
+        """A member of a fleet votes to go back, and waits for a decision."""
+        ...
 
     def digests(self, timeout: float) -> dict[str, int]: ...
 

@@ -14,7 +14,6 @@ from rollout.api.adapters import MergedAdapters
 from rollout.api.image_inputs import take_images
 from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
-from rollout.api.read_once import ReadOnce
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
@@ -22,9 +21,9 @@ from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.live_weights import live_weights
 from rollout.engine.updates.near_link import NearLink
+from rollout.engine.updates.rollback import Rollback
 from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
-    ConfigError,
     EngineClosed,
     EngineError,
     EngineRestarted,
@@ -47,7 +46,7 @@ from rollout.generation import (
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
-from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
     QuantizationGrid,
@@ -57,6 +56,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.follower import readable
+from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights import TensorMeta
 from rollout.wire.codec import from_plain
 from rollout.wire.version import ServerInfo, Speaks
@@ -288,8 +288,6 @@ class EmbeddedBackend:
             peer.close()
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
-        if "\0" in path:
-            raise ConfigError(f"no path has a null byte in it: {path!r:.80}")
         return self.update_once(readable(path, self.config.weight_dirs, self.info()), options)
 
     def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
@@ -302,6 +300,9 @@ class EmbeddedBackend:
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         return self.coordinator.rollback(timeout)
+
+    def prepare_rollback(self, request: PrepareRollback) -> None:
+        Rollback.prepare(self.coordinator, request)
 
     def digests(self, timeout: float) -> dict[str, int]:
         return self.coordinator.digests(timeout)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.flags import Row, add_rows, engine_flags, environment
@@ -60,7 +60,7 @@ async def serving_replicas(
         replicas = Replicas(fleet, where, flags, args.replicas, gpus)
         try:
             starting = asyncio.to_thread(replicas.start)
-            async with _served(fleet, at, starting) as up:
+            async with _served(fleet, at, starting, config.weight_dirs) as up:
                 yield up
         finally:
             await asyncio.to_thread(replicas.close)
@@ -76,7 +76,7 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
         for address in args.engine:
             fleet.add(address, token)
 
-    async with _served(fleet, at, asyncio.to_thread(add)) as up:
+    async with _served(fleet, at, asyncio.to_thread(add), args.weight_dir) as up:
         yield up
 
 
@@ -86,6 +86,10 @@ def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
     parser.add_argument(
         "--engine", action="append", default=[], metavar="HOST:PORT",
         help="gRPC address of an engine; again for each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weight-dir", action="append", default=[], metavar="DIR",
+        help="directory under which the front may read updates itself; may be repeated",
     )  # fmt: skip
     add_rows(parser.add_argument_group("fleet"), FLEET)
     add_rows(parser.add_argument_group("listening"), LISTENING)
@@ -109,14 +113,17 @@ def _fleet(record: str, args: argparse.Namespace) -> Fleet:
 
 
 @contextlib.asynccontextmanager
-async def _served(fleet: Fleet, at: Listening, starting: Any) -> AsyncIterator[Up]:
+async def _served(
+    fleet: Fleet, at: Listening, starting: Any, weight_dirs: Sequence[str]
+) -> AsyncIterator[Up]:
     from rollout.api import AsyncRollout
     from rollout.fleet.backend import FleetBackend
     from rollout.server.service import serving_over
 
     try:
         await starting
-        async with serving_over(AsyncRollout.over(FleetBackend(fleet)), at) as addresses:
+        backend = FleetBackend(fleet, weight_dirs=weight_dirs)
+        async with serving_over(AsyncRollout.over(backend), at) as addresses:
             yield Up(*addresses)
     finally:
         fleet.close()

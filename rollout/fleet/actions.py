@@ -13,7 +13,8 @@ class Promise:
     """What is durable before anybody may act on it.
 
     ``fence`` grows with every coordinator that takes the record over. (``epoch``, ``version``) is
-    what the fleet serves, by the update ``update_id``, with weights of ``digest``.
+    what the fleet serves, by the update ``update_id``, with weights of ``digest``. ``before``: the
+    digest that a rollback leads to, 0 where there is none.
     """
 
     fence: int
@@ -21,6 +22,7 @@ class Promise:
     version: int
     digest: int
     update_id: str = ""
+    before: int = 0
     lease: float = 0.0  # the longest that any of them may have granted, in seconds
 
 

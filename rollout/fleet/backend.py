@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from rollout.distributed import LOOPBACK
+from rollout.engine.control import WAKE_TAGS
 from rollout.errors import (
     ConfigError,
     EngineClosed,
@@ -23,12 +24,13 @@ from rollout.errors import (
 from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import FleetChannel
 from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
 from rollout.generation import AnyPrompt, ChatOptions, SamplingParams
 from rollout.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
-from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
     UpdateReceipt,
@@ -36,8 +38,10 @@ from rollout.weight_sync.protocol.messages import (
     WeightChannel,
     WeightInfo,
 )
-from rollout.weight_sync.trainer.options import UpdateOptions
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import same_host
+from rollout.weight_sync.versions.follower import readable
+from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.wire.version import ServerInfo, Speaks
 
 T = TypeVar("T")
@@ -58,8 +62,14 @@ class FleetBackend:
     joins = False
     local_address = LOOPBACK
 
-    def __init__(self, fleet: Fleet, *, start_timeout: float = 600.0) -> None:
+    def __init__(
+        self, fleet: Fleet, *, start_timeout: float = 600.0, weight_dirs: Sequence[str] = ()
+    ) -> None:
+        """``weight_dirs``: directories under which the front may read updates itself."""
         self.fleet, self.router = fleet, Router()
+        self.asleep: set[str] = set()  # tags that were given up through this front
+        self._weight_dirs = tuple(weight_dirs)
+        self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._timeout = start_timeout
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
@@ -176,9 +186,11 @@ class FleetBackend:
                 "a fleet's members keep their weights, which those that join are given: sleep(1)"
             )
         await self._all(lambda link: link.client.sleep(level, timeout))
+        self.asleep = set(WAKE_TAGS)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         await self._all(lambda link: link.client.wake_up(tags, timeout))
+        self.asleep.difference_update(WAKE_TAGS if tags is None else tags)
 
     async def reset_prefix_cache(self) -> None:
         await self._all(lambda link: link.client.reset_prefix_cache())
@@ -211,7 +223,8 @@ class FleetBackend:
 
     def open(self) -> WeightChannel:
         info = self.fleet.ask_any(lambda client: client.info())
-        return FleetChannel(self.fleet, self._transports(info), self._record)
+        names = frozenset(meta.name for meta in info.tensors)
+        return FleetChannel(self.fleet, self._transports(info), self._record, names)
 
     def _record(self, receipt: UpdateReceipt) -> None:
         self._receipts.append(receipt)
@@ -232,14 +245,22 @@ class FleetBackend:
         raise ConfigError("a fleet is no member of another: ask one of its engines")
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
-        raise ConfigError(
-            "a fleet's front reads no directory: send the weights with update_weights(DIRECTORY)"
-        )
+        """Read by the front, once for all members."""
+        return self.update_once(readable(path, self._weight_dirs, self.info()), options)
+
+    def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
+        """Nothing new where the last one had this ``update_id``, and is live still."""
+
+        def read() -> UpdateReceipt:
+            return publish(source, connect=lambda: self, options=options)
+
+        return self._reads.run(options.update_id or "", options.timeout, read)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
-        raise ConfigError(
-            "a fleet has no rollback yet: send the version before with update_weights"
-        )
+        return roll_back(self.fleet, self._record, timeout)
+
+    def prepare_rollback(self, request: PrepareRollback) -> None:
+        raise ConfigError("a fleet is no member of another")
 
     def digests(self, timeout: float) -> dict[str, int]:
         return self.fleet.ask_any(lambda client: client.digests(timeout))

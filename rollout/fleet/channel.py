@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rollout.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    RolloutError,
-    TransferFailed,
-    VersionConflict,
-)
+from rollout.errors import ConfigError, VersionConflict
 from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.transaction import Transaction
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -38,40 +30,41 @@ class _Part:
 
     link: Link
     channel: WeightChannel
-    epoch: int = 0
-    base: int = 0
 
 
-@dataclass(slots=True)
 class FleetChannel:
     """``WeightChannel`` to every member that serves; bytes that come with the calls go on to each.
 
-    A member that fails drops out, as long as ``quorum`` are left; with fewer the update fails with
-    the first one's error, and is aborted on all. ``record`` takes the receipt of a commit.
+    See ``Transaction`` for members that fail. ``record`` takes the receipt of a commit. ``names``:
+    of all tensors that a member holds.
     """
 
-    fleet: Fleet
-    transports: Sequence[str]
-    record: Callable[[UpdateReceipt], None]
-    reads_in_place: bool = False
-    secret: str = ""
-    _parts: dict[str, _Part] = field(default_factory=dict)
-    _errors: dict[str, BaseException] = field(default_factory=dict)
-    _request: UpdateRequest | None = None
-    _begun: Begun | None = None
-    _receipt: UpdateReceipt | None = None
-    _seal: Seal | None = None
-    _over: bool = False
-    _waiting: int = 0  # the oldest bucket that may still be under way
+    reads_in_place = False
+    secret = ""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        transports: Sequence[str],
+        record: Callable[[UpdateReceipt], None],
+        names: Collection[str],
+    ) -> None:
+        self.fleet, self._transports, self._names = fleet, transports, names
+        self._of = Transaction(fleet, record, self._let_go)
+        self._parts: dict[str, _Part] = {}
+        self._request: UpdateRequest | None = None
+        self._receipt: UpdateReceipt | None = None
+        self._seal: Seal | None = None
+        self._waiting = 0  # the oldest bucket that may still be under way
 
     def begin(self, request: UpdateRequest) -> Begun:
         fleet = self.fleet
         if self._request is not None:
             raise VersionConflict("a channel carries one update; open another")
-        if request.transport not in (*self.transports, *served(self.transports)):
+        if request.transport not in (*self._transports, *served(self._transports)):
             raise ConfigError(
                 f"transport {request.transport!r:.80} does not lead to a fleet; it takes "
-                f"{', '.join(served(self.transports))}"
+                f"{', '.join(served(self._transports))}"
             )
         if request.staging == "none":
             raise ConfigError("a fleet's members have to be prepared: staging='none' cannot be")
@@ -85,14 +78,14 @@ class FleetChannel:
             raise VersionConflict(
                 f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
             )
-        links, version = fleet.begin(request.update_id, request.version)
+        version = self._of.begin(request.update_id, request.version, request.timeout)
         self._request = replace(request, version=version)
+        links = self._of.links.values()
         self._parts = {link.name: _Part(link, link.client.open()) for link in links}
         self._each(self._begin_part)
-        self._begun = Begun(
+        return Begun(
             update_id=request.update_id, epoch=live[0], base_version=live[1], version=version
         )
-        return self._begun
 
     def room(self, nbytes: int) -> Tensor | None:
         return None
@@ -124,134 +117,61 @@ class FleetChannel:
         self._each(vote)
 
     def commit(self) -> UpdateReceipt:
-        if self._receipt is not None:
-            return self._receipt
-        request, fleet = self._live(), self.fleet
-        if self._seal is None:
-            raise VersionConflict("commit before seal")
-        fleet.commit(request.update_id)
-        limit = 6 * request.timeout + 2 * fleet.lease
-        try:
-            ended = fleet.outcome(request.update_id).result(limit)
-        except FutureTimeout:
-            raise DeadlineExceeded(
-                f"the fleet's commit of version {request.version} is decided, but its end was not "
-                f"seen within {limit:g} s; members() tells who holds it"
-            ) from None
-        if not ended.committed:
-            self._fail(ended.reason)
-        self._over = True
-        self._receipt = self._receipt_of(request)
-        self.record(self._receipt)
+        if self._receipt is None:
+            request = self._live()
+            if self._seal is None:
+                raise VersionConflict("commit before seal")
+            self._receipt = self._of.commit(request.transport)
         return self._receipt
 
     def abort(self, reason: str) -> None:
-        if self._over or self._request is None:
-            return
-        self.fleet.give_up(self._request.update_id, reason)
-        for part in self._parts.values():
-            part.channel.abort(reason)
+        if self._of.give_up(reason):
+            for part in list(self._parts.values()):
+                part.channel.abort(reason)
 
     def close(self) -> None:
         self.abort("the channel was closed before the commit")
-        for part in self._parts.values():
-            part.channel.close()
+        for name in list(self._parts):
+            self._let_go(name)
 
     # ---- helpers ----
 
     def _begin_part(self, part: _Part) -> None:
         request = self._live()
-        info = part.link.client.info()
-        begun = part.channel.begin(
+        if (base := request.base) is not None:
+            info = part.link.client.info()
+            base = info.epoch, info.version
+        part.channel.begin(
             replace(
                 request,
-                base=None if request.base is None else (info.epoch, info.version),
+                base=base,
                 # The trainer's own stream ends here: one of ours brings each member its bytes.
                 transport=request.transport if request.transport == "ipc" else "inline",
                 offer=request.offer if request.transport == "ipc" else {},
             )
         )
-        part.epoch, part.base = begun.epoch, begun.base_version
 
     def _live(self) -> UpdateRequest:
         if self._request is None:
             raise VersionConflict("no update has begun")
-        outcome = self.fleet.outcome(self._request.update_id)
-        if outcome.done() and not outcome.result().committed:
-            self._fail(outcome.result().reason)
+        self._of.check()
         return self._request
 
     def _each(self, fn: Callable[[_Part], None], *, at_once: bool = True) -> None:
         """``fn`` of every member that is left; those that fail drop out."""
-        request = self._live()
+        self._live()
         parts = dict(self._parts)
-        if at_once:
-            links = [part.link for part in parts.values()]
-            results = self.fleet.each(links, lambda link: fn(parts[link.name]))
-        else:
-            results = {name: _error_of(fn, part) for name, part in parts.items()}
-        failed = {n: e for n, e in results.items() if isinstance(e, BaseException)}
-        self._errors.update(failed)
-        for name, error in failed.items():
-            self._parts.pop(name).channel.close()
-            self.fleet.lost(request.update_id, name, str(error))
-        if failed:
-            self._live()
+        self._of.each(lambda link: fn(parts[link.name]), at_once=at_once)
 
-    def _fail(self, reason: str) -> None:
-        """The update has failed: by the error that its members gave, if they did."""
-        for part in self._parts.values():
+    def _let_go(self, name: str) -> None:
+        if (part := self._parts.pop(name, None)) is not None:
             part.channel.close()
-        self._over = True
-        for name, error in self._errors.items():
-            if isinstance(error, RolloutError):
-                more = f" ({reason})" if len(self._errors) > 1 else ""
-                raise type(error)(f"member {name}: {error}{more}") from error
-            raise error
-        raise TransferFailed(f"the update of the fleet was aborted: {reason}")
 
     def _digest_after(self, seal: Seal) -> int:
         """Of all that members will hold."""
         request = self._live()
-        part = next(iter(self._parts.values()))
-        names = {meta.name for meta in part.link.client.info().tensors}
-        sent = {name: value for name, value in seal.digests.items() if name in names}
-        if request.partial:
+        sent = {name: value for name, value in seal.digests.items() if name in self._names}
+        if len(sent) < len(self._names):  # it is partial, or of one component
+            part = next(iter(self._parts.values()))
             sent = {**part.link.client.digests(request.timeout), **sent}
         return total(sent.values())
-
-    def _receipt_of(self, request: UpdateRequest) -> UpdateReceipt:
-        """One receipt of all members', which names each."""
-        futures = {
-            name: part.link.receipts.setdefault(request.update_id, Future())
-            for name, part in self._parts.items()
-        }
-        # Those that were slower than their lease are fenced, and commit nevertheless.
-        wait(futures.values(), request.timeout, return_when=FIRST_COMPLETED)
-        found = {name: future.result() for name, future in futures.items() if future.done()}
-        if not found:
-            raise TransferFailed(
-                f"version {request.version} is committed, but no member that holds it is left"
-            )
-        first = next(iter(found.values()))
-        times = {k: max(r.timings.get(k, 0.0) for r in found.values()) for k in first.timings}
-        rows = [replace(rank, rank=0) for one in found.values() for rank in one.ranks]
-        members = dict.fromkeys(found, "committed")
-        members |= {n: "committed, its receipt was lost" for n in self._parts if n not in found}
-        members |= {n: f"fenced: {error}"[:300] for n, error in self._errors.items()}
-        return replace(
-            first,
-            epoch=self.fleet.epoch,
-            timings=times,
-            ranks=tuple(replace(row, rank=n) for n, row in enumerate(rows)),
-            transport=request.transport,
-            details={**first.details, "members": members},
-        )
-
-
-def _error_of(fn: Callable[[_Part], Any], part: _Part) -> BaseException | None:
-    try:
-        fn(part)
-    except Exception as error:  # noqa: BLE001 - it is one member's, and told as such
-        return error
-    return None

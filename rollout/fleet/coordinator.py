@@ -26,63 +26,15 @@ The rules that make it one commit:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from rollout.errors import EngineClosed, UpdateInProgress, VersionConflict
 from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Promise, Tell, Write
+from rollout.fleet.member import Member, Phase, Status, Update
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
 DRIFT = 0.05  # how much faster one machine's clock may run than another's
-
-
-class Status(StrEnum):
-    JOINING = "joining"
-    SERVING = "serving"
-    FENCED = "fenced"
-
-
-class Phase(StrEnum):
-    STAGING = "staging"
-    WRITING = "writing"
-    COMMITTING = "committing"
-
-
-@dataclass(slots=True)
-class Member:
-    """``serves_until``: it serves no more from then on, whatever it has heard. ``holds``: whether
-    it is known to have the fleet's live weights. ``busy``: an answer to ``Check`` or ``Fill`` is
-    due.
-    """
-
-    name: str
-    status: Status = Status.JOINING
-    standing: Standing | None = None
-    heard: float = 0.0
-    answered: int = 0  # the last grant
-    asked: float = float("-inf")
-    serves_until: float = float("-inf")
-    holds: bool = False
-    busy: bool = False
-    why: str = "it has not been heard of yet"
-
-
-@dataclass(slots=True)
-class Update:
-    """``left``: members that take part still, and whether each has voted (once written: has
-    committed). ``lost``: why the others do not. ``wanted``: the trainer asks for the commit.
-    """
-
-    update_id: str
-    version: int
-    left: dict[str, bool]
-    phase: Phase = Phase.STAGING
-    wanted: bool = False
-    digest: int = 0
-    lost: dict[str, str] = field(default_factory=dict)
-    told: float = float("-inf")
 
 
 class Coordinator:
@@ -217,21 +169,31 @@ class Coordinator:
 
     # ---- an update ----
 
-    def begin(self, update_id: str, version: int | None, now: float) -> tuple[list[str], int]:
-        """The members that take part, and the version that the update will have."""
+    def begin(
+        self, update_id: str, version: int | None, now: float, *, back: bool = False
+    ) -> tuple[list[str], int]:
+        """The members that take part, and the version that the update will have.
+
+        ``back``: it is a rollback, to the digest that was promised before the last commit.
+        """
         if self.update is not None or self._founding is not None:
             raise UpdateInProgress("another update of this fleet is under way")
         live = self.promise.version
         version = live + 1 if version is None else version
         if version <= live:
             raise VersionConflict(f"version {version} is not above the live version {live}")
+        if back and not self.promise.before:
+            raise VersionConflict(
+                f"the fleet's version {live} has no predecessor: a rollback is possible once after "
+                "a commit"
+            )
         members = self.serving
         if len(members) < self.quorum:
             raise EngineClosed(
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
                 f"needs {self.quorum}: {self._whys() or 'none was added'}"
             )
-        self.update = Update(update_id, version, dict.fromkeys(members, False))
+        self.update = Update(update_id, version, dict.fromkeys(members, False), back=back)
         return members, version
 
     # What is said of an update names it: what comes late is of another.
@@ -421,6 +383,7 @@ class Coordinator:
                     version=update.version,
                     digest=update.digest,
                     update_id=update.update_id,
+                    before=0 if update.back else self.promise.digest,
                 )
             )
         ]
@@ -467,24 +430,11 @@ class Coordinator:
         if best == self.promise.version or any(s.prepared for s in standings):
             return []  # it is looked at first
         epoch = secrets.randbits(48)
-        self._founding = replace(self.promise, epoch=epoch, version=best, digest=0, update_id="")
+        self._founding = replace(
+            self.promise, epoch=epoch, version=best, digest=0, update_id="", before=0
+        )
         return [Write(self._founding)]
 
     def _whys(self) -> str:
         out = (m for m in self.members.values() if m.status is not Status.SERVING)
         return "; ".join(f"{m.name}: {m.why}" for m in out)
-
-
-def describe(members: Iterable[Member]) -> list[dict[str, object]]:
-    """Rows for people: who is there, and why not serving."""
-    return [
-        {
-            "name": m.name,
-            "status": str(m.status),
-            "version": None if m.standing is None else m.standing.version,
-            "running": None if m.standing is None else m.standing.running,
-            "waiting": None if m.standing is None else m.standing.waiting,
-            "why": m.why,
-        }
-        for m in members
-    ]

@@ -20,7 +20,8 @@ from rollout.errors import (
     TransferFailed,
 )
 from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Tell, Write
-from rollout.fleet.coordinator import Coordinator, describe
+from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.member import describe
 from rollout.fleet.record import Record
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.digests import total
@@ -166,6 +167,11 @@ class Fleet:
         return self._state.promise.fence
 
     @property
+    def before(self) -> int:
+        """The digest that a rollback leads to; 0 where there is none."""
+        return self._state.promise.before
+
+    @property
     def num_members(self) -> int:
         return len(self._links)
 
@@ -187,11 +193,13 @@ class Fleet:
                 log.info("member %s did not answer: %s", link.name, error)
         return verb((links[-1:] or [self.one()])[0].client)
 
-    # ---- an update, as ``FleetChannel`` makes it ----
+    # ---- an update, as a ``Transaction`` makes it ----
 
-    def begin(self, update_id: str, version: int | None) -> tuple[list[Link], int]:
+    def begin(
+        self, update_id: str, version: int | None, *, back: bool = False
+    ) -> tuple[list[Link], int]:
         with self._changed:
-            names, version = self._state.begin(update_id, version, time.monotonic())
+            names, version = self._state.begin(update_id, version, time.monotonic(), back=back)
             self._ended[update_id] = Future()
             while len(self._ended) > KEPT:
                 self._ended.pop(next(iter(self._ended)))

@@ -37,6 +37,7 @@ class Record:
             self._db.execute("BEGIN IMMEDIATE")
             columns = f"id INTEGER PRIMARY KEY, {_COLUMNS}"
             self._db.execute(f"CREATE TABLE IF NOT EXISTS promise ({columns})")
+            self._add_column("before")
             row = self._db.execute(f"SELECT {_COLUMNS} FROM promise WHERE id = 0").fetchone()
             found = _new() if row is None else _read(row, path)
             self.earlier = found.lease
@@ -76,6 +77,11 @@ class Record:
     ) -> None:
         self.close()
 
+    def _add_column(self, name: str) -> None:
+        """To a record that was begun without it."""
+        if all(row[1] != name for row in self._db.execute("PRAGMA table_info(promise)")):
+            self._db.execute(f"ALTER TABLE promise ADD COLUMN {name} DEFAULT '0'")
+
     def _put(self, promise: Promise) -> None:
         # An epoch or a digest has 64 bits, of which SQLite's integers have 63.
         values = [str(value) for value in astuple(promise)]
@@ -91,7 +97,9 @@ def _new() -> Promise:
 def _read(row: tuple[str, ...], path: Path) -> Promise:
     plain = dict(zip(asdict(_new()), row, strict=True))
     try:
-        numbers = {name: int(plain[name]) for name in ("fence", "epoch", "version", "digest")}
+        numbers = {
+            name: int(plain[name]) for name in ("fence", "epoch", "version", "digest", "before")
+        }
         return Promise(**numbers, update_id=plain["update_id"], lease=float(plain["lease"]))
     except ValueError as error:
         raise ConfigError(f"the fleet's record {path} is damaged: {error}") from error

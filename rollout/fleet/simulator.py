@@ -2,9 +2,9 @@
 
     python -m rollout.fleet.simulator --members 64 --updates 1000 --faults 1000 --seed 0
 
-Members are models of engines (one version live, at most one prepared, a fence, a lease by a clock
-that drifts); messages take random times, are lost, and come late; members and the coordinator crash
-and come back, the latter with what was durable. What is checked at every step:
+Members are models of engines (``simulated_member``); messages take random times, are lost, and
+come late; members and the coordinator crash and come back, the latter with what was durable, or
+another takes its record while it goes on. Updates and rollbacks. What is checked at every step:
 
 - no version has two contents, and nothing is served that no update brought;
 - once a commit of v is answered, no member serves below v to who asks after that;
@@ -24,12 +24,14 @@ from dataclasses import dataclass, field, replace
 
 from rollout.errors import RolloutError
 from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Promise, Tell, Write
-from rollout.fleet.coordinator import DRIFT, Coordinator, Phase, Status
-from rollout.weight_sync.protocol.membership import Grant, Standing
-from rollout.weight_sync.protocol.messages import Decision
+from rollout.fleet.coordinator import DRIFT, Coordinator
+from rollout.fleet.member import Phase, Status
+from rollout.fleet.simulated_member import SimulatedMember, Staged
+from rollout.weight_sync.protocol.membership import Standing
 
 LEASE = 2.0
 TICK = LEASE / 8
+ROLLBACKS = 0.1  # the share of updates that only go back
 CALM = 60.0  # seconds without faults at the end
 
 
@@ -45,39 +47,6 @@ class Weather:
     disk: float = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    update_id: str
-    version: int
-    digest: int
-
-
-@dataclass(slots=True)
-class _Engine:
-    """A member, as far as updates and leases go."""
-
-    name: str
-    epoch: int
-    rate: float
-    version: int = 0
-    digest: int = 1
-    fence: int = 0
-    up: bool = True
-    dead: bool = False  # for good: another process will come in its place
-    cut: bool = False  # no message reaches it or leaves it
-    until: float | None = None  # of its lease, by its clock
-    newest: tuple[int, int] = (0, 0)  # grant
-    staged: _Staged | None = None
-    prepared: _Staged | None = None
-    ended: dict[str, bool] = field(default_factory=dict)
-
-    def clock(self, now: float) -> float:
-        return 1000.0 + now * self.rate
-
-    def serves(self, now: float) -> bool:
-        return self.up and (self.until is not None and self.clock(now) < self.until)
-
-
 @dataclass(slots=True)
 class Findings:
     """What a run came to. ``skew``: seconds between the first and the last member of a commit."""
@@ -88,6 +57,7 @@ class Findings:
     reads: int = 0
     refused: int = 0
     refounded: int = 0
+    rollbacks: int = 0
     seconds: float = 0.0
     skew: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
@@ -121,10 +91,12 @@ class Simulation:
         self.durable = Promise(fence=0, epoch=1, version=0, digest=0)
         self.contents: dict[tuple[int, int], int] = {(1, 0): 1}  # (fleet's epoch, version)
         self.floor = (1, 0)  # (fleet's epoch, version) of the last commit that was answered
-        self.life = 0  # of the coordinator
-        self.coordinator: Coordinator | None = None
+        self.promised: set[str] = set()  # updates that were durable
+        self.life = 0  # of the coordinator that has the record
+        self.coordinators: dict[int, Coordinator] = {}  # by life; earlier ones know no better
         self._outcome: Callable[[Ended], None] | None = None
         self._commit_times: dict[str, list[float]] = {}
+        self._numbers = itertools.count(1)  # of updates
         self._begin_life()
 
     # ---- a course ----
@@ -133,18 +105,27 @@ class Simulation:
         """So many updates, one after the other, while faults happen; then calm."""
         if faults:
             self._later(self.rng.expovariate(self.fault_rate or 1.0), self._fault, faults)
-        self._later(LEASE, self._update, updates, 1)
+        self._later(LEASE, self._updates, updates)
         self._later(0.01, self._read)
         while self._events and (self.found.commits + self.found.aborts) < updates:
             self._step()
-        self.fault_rate = 0.0
-        self._mend_all()
-        end = self.now + CALM
-        while self._events and self.now < end:
+        self.rest()
+        return self.found
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
             self._step()
+        self.now = end
+
+    def rest(self) -> None:
+        """No more faults: at the end all members serve what was promised, or ``Violation``."""
+        self.fault_rate, self.weather = 0.0, replace(self.weather, loss=0.0)
+        for engine in self.engines.values():
+            engine.cut = False
+        self.pass_time(CALM)
         self._check_end()
         self.found.seconds = self.now
-        return self.found
 
     def _step(self) -> None:
         self.now, _, event = heapq.heappop(self._events)
@@ -154,7 +135,12 @@ class Simulation:
         event = lambda: fn(*args)  # noqa: E731
         heapq.heappush(self._events, (self.now + delay, next(self._order), event))
 
-    # ---- the coordinator's process ----
+    # ---- coordinators ----
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The one that has the record."""
+        return self.coordinators.get(self.life)
 
     def _begin_life(self) -> None:
         self.life += 1
@@ -162,35 +148,49 @@ class Simulation:
         state = Coordinator(self.durable, quorum=self.quorum, lease=LEASE, now=self.now,
             earlier=LEASE if self.life > 1 else 0.0,
         )  # fmt: skip
-        self.coordinator = state
+        self.coordinators[self.life] = state
         for name in self.engines:
-            self._do(state.add(name, self.now))
+            self._do(state.add(name, self.now), self.life)
         self._later(TICK, self._tick, self.life)
 
+    def _end_life(self, life: int) -> None:
+        self.coordinators.pop(life, None)
+
     def _tick(self, life: int) -> None:
-        if self.coordinator is not None and life == self.life:
-            self._do(self.coordinator.tick(self.now))
+        if (state := self.coordinators.get(life)) is not None:
+            self._do(state.tick(self.now), life)
             self._later(TICK, self._tick, life)
 
     def _feed(self, life: int, event: Callable[[Coordinator], list[Action]]) -> None:
-        if self.coordinator is not None and life == self.life:
-            self._do(event(self.coordinator))
+        if (state := self.coordinators.get(life)) is not None:
+            self._do(event(state), life)
 
-    def _crash(self) -> None:
-        """With it go the streams of an update that is not prepared."""
-        self.coordinator = None
-        for engine in self.engines.values():
-            engine.staged = None
+    def crash_coordinator(self, seconds: float) -> None:
+        """Another comes after so many."""
+        if self.coordinators.pop(self.life, None) is not None:
+            self._forget_update("the coordinator crashed")
+            self._later(seconds, self._begin_life)
+
+    def usurp(self, seconds: float) -> None:
+        """Another takes the record at once; the earlier one goes on for so many seconds: it tells,
+        fills and writes. Its grants are held back, as in a service they are by the lock of the
+        record's file, which nobody else gets while it lives.
+        """
+        if (earlier := self.life) in self.coordinators:
+            self._forget_update("another coordinator has the record")
+            self._begin_life()
+            self._later(seconds, self._end_life, earlier)
+
+    def _forget_update(self, why: str) -> None:
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
-            outcome(Ended("", committed=False, reason="the coordinator crashed"))
-        self._later(self.rng.uniform(0.1, 10.0), self._begin_life)
+            outcome(Ended("", committed=False, reason=why))
 
-    def _do(self, actions: list[Action]) -> None:
-        life = self.life
+    def _do(self, actions: list[Action], life: int) -> None:
         for action in actions:
             if isinstance(action, Ask):
-                self._ask(action, life)
+                if life == self.life:
+                    self._ask(action, life)
             elif isinstance(action, Tell):
                 self._tell(action, life)
             elif isinstance(action, Check):
@@ -199,13 +199,14 @@ class Simulation:
                 self._fill(action, life)
             elif isinstance(action, Write):
                 self._later(self._some(self.weather.disk), self._written, action, life)
-            elif self._outcome is not None:
+            elif life == self.life and self._outcome is not None:
                 outcome, self._outcome = self._outcome, None
                 outcome(action)
 
     def _written(self, action: Write, life: int) -> None:
-        if life != self.life:
-            return  # whoever wrote it has died: the file is another's
+        if life != self.life:  # the file is another's
+            self._feed(life, lambda c: c.unwritten("another has the record", self.now))
+            return
         old, self.durable = self.durable, action.promise
         if action.promise.epoch != old.epoch:
             self.found.refounded += 1
@@ -215,8 +216,7 @@ class Simulation:
         digest = action.promise.digest
         if digest and self.contents.setdefault(key, digest) != digest:
             raise Violation(f"version {key} has two contents")
-        if self.coordinator is None:
-            return  # it was durable, and nobody lived to know
+        self.promised.add(action.promise.update_id)
         self._feed(life, lambda c: c.written(action.promise, self.now))
 
     def _check_lost(self, old: Promise) -> None:
@@ -234,7 +234,7 @@ class Simulation:
         self,
         name: str,
         life: int,
-        serve: Callable[[_Engine], object],
+        serve: Callable[[SimulatedMember], object],
         reply: Callable[[object], Callable[[Coordinator], list[Action]]],
         work: float = 0.0,
     ) -> None:
@@ -272,25 +272,7 @@ class Simulation:
                 return lambda c: c.stood(action.member, action.grant, standing, self.now)
             return lambda c: c.silent(action.member, str(result), self.now)
 
-        self._call(action.member, life, lambda e: self._grant(e, action.grant), reply)
-
-    def _grant(self, engine: _Engine, grant: Grant) -> Standing:
-        self._fenced(engine, grant.fence)
-        if grant.epoch is not None and grant.epoch != engine.epoch:
-            raise RolloutError("another life")
-        if grant.epoch is not None and (grant.fence, grant.serial) >= engine.newest:
-            engine.until, engine.newest = grant.until, (grant.fence, grant.serial)
-        return Standing(
-            epoch=engine.epoch, clock=engine.clock(self.now), version=engine.version,
-            state="running" if engine.serves(self.now) else "fenced",
-            prepared="" if engine.prepared is None else engine.prepared.update_id,
-            fence=engine.fence,
-        )  # fmt: skip
-
-    def _fenced(self, engine: _Engine, fence: int) -> None:
-        if fence < engine.fence:
-            raise RolloutError("stale fence")
-        engine.fence = fence
+        self._call(action.member, life, lambda e: e.grant(action.grant, self.now), reply)
 
     def _tell(self, action: Tell, life: int) -> None:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
@@ -300,27 +282,13 @@ class Simulation:
                 action.decision.update_id, action.member, why, self.now, final=final
             )
 
-        self._call(action.member, life, lambda e: self._decide(e, action.decision), reply)
+        def decide(engine: SimulatedMember) -> None:
+            if engine.decide(action.decision):
+                if action.decision.update_id not in self.promised:
+                    raise Violation(f"{engine.name} committed what no record has")
+                self._commit_times.setdefault(action.decision.update_id, []).append(self.now)
 
-    def _decide(self, engine: _Engine, decision: Decision) -> None:
-        assert decision.fence is not None
-        self._fenced(engine, decision.fence)
-        ended = engine.ended.get(decision.update_id)
-        if ended is not None:
-            if ended is not decision.commit:
-                raise RolloutError("it ended the other way")
-            return
-        prepared = engine.prepared
-        if prepared is None or prepared.update_id != decision.update_id:
-            raise RolloutError("not prepared")
-        engine.prepared = None
-        engine.ended[decision.update_id] = decision.commit
-        if decision.commit:
-            self._go_live(engine, prepared)
-            self._commit_times.setdefault(decision.update_id, []).append(self.now)
-
-    def _go_live(self, engine: _Engine, staged: _Staged) -> None:
-        engine.version, engine.digest = staged.version, staged.digest
+        self._call(action.member, life, decide, reply)
 
     def _check(self, action: Check, life: int) -> None:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
@@ -329,7 +297,7 @@ class Simulation:
                 return lambda c: c.checked(action.member, version, digest, self.now)
             return lambda c: c.silent(action.member, str(result), self.now)
 
-        def held(engine: _Engine) -> tuple[int, int]:
+        def held(engine: SimulatedMember) -> tuple[int, int]:
             return engine.version, engine.digest
 
         self._call(action.member, life, held, reply, work=self._some(0.1))
@@ -337,12 +305,8 @@ class Simulation:
     def _fill(self, action: Fill, life: int) -> None:
         donor = self.engines[action.donor]
 
-        def fill(engine: _Engine) -> tuple[int, int]:
-            if not donor.up or donor.cut or donor.version != action.version:
-                raise RolloutError("the donor has gone on")
-            if engine.prepared is not None or engine.version >= action.version:
-                raise RolloutError("not now")
-            self._go_live(engine, _Staged("", donor.version, donor.digest))
+        def fill(engine: SimulatedMember) -> tuple[int, int]:
+            engine.fill(donor, action.version)
             return engine.version, engine.digest
 
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
@@ -355,52 +319,54 @@ class Simulation:
 
     # ---- the trainer ----
 
-    def _update(self, left: int, number: int) -> None:
-        if not left:
-            return
-        state, life, update_id = self.coordinator, self.life, f"u{number}"
-        if state is None:
-            self._later(0.5, self._update, left, number)
-            return
+    def _updates(self, left: int) -> None:
+        def again(committed: bool) -> None:
+            self._later(self._some(0.2), self._updates, left - 1)
+
+        if left and not self.update(again, back=self.rng.random() < ROLLBACKS):
+            self._later(0.5, self._updates, left)
+
+    def update(self, then: Callable[[bool], None] = lambda _: None, *, back: bool = False) -> bool:
+        """Begin an update, or a rollback where there is one to make; False where none can begin.
+        ``then`` hears whether it has committed.
+        """
+        state, life, update_id = self.coordinator, self.life, f"u{next(self._numbers)}"
+        back = back and self.durable.before != 0
         try:
-            names, version = state.begin(update_id, None, self.now)
+            if state is None:
+                return False
+            names, version = state.begin(update_id, None, self.now, back=back)
         except RolloutError:
-            self._later(0.5, self._update, left, number)
-            return
-        staged, began = _Staged(update_id, version, self.rng.getrandbits(60) | 1), self.now
-        self._do(state.commit(update_id, self.now))
+            return False
+        digest = state.promise.before if back else self.rng.getrandbits(60) | 1
+        staged, began = Staged(update_id, version, digest, back), self.now
+        self._do(state.commit(update_id, self.now), life)
 
         def ended(action: Ended) -> None:
             if action.committed:
                 self.found.commits += 1
+                self.found.rollbacks += back
                 self.floor = (self.durable.epoch, version)
                 times = self._commit_times.pop(update_id, [self.now])
                 self.found.skew.append(max(times) - min(times))
                 self.found.total.append(self.now - began)
             else:
                 self.found.aborts += 1
-            self._later(self._some(0.2), self._update, left - 1, number + 1)
+            then(action.committed)
 
         self._outcome = ended
         for name in names:
-            self._part(name, life, staged)
+            self._part(name, life, staged, state.promise.fence)
+        return True
 
-    def _part(self, name: str, life: int, staged: _Staged) -> None:
-        fence = self.durable.fence
-
-        def vote(engine: _Engine) -> str:
-            self._fenced(engine, fence)
-            if engine.prepared is not None or engine.version >= staged.version:
-                raise RolloutError("it cannot take part")
-            engine.prepared = staged
-            return "yes"
-
+    def _part(self, name: str, life: int, staged: Staged, fence: int) -> None:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
-            if result == "yes":
+            if result is None:
                 return lambda c: c.voted(staged.update_id, name, staged.digest, self.now)
             return lambda c: c.lost(staged.update_id, name, str(result), self.now)
 
-        self._call(name, life, vote, reply, work=self._some(self.weather.stage))
+        work = self._some(self.weather.delay if staged.back else self.weather.stage)
+        self._call(name, life, lambda e: e.vote(staged, fence), reply, work=work)
 
     # ---- clients ----
 
@@ -424,48 +390,56 @@ class Simulation:
 
     # ---- faults ----
 
-    def _engine(self, name: str) -> _Engine:
+    def _engine(self, name: str) -> SimulatedMember:
         rate = 1 + self.rng.uniform(-DRIFT, DRIFT) / 2.1
-        return _Engine(name=name, epoch=next(self._epochs), rate=rate)
+        return SimulatedMember(name=name, epoch=next(self._epochs), rate=rate)
 
     def _fault(self, left: int) -> None:
         if not left or not self.fault_rate:
             return
         self.found.faults += 1
-        engine = self.rng.choice(list(self.engines.values()))
-        kind = self.rng.choice(("crash", "cut", "cut", "stop", "coordinator"))
-        if kind == "crash" and engine.up:
-            engine.up, engine.dead = False, True
-            self._later(self.rng.uniform(0.5, 20.0), self._come_back, engine)
-        elif kind == "cut" and not engine.cut:
-            engine.cut = True
-            self._later(self.rng.uniform(0.1, 8.0), self._join_up, engine)
-        elif kind == "stop" and engine.up:
-            engine.up = False
-            self._later(self.rng.uniform(0.1, 6.0), self._go_on, engine, engine.epoch)
-        elif kind == "coordinator" and self.coordinator is not None:
-            self._crash()
+        name, some = self.rng.choice(list(self.engines)), self.rng.uniform
+        kind = self.rng.choice(("crash", "cut", "cut", "stop", "coordinator", "usurp"))
+        if kind == "crash":
+            self.crash(name, some(0.5, 20.0))
+        elif kind == "cut":
+            self.cut(name, some(0.1, 8.0))
+        elif kind == "stop":
+            self.stop(name, some(0.1, 6.0))
+        elif kind == "usurp":
+            self.usurp(some(0.1, 5.0))
+        else:
+            self.crash_coordinator(some(0.1, 10.0))
         self._later(self.rng.expovariate(self.fault_rate), self._fault, left - 1)
 
-    def _come_back(self, engine: _Engine) -> None:
-        """As a new process, with the weights it was first started with."""
-        fresh = _Engine(name=engine.name, epoch=next(self._epochs), rate=engine.rate)
-        self.engines[engine.name] = fresh
-        if self.coordinator is not None:
-            self._do(self.coordinator.died(engine.name, self.now))
-            self._do(self.coordinator.add(engine.name, self.now))
+    def crash(self, name: str, seconds: float) -> None:
+        """A new process comes after so many, with the weights it was first started with."""
 
-    def _go_on(self, engine: _Engine, epoch: int) -> None:
-        if engine.epoch == epoch:
-            engine.up = True
+        def come_back() -> None:
+            fresh = SimulatedMember(name=name, epoch=next(self._epochs), rate=engine.rate)
+            self.engines[name] = fresh
+            for life, state in list(self.coordinators.items()):
+                self._do(state.died(name, self.now), life)
+                self._do(state.add(name, self.now), life)
 
-    def _join_up(self, engine: _Engine) -> None:
-        engine.cut = False
+        engine = self.engines[name]
+        if engine.up:
+            engine.up, engine.dead = False, True
+            self._later(seconds, come_back)
 
-    def _mend_all(self) -> None:
-        self.weather = replace(self.weather, loss=0.0)
-        for engine in self.engines.values():
-            engine.cut = False
+    def cut(self, name: str, seconds: float) -> None:
+        """No message reaches it, or leaves it, for so many seconds."""
+        engine = self.engines[name]
+        if not engine.cut:
+            engine.cut = True
+            self._later(seconds, lambda: setattr(engine, "cut", False))
+
+    def stop(self, name: str, seconds: float) -> None:
+        """As by SIGSTOP, and SIGCONT so many seconds later."""
+        engine = self.engines[name]
+        if engine.up:
+            engine.up = False
+            self._later(seconds, lambda: setattr(engine, "up", not engine.dead))
 
     def _check_end(self) -> None:
         state = self.coordinator
@@ -499,7 +473,8 @@ def main(argv: list[str] | None = None) -> int:
     skew, total = sorted(found.skew), sorted(found.total)
     print(  # noqa: T201
         f"{found.commits} commits, {found.aborts} aborts, {found.faults} faults, {found.reads} "
-        f"reads ({found.refused} refused), {found.refounded} epochs lost, {found.seconds:.0f} s; "
+        f"reads ({found.refused} refused), {found.rollbacks} rollbacks, {found.refounded} epochs "
+        f"lost, {found.seconds:.0f} s; "
         f"commit skew p50 {skew[len(skew) // 2]:.4f} p99 {skew[len(skew) * 99 // 100]:.4f} s, "
         f"update p50 {total[len(total) // 2]:.3f} p99 {total[len(total) * 99 // 100]:.3f} s"
     )

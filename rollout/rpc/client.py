@@ -52,7 +52,7 @@ from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
-from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
@@ -300,6 +300,12 @@ class RolloutClient:
         receipt = from_json(UpdateReceipt, reply.json)
         self.committed(receipt, partial=True)
         return receipt
+
+    def prepare_rollback(self, request: PrepareRollback) -> None:
+        """It takes the lease, and reads what it would go back to."""
+        with self._errors():
+            call = WeightSyncStub(self._sync_channel()).PrepareRollback
+            call(document(request), timeout=3 * request.timeout + 1, metadata=self._metadata)
 
     def digests(self, timeout: float) -> dict[str, int]:
         reply = self._ask("Digests", pb.DigestsRequest(timeout=timeout), timeout + 1)

@@ -37,6 +37,7 @@ _CONTROL = (
     )),
     *(f"{_GRPC}WeightSync/{name}" for name in (
         "Update", "Decide", "Serve", "SendTo", "UpdateFrom", "Rollback", "Digests",
+        "PrepareRollback",
         "InitWeightTransferEngine",
         "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "AbortWeightUpdate",
     )),

@@ -22,7 +22,8 @@ from rollout.engine.control import WAKE_TAGS
 from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
-from rollout.server.verbs import Size, UpdateInfo, derived_id
+from rollout.fleet.backend import FleetBackend
+from rollout.server.verbs import Size, UpdateInfo, derived_id, engine_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weight_sync.versions.follower import looks
@@ -149,17 +150,12 @@ class SglangVerbs:
                 "base64, or use update_weights_from_distributed, update_weights_from_disk or "
                 "Rollout.connect(...).update_weights(model)"
             )
-        backend, tensors = self._rollout.backend, dict[str, torch.Tensor]()
+        backend, tensors = self._served(), dict[str, torch.Tensor]()
         for text in body.serialized_named_tensors:
             tensors |= _safetensors(text)
-        if isinstance(backend, EmbeddedBackend):
-            told = derived_id("tensors", body)
-            options = UpdateOptions(update_id=told, in_flight=body.in_flight, label=body.label)
-            receipt = await self._rollout.threads.run(lambda: backend.update_once(tensors, options))
-        else:  # a fleet's front: each commit is a new version
-            receipt = await self._rollout.update_weights(
-                tensors, in_flight=body.in_flight, label=body.label
-            )
+        told = derived_id("tensors", body)
+        options = UpdateOptions(update_id=told, in_flight=body.in_flight, label=body.label)
+        receipt = await self._rollout.threads.run(lambda: backend.update_once(tensors, options))
         return _done(f"version {receipt.version} is live")
 
     async def init_group(self, body: InitGroupBody) -> Document:
@@ -260,10 +256,13 @@ class SglangVerbs:
 
         What was not asked for is there as before, so that a resume of the same tags serves again.
         """
-        keep = set(WAKE_TAGS) - set(body.tags or _TAGS) - self._embedded().core.control.asleep
+        at = self._served()
+        asleep = at.asleep if isinstance(at, FleetBackend) else at.core.control.asleep
+        keep = set(WAKE_TAGS) - set(body.tags or _TAGS) - asleep
         if keep != set(WAKE_TAGS):
             await self._rollout.sleep(1)
-            await self._rollout.wake_up(sorted(keep))
+            if keep:
+                await self._rollout.wake_up(sorted(keep))
 
     async def regain(self, body: MemoryBody) -> None:
         tags = None if body.tags is None else [tag for tag in body.tags if tag != "cuda_graph"]
@@ -273,11 +272,14 @@ class SglangVerbs:
         session = self._embedded().verbs
         return await self._rollout.threads.run(lambda: verb(session))
 
-    def _embedded(self) -> EmbeddedBackend:
+    def _served(self) -> EmbeddedBackend | FleetBackend:
         backend = self._rollout.backend
-        if not isinstance(backend, EmbeddedBackend):
+        if not isinstance(backend, EmbeddedBackend | FleetBackend):
             raise ConfigError("these verbs are those of the engine's own server: ask it")
         return backend
+
+    def _embedded(self) -> EmbeddedBackend:
+        return engine_of(self._rollout)
 
 
 async def server_info(rollout: AsyncRollout) -> Document:

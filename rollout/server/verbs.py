@@ -18,6 +18,7 @@ from rollout.engine.updates.repeats import Caller
 from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
+from rollout.fleet.backend import FleetBackend
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
@@ -213,11 +214,23 @@ class Verbs:
         return Caller(update_id=body.update_id or "", peer=self._peer)
 
     async def _run(self, verb: Callable[[VerbSession], Any]) -> Any:
-        backend = self._rollout.backend
-        if not isinstance(backend, EmbeddedBackend):
-            raise ConfigError("the weight verbs are those of the engine's own server: ask it")
-        session = backend.verbs
+        session = engine_of(self._rollout).verbs
         return await self._rollout.threads.run(lambda: verb(session))
+
+
+def engine_of(rollout: AsyncRollout) -> EmbeddedBackend:
+    """What the verbs of one engine are for; ``ConfigError`` where it is not this process's."""
+    backend = rollout.backend
+    if isinstance(backend, FleetBackend):
+        raise ConfigError(
+            "a trainer's group has places for the ranks of one engine, and a fleet's members come "
+            "and go: send a fleet its weights with Rollout.connect(...).update_weights(model), or "
+            "from a directory that its front reads (update_weights_from_disk, server_path=), or "
+            "as safetensors (update_weights_from_tensor)"
+        )
+    if not isinstance(backend, EmbeddedBackend):
+        raise ConfigError("the weight verbs are those of the engine's own server: ask it")
+    return backend
 
 
 async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> Document:

@@ -62,6 +62,50 @@ def test_a_refused_update_leaves_all_members_as_they_were(front, engines, traine
     assert front.rollout.update_weights(trained).details["members"].keys() == set(front.names)
 
 
+def test_a_rollback_is_one_transaction_of_all_members(front, engines, trained, checkpoint):
+    first = tokens(front.rollout.generate(PROMPTS, GREEDY))
+    with pytest.raises(VersionConflict, match="no predecessor"):
+        front.rollout.rollback()
+    front.rollout.update_weights(trained)
+    late = Rollout(checkpoint, **ENGINE)
+    try:
+        name = front.fleet.add(late.address)
+        front.fleet.wait_serving(4, 10.0)
+        receipt = front.rollout.rollback()
+        assert (receipt.version, receipt.transport) == (2, "rollback")
+        assert receipt.details["members"].pop(name) == "committed"  # it began with those weights
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        assert [engine.weight_version for engine in engines] == [2, 2, 2]
+        outputs = front.rollout.generate(PROMPTS, GREEDY)
+        assert tokens(outputs) == first
+        assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {2}
+        with pytest.raises(VersionConflict, match="no predecessor"):
+            front.rollout.rollback()
+        other = copy.deepcopy(trained)
+        randomize(other)
+        front.rollout.update_weights(trained)  # 3
+        front.rollout.update_weights(other)  # 4
+        engines[2].update_weights(trained, version=9)  # past the fleet: not what was before 4
+        receipt = front.rollout.rollback()
+        assert receipt.details["members"].get(front.names[2], "fenced").startswith("fenced")
+        assert front.rollout.check_weights(trained).equal
+        assert front.rollout.update_weights(other).version == 6
+    finally:
+        late.shutdown()
+
+
+def test_members_that_cannot_go_back_leave_the_fleet_as_it_was(front, engines, trained):
+    front.rollout.update_weights(trained)
+    for engine in engines[:2]:
+        engine.sleep(1)
+        engine.wake_up()
+    with pytest.raises(VersionConflict, match=r"member .* what was live before is gone"):
+        front.rollout.rollback()
+    assert [engine.weight_version for engine in engines] == [1, 1, 1]
+    assert front.rollout.check_weights(trained).equal
+    assert front.rollout.update_weights(trained).version == 2
+
+
 def test_bytes_over_the_channel_reach_every_member(front, engines, trained, oracle):
     front.rollout.update_weights(trained, transport="inline")
     assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
@@ -242,8 +286,6 @@ def test_what_a_fleet_cannot_do_is_refused_by_name(front, engines, trained):
         front.rollout.update_weights(trained, in_flight="wait")
     with pytest.raises(ConfigError, match=r"sleep\(1\)"):
         front.rollout.sleep(2)
-    with pytest.raises(ConfigError, match="no rollback yet"):
-        front.rollout.rollback()
     assert front.rollout.update_weights(trained).version == 1
 
 

@@ -20,6 +20,7 @@ from rollout.engine.executors import gather_replies
 from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
+from rollout.engine.updates.rollback import Rollback
 from rollout.errors import (
     DeadlineExceeded,
     EngineBroken,
@@ -28,7 +29,7 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.protocol import zstd
-from rollout.weight_sync.protocol.digests import combine, total
+from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import (
     Decision,
     QuantizationGrid,
@@ -44,16 +45,6 @@ from rollout.weights.components import component_of
 
 T = TypeVar("T")
 KEPT_RECEIPTS = 64
-_TWICE = (
-    ". This version is a rollback already: it is the engine's, not a collective of the trainer's "
-    "ranks, so call rollback() on one of them alone"
-)
-_UNTIL = {
-    "shadow": "until the next update begins",
-    "sparse": "until an update without staging begins",
-    "host": "until an update without staging begins",
-}
-
 log = logging.getLogger(__name__)
 
 
@@ -107,11 +98,11 @@ class Coordinator:
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
-        self._can_roll_back = False
+        self.can_roll_back = False
         self.prepared: Prepared | None = None
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen
         # What the ranks voted to hold, by tensor, of the version before the live one.
-        self._held_before: dict[str, int] | None = None
+        self.held_before: dict[str, int] | None = None
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -174,30 +165,7 @@ class Coordinator:
         """
         self.acquire(None, timeout)
         try:
-            if not self._can_roll_back:
-                again = bool(self._receipts) and self._receipts[-1].transport == "rollback"
-                raise VersionConflict(
-                    f"version {self.engine.version} has no predecessor in memory; a rollback is "
-                    f"possible once after a commit, with undo={self.undo!r} {_UNTIL[self.undo]}"
-                    + (_TWICE if again else "")
-                )
-            started = time.perf_counter()
-            version = self.engine.version + 1
-            stall, held = self.switch.run(None, "keep", timeout, self._held_before)
-            receipt = UpdateReceipt(
-                version=version,
-                epoch=self.engine.epoch,
-                digest=total(held.values()),
-                num_tensors=len(held),
-                num_bytes=sum(meta.nbytes for meta in self.metadata.values()),
-                wire_bytes=0,
-                timings={"stall": stall, "total": time.perf_counter() - started},
-                ranks=(),
-                transport="rollback",
-            )
-            labels = [kept.label for kept in self._receipts if kept.version < version - 1]
-            self.record(receipt, labels[-1] if labels else None, held)
-            return receipt
+            return Rollback(self).run(timeout)
         finally:
             self.free(None)
 
@@ -305,7 +273,7 @@ class Coordinator:
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""
         if self.undo == "shadow" or request.staging == "none":
-            self._can_roll_back = False
+            self.can_roll_back = False
 
     def restore(self, timeout: float) -> str | None:
         """After an update failed that went into the live instances: bring all back to before it.
@@ -366,8 +334,8 @@ class Coordinator:
         if len(self._committed) > KEPT_RECEIPTS:
             del self._committed[next(iter(self._committed))]
         self._receipts.append(receipt)
-        self._held_before, self.switch.held = self.switch.held, held
+        self.held_before, self.switch.held = self.switch.held, held
         self._label = label
-        self._can_roll_back = reversible
+        self.can_roll_back = reversible
         self.engine.mark_broken(None)
         self.engine.counters.record_update(receipt.timings.get("stall", 0.0))

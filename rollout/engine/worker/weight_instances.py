@@ -272,18 +272,28 @@ class ModelInstances:
         self._moved(self._kept.leads_to, self._exchange_kept)
         return False
 
+    @property
+    def way_back(self) -> Callable[[], bool] | None:
+        """What brings back the weights before the last commit; None where they are gone."""
+        target, before = self._past[-1] if self._past else None, self._live_is
+        if target is not None and before is not None and self._shadow_is == target:
+            return self._swap
+        if self._kept is not None and self._kept.is_between(before, target):
+            return self._exchange_kept
+        return None
+
+    def digests_before(self) -> list[tuple[WeightSlot, int]] | None:
+        """As ``digest_slots``, of what the way back leads to; None where no instance holds it."""
+        swaps = self.way_back == self._swap
+        return list(self.digest_slots(live=False)) if swaps else None
+
     def go_back(self) -> bool:
         """Make what was live before the last commit live again; ``VersionConflict`` if gone.
 
         Returns whether bytes were moved.
         """
-        target, before = self._past[-1] if self._past else None, self._live_is
-        way: Callable[[], bool]
-        if target is not None and before is not None and self._shadow_is == target:
-            way = self._swap
-        elif self._kept is not None and self._kept.is_between(before, target):
-            way = self._exchange_kept
-        else:
+        before, way = self._live_is, self.way_back
+        if way is None:
             raise VersionConflict("this rank holds no other version to go back to")
         moved = way()
         self._moved(before, way)

@@ -85,6 +85,7 @@ class Worker:
             "stage_abort": self._plain(lambda args: self.updates.abort(args)),
             "stage_restore": self._plain(lambda args: self.updates.restore()),
             "stage_digests": self._plain(self.digests),
+            "stage_digests_before": self._plain(self.digests_before),
             "digests": self._plain(self.digests),
             "stage_read": lambda args, _: self.read(args),
         }
@@ -281,6 +282,17 @@ class Worker:
         before = self.version  # the main thread may commit meanwhile: the caller compares
         rows = slot_rows(self.runner.instances.digest_slots(live=True, names=wanted))
         return {"digests": rows, "versions": [before, self.version]}
+
+    def digests_before(self, args: Args) -> dict[str, Any]:
+        """Whether a rollback is possible, and the digests of what it would bring back: None where
+        no instance holds that.
+        """
+        instances = self.runner.instances
+        slots = instances.digests_before()
+        return {
+            "possible": instances.way_back is not None,
+            "digests": None if slots is None else slot_rows(slots),
+        }
 
     def read(self, args: Args) -> Reply:
         """What this rank holds of the live tensors in ``names``, box by box."""

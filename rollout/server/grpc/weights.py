@@ -29,7 +29,7 @@ from rollout.server.verbs import (
     Verbs,
     parse,
 )
-from rollout.weight_sync.protocol.membership import Grant, SendTo
+from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo
 from rollout.weight_sync.protocol.messages import Decision, WeightChannel
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
@@ -78,6 +78,12 @@ class WeightSyncService:
     async def Rollback(self, request: Any) -> Any:  # noqa: N802
         receipt = await self._rollout.rollback(seconds(request))
         return document(receipt)
+
+    @answers
+    async def PrepareRollback(self, request: Any) -> Any:  # noqa: N802
+        wanted, backend = from_json(PrepareRollback, request.json), self._rollout.backend
+        await self._rollout.threads.run(lambda: backend.prepare_rollback(wanted))
+        return pb.Done()
 
     @answers
     async def Digests(self, request: Any) -> Any:  # noqa: N802

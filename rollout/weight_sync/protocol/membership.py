@@ -53,3 +53,18 @@ class SendTo:
     token: Text = ""
     version: Count
     timeout: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareRollback:
+    """Be prepared to go back to what was live before the last commit, as ``version``.
+
+    ``digest``: of all that is to be live then; a member that holds something else refuses. What
+    becomes of it says a ``Decision`` of ``fence`` or a later epoch. ``timeout``: of each wait.
+    """
+
+    update_id: Text
+    version: Count
+    digest: Digest
+    fence: Count
+    timeout: Seconds

@@ -213,6 +213,8 @@ def readable(directory: str | Path, roots: Sequence[str | Path], info: WeightInf
     Raises ``ConfigError`` where it, or a file in it, lies outside ``roots``, and
     ``IncompleteUpdate`` where it is half-written.
     """
+    if "\0" in str(directory):
+        raise ConfigError(f"no path has a null byte in it: {str(directory)!r:.80}")
     return complete_source(allowed(directory, roots), [Path(r).resolve() for r in roots], info)
 
 

@@ -1,0 +1,164 @@
+"""Going back to the version before the last commit: at once, or when a fleet decides so."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from rollout.engine.core import EngineCore
+from rollout.engine.executors import gather_replies
+from rollout.engine.updates.commit import Switch
+from rollout.engine.updates.ended import EndedUpdates, Outcome
+from rollout.errors import VersionConflict
+from rollout.weight_sync.protocol.digests import combine, total
+from rollout.weight_sync.protocol.membership import PrepareRollback
+from rollout.weight_sync.protocol.messages import Begun, Decision, UpdateReceipt
+from rollout.weights import TensorMeta
+
+_TWICE = (
+    ". This version is a rollback already: it is the engine's, not a collective of the trainer's "
+    "ranks, so call rollback() on one of them alone"
+)
+_UNTIL = {
+    "shadow": "until the next update begins",
+    "sparse": "until an update without staging begins",
+    "host": "until an update without staging begins",
+}
+
+
+class Coordinator(Protocol):
+    """What a rollback uses of ``coordinator.Coordinator``, which stands above it."""
+
+    engine: EngineCore
+    switch: Switch
+    metadata: dict[str, TensorMeta]
+    undo: str
+    ended: EndedUpdates
+    prepared: Any
+    can_roll_back: bool
+    held_before: dict[str, int] | None
+
+    @property
+    def receipts(self) -> tuple[UpdateReceipt, ...]: ...
+
+    def acquire(self, lease: object, timeout: float) -> None: ...
+
+    def prepare(self, prepared: Any, fence: int) -> None: ...
+
+    def advance(self, lease: object, state: str) -> None: ...
+
+    def free(self, lease: object) -> None: ...
+
+    def record(self, receipt: UpdateReceipt, label: str | None, held: dict[str, int]) -> None: ...
+
+
+class Rollback:
+    """One rollback of an engine, which holds the lease of updates while it is prepared."""
+
+    def __init__(self, of: Coordinator, update_id: str = "", timeout: float = 0.0) -> None:
+        self.update_id, self._of, self._timeout = update_id, of, timeout
+        self._begun: Begun | None = None
+
+    @classmethod
+    def prepare(cls, of: Coordinator, request: PrepareRollback) -> None:
+        """Vote yes: every rank holds the version before, whose digest is the one asked for.
+
+        The engine is PREPARED then, as by an update that was sealed with a fence. Raises
+        ``VersionConflict`` where it cannot go back to that, or not as ``request.version``.
+        """
+        if of.prepared is not None and of.prepared.update_id == request.update_id:
+            return
+        if of.ended.find(request.update_id) is not None:
+            raise VersionConflict(f"update {request.update_id} has gone back already")
+        one = cls(of, request.update_id, request.timeout)
+        of.acquire(one, request.timeout)
+        try:
+            one._check(request)
+            of.prepare(one, request.fence)
+        except BaseException:
+            of.free(one)
+            raise
+
+    def decided(self, decision: Decision) -> UpdateReceipt | None:
+        """The coordinator's alone: go back, or stay."""
+        assert self._begun is not None
+        receipt: UpdateReceipt | None = None
+        reason = decision.reason or "it was decided so"
+        try:
+            if decision.commit:
+                self._of.advance(self, "committing")
+                receipt = self.run(self._timeout)
+        except BaseException as error:
+            reason = str(error)
+            raise
+        finally:
+            self._of.ended.add(Outcome(begun=self._begun, receipt=receipt, reason=reason))
+            self._of.free(self)
+        return receipt
+
+    def run(self, timeout: float) -> UpdateReceipt:
+        """Go back at the next step boundary; for the holder of the lease."""
+        of = self._of
+        check_possible(of)
+        started, version = time.perf_counter(), of.engine.version + 1
+        stall, held = of.switch.run(None, "keep", timeout, of.held_before)
+        receipt = UpdateReceipt(
+            version=version,
+            epoch=of.engine.epoch,
+            digest=total(held.values()),
+            num_tensors=len(held),
+            num_bytes=sum(meta.nbytes for meta in of.metadata.values()),
+            wire_bytes=0,
+            timings={"stall": stall, "total": time.perf_counter() - started},
+            ranks=(),
+            update_id=self.update_id,
+            transport="rollback",
+        )
+        labels = [kept.label for kept in of.receipts if kept.version < version - 1]
+        of.record(receipt, labels[-1] if labels else None, held)
+        return receipt
+
+    def _check(self, request: PrepareRollback) -> None:
+        of = self._of
+        check_possible(of)
+        live = of.engine.version
+        if request.version != live + 1:
+            raise VersionConflict(
+                f"version {live} is live here: going back makes {live + 1}, not {request.version}"
+            )
+        if (digest := _digest_before(of, request.timeout)) != request.digest:
+            raise VersionConflict(
+                f"what was live here before version {live} has the digest {digest:016x}, and "
+                f"{request.digest:016x} is to be live: it joined, or was changed, since"
+            )
+        self._begun = Begun(
+            update_id=request.update_id, epoch=of.engine.epoch, base_version=live,
+            version=request.version,
+        )  # fmt: skip
+
+
+def check_possible(of: Coordinator) -> None:
+    """``VersionConflict`` where the engine knows that nothing is kept to go back to."""
+    if of.can_roll_back:
+        return
+    again = bool(of.receipts) and of.receipts[-1].transport == "rollback"
+    raise VersionConflict(
+        f"version {of.engine.version} has no predecessor in memory; a rollback is "
+        f"possible once after a commit, with undo={of.undo!r} {_UNTIL[of.undo]}"
+        + (_TWICE if again else "")
+    )
+
+
+def _digest_before(of: Coordinator, timeout: float) -> int:
+    """Of what every rank would go back to: read there, where it is an instance; else as it was
+    when it went live.
+    """
+    asked = of.engine.call("stage_digests_before", {})
+    replies = [reply for reply, _ in gather_replies(asked, "digest", timeout)]
+    if not all(reply["possible"] for reply in replies):
+        raise VersionConflict("what was live before is gone: the engine has slept since")
+    if all(reply["digests"] is not None for reply in replies):
+        return total(combine([reply["digests"] for reply in replies]).values())
+    if of.held_before is None:
+        raise VersionConflict("what was live before is not known by its digest here")
+    return total(of.held_before.values())

@@ -1,0 +1,73 @@
+"""A coordinator's view of one member, and of the update that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollout.weight_sync.protocol.membership import Standing
+
+
+class Status(StrEnum):
+    JOINING = "joining"
+    SERVING = "serving"
+    FENCED = "fenced"
+
+
+class Phase(StrEnum):
+    STAGING = "staging"
+    WRITING = "writing"
+    COMMITTING = "committing"
+
+
+@dataclass(slots=True)
+class Member:
+    """``serves_until``: it serves no more from then on, whatever it has heard. ``holds``: whether
+    it is known to have the fleet's live weights. ``busy``: an answer to ``Check`` or ``Fill`` is
+    due.
+    """
+
+    name: str
+    status: Status = Status.JOINING
+    standing: Standing | None = None
+    heard: float = 0.0
+    answered: int = 0  # the last grant
+    asked: float = float("-inf")
+    serves_until: float = float("-inf")
+    holds: bool = False
+    busy: bool = False
+    why: str = "it has not been heard of yet"
+
+
+@dataclass(slots=True)
+class Update:
+    """``left``: members that take part still, and whether each has voted (once written: has
+    committed). ``lost``: why the others do not. ``wanted``: the trainer asks for the commit.
+    ``back``: it is a rollback.
+    """
+
+    update_id: str
+    version: int
+    left: dict[str, bool]
+    phase: Phase = Phase.STAGING
+    back: bool = False
+    wanted: bool = False
+    digest: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    told: float = float("-inf")
+
+
+def describe(members: Iterable[Member]) -> list[dict[str, object]]:
+    """Rows for people: who is there, and why not serving."""
+    return [
+        {
+            "name": m.name,
+            "status": str(m.status),
+            "version": None if m.standing is None else m.standing.version,
+            "running": None if m.standing is None else m.standing.running,
+            "waiting": None if m.standing is None else m.standing.waiting,
+            "why": m.why,
+        }
+        for m in members
+    ]

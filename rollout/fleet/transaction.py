@@ -1,0 +1,142 @@
+"""What every change of a fleet's weights has in common: who takes part, their votes, one end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from typing import Any
+
+from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.fleet.fleet import Fleet, Link
+from rollout.weight_sync.protocol.messages import UpdateReceipt
+
+
+class Transaction:
+    """One of them, on the members that serve as it begins.
+
+    A member that fails drops out, as long as ``quorum`` are left; with fewer it fails with the
+    first one's error, and is aborted on all. ``record`` takes the receipt of a commit; ``let_go``
+    is called with the name of a member that has dropped out, or whose part is over.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        record: Callable[[UpdateReceipt], None],
+        let_go: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._fleet, self._record, self._let_go = fleet, record, let_go
+        self._errors: dict[str, BaseException] = {}
+        self._over = False
+        self.links: dict[str, Link] = {}
+        self.update_id, self.version, self.timeout = "", 0, 0.0
+
+    def begin(
+        self, update_id: str, version: int | None, timeout: float, *, back: bool = False
+    ) -> int:
+        """The version that it will make; ``back``: it is a rollback."""
+        links, version = self._fleet.begin(update_id, version, back=back)
+        self.links = {link.name: link for link in links}
+        self.update_id, self.version, self.timeout = update_id, version, timeout
+        return version
+
+    def check(self) -> None:
+        """Raises what it has failed by, if it has."""
+        outcome = self._fleet.outcome(self.update_id)
+        if outcome.done() and not outcome.result().committed:
+            self._fail(outcome.result().reason)
+
+    def each(self, fn: Callable[[Link], Any], *, at_once: bool = True) -> None:
+        """``fn`` of every member that is left; those that fail drop out."""
+        self.check()
+        if at_once:
+            results = self._fleet.each(self.links.values(), fn)
+        else:
+            results = {name: _error_of(fn, link) for name, link in self.links.items()}
+        failed = {n: e for n, e in results.items() if isinstance(e, BaseException)}
+        self._errors.update(failed)
+        for name, error in failed.items():
+            del self.links[name]
+            self._let_go(name)
+            self._fleet.lost(self.update_id, name, str(error))
+        if failed:
+            self.check()
+
+    def commit(self, transport: str) -> UpdateReceipt:
+        """Once all that are left have voted: the receipt, which names every member."""
+        fleet = self._fleet
+        self.check()
+        fleet.commit(self.update_id)
+        limit = 6 * self.timeout + 2 * fleet.lease
+        try:
+            ended = fleet.outcome(self.update_id).result(limit)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"the fleet's commit of version {self.version} is decided, but its end was not "
+                f"seen within {limit:g} s; members() tells who holds it"
+            ) from None
+        if not ended.committed:
+            self._fail(ended.reason)
+        self._over = True
+        receipt = self._receipt(transport)
+        self._record(receipt)
+        return receipt
+
+    def give_up(self, reason: str) -> bool:
+        """Abort it on all; False where it was over, or never begun."""
+        if self._over or not self.update_id:
+            return False
+        self._fleet.give_up(self.update_id, reason)
+        return True
+
+    # ---- helpers ----
+
+    def _fail(self, reason: str) -> None:
+        """By the error that its members gave, if they did."""
+        for name in self.links:
+            self._let_go(name)
+        self._over = True
+        for name, error in self._errors.items():
+            if isinstance(error, RolloutError):
+                more = f" ({reason})" if len(self._errors) > 1 else ""
+                raise type(error)(f"member {name}: {error}{more}") from error
+            raise error
+        raise TransferFailed(f"the update of the fleet was aborted: {reason}")
+
+    def _receipt(self, transport: str) -> UpdateReceipt:
+        """One receipt of all members'."""
+        futures = {
+            name: link.receipts.setdefault(self.update_id, Future())
+            for name, link in self.links.items()
+        }
+        # Those that were slower than their lease are fenced, and commit nevertheless.
+        wait(futures.values(), self.timeout, return_when=FIRST_COMPLETED)
+        found = {name: future.result() for name, future in futures.items() if future.done()}
+        if not found:
+            raise TransferFailed(
+                f"version {self.version} is committed, but no member that holds it is left"
+            )
+        first = next(iter(found.values()))
+        times = {k: max(r.timings.get(k, 0.0) for r in found.values()) for k in first.timings}
+        rows = [replace(rank, rank=0) for one in found.values() for rank in one.ranks]
+        members = dict.fromkeys(found, "committed")
+        members |= {n: "committed, its receipt was lost" for n in self.links if n not in found}
+        members |= {n: f"fenced: {error}"[:300] for n, error in self._errors.items()}
+        return replace(
+            first,
+            epoch=self._fleet.epoch,
+            timings=times,
+            ranks=tuple(replace(row, rank=n) for n, row in enumerate(rows)),
+            transport=transport,
+            details={**first.details, "members": members},
+        )
+
+
+def _error_of(fn: Callable[[Link], Any], link: Link) -> BaseException | None:
+    try:
+        fn(link)
+    except Exception as error:  # noqa: BLE001 - it is one member's, and told as such
+        return error
+    return None

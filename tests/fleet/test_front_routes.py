@@ -1,0 +1,110 @@
+"""Weight routes of vLLM's and SGLang's trainers at a fleet's front: the fleet's transaction."""
+
+import asyncio
+import base64
+
+import httpx
+import pytest
+from fleet_front import LEASE
+from safetensors.torch import save, save_file
+
+from rollout import AsyncRollout
+from rollout.fleet.backend import FleetBackend
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.record import Record
+from rollout.server.http.app import build_app
+
+PROMPT = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0}
+
+
+def asked(engines, tmp_path, ask, **options):
+    """What ``ask(http, fleet)`` gives, with a client of a front over these engines."""
+
+    async def course():
+        fleet = Fleet(Record(tmp_path / "record", LEASE), lease=LEASE)
+        for engine in engines:
+            fleet.add(engine.address)
+        rollout = AsyncRollout.over(FleetBackend(fleet, **options))
+        try:
+            await rollout.start()
+            transport = httpx.ASGITransport(build_app(rollout))
+            async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
+                return await ask(http, fleet)
+        finally:
+            await rollout.shutdown()
+
+    return asyncio.run(course())
+
+
+@pytest.fixture
+def weights(trained):
+    return {name: t.clone().contiguous() for name, t in trained.state_dict().items()}
+
+
+def test_a_directory_and_safetensors_in_a_body_update_the_whole_fleet(
+    engines, tmp_path, weights, oracle
+):
+    step = tmp_path / "allowed" / "step"
+    step.mkdir(parents=True)
+    save_file(weights, step / "model.safetensors")
+    (step / "STABLE").touch()
+    text = base64.b64encode(save(weights)).decode()
+    tensors = {"serialized_named_tensors": [text], "load_format": "safetensors"}
+
+    async def ask(http, fleet):
+        for path, body in (
+            ("/update_weights_from_disk", {"model_path": str(step), "weight_version": "s1"}),
+            ("/update_weights", {"weight_dir": str(step)}),  # prime-rl's
+            ("/update_weights_from_tensor", tensors),
+        ):
+            for _ in range(2):  # who asks again gets the same
+                reply = await http.post(path, json=body)
+                assert reply.status_code == 200, reply.text
+            assert [engine.weight_version for engine in engines] == [fleet.version] * 3
+        labels = (await http.get("/get_weight_version")).json()
+        sums = (await http.post("/weights_checker", json={})).json()
+        answer = await http.post("/v1/completions", json=PROMPT | {"return_token_ids": True})
+        outside = await http.post("/update_weights_from_disk", json={"model_path": "/etc"})
+        assert "--weight-dir" in outside.json()["message"]
+        return fleet.version, labels, len(sums["ranks"][0]["checksums"]), answer.json()
+
+    version, labels, count, answer = asked(
+        engines, tmp_path, ask, weight_dirs=[str(tmp_path / "allowed")]
+    )
+    assert (version, labels) == (3, {"weight_version": "3"})
+    assert count == len(engines[0].weight_info().tensors)
+    [expected] = oracle.generate([[5, 6, 7]], {"max_tokens": 5, "temperature": 0.0})
+    assert answer["choices"][0]["token_ids"] == expected.outputs[0].token_ids
+
+
+def test_sglangs_memory_routes_put_the_fleet_to_sleep_and_wake_it(engines, tmp_path):
+    async def ask(http, fleet):
+        assert (await http.post("/release_memory_occupation", json={})).status_code == 200
+        asleep = await http.post("/v1/completions", json=PROMPT)
+        for tag in ("weights", "kv_cache"):
+            body = {"tags": [tag]}
+            assert (await http.post("/resume_memory_occupation", json=body)).status_code == 200
+        return asleep.status_code, (await http.post("/v1/completions", json=PROMPT)).status_code
+
+    assert asked(engines, tmp_path, ask) == (503, 200)
+
+
+def test_groups_of_trainers_are_refused_by_name(engines, tmp_path):
+    group = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1}
+    group |= {"world_size": 4}
+
+    async def ask(http, fleet):
+        told = []
+        for path, body in (
+            ("/init_weights_update_group", {**group, "backend": "gloo"}),
+            ("/begin_weight_update", {}),
+            ("/init_weight_transfer_engine", {"init_info": group}),
+            ("/start_weight_update", {}),
+        ):
+            reply = await http.post(path, json=body)
+            assert reply.status_code == 400, reply.text
+            told.append(reply.text)
+        return told
+
+    for text in asked(engines, tmp_path, ask):
+        assert "a fleet's members come and go" in text
