@@ -190,6 +190,13 @@ class EngineConfig:
         "fp8_block or mxfp4",
         *("none", "int8", "fp8", "fp8_block", "mxfp4"),
     )
+    max_adapters: int = _setting(
+        0,
+        "LoRA adapters that are served unmerged at a time, versions still in use included; 0: "
+        "loading one merges it into the weights",
+        least=0,
+    )
+    max_lora_rank: int = _setting(16, "largest rank of those adapters", least=1)
     deterministic: bool = _setting(
         False,
         "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "
@@ -249,6 +256,8 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} does not go with components yet: leave one out"
             )
+        if self.max_adapters and self.deterministic:
+            raise ConfigError("max_adapters does not go with deterministic=True yet: leave one out")
         if not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
         for name in ("model", "tokenizer"):

@@ -378,6 +378,8 @@ class AsyncRollout:
     receipts = _at_once(WeightVerbs.receipts)
     check_weights = _in_thread(WeightVerbs.check_weights)
     preflight = _in_thread(WeightVerbs.preflight)
+    load_lora_adapter = _in_thread(WeightVerbs.load_lora_adapter)
+    unload_lora_adapter = _in_thread(WeightVerbs.unload_lora_adapter)
     save_sharded_state = _in_thread(WeightVerbs.save_sharded_state)
 
     @property

@@ -12,6 +12,7 @@ from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
+from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo
 
 # (Index of the prompt in the call, output); closing it aborts what still runs.
@@ -131,6 +132,14 @@ class Backend(Protocol):
     def digests(self, timeout: float) -> dict[str, int]: ...
 
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
+
+    def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
+        """Have requests by ``name`` answered with a PEFT directory's adapter."""
+        ...
+
+    def unload_lora_adapter(self, name: str) -> bool:
+        """Forget a name; whether it was there."""
+        ...
 
     def save_sharded_state(self, path: str, timeout: float) -> int:
         """Every rank's live weights as files of this host; returns their version."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import rollout
-from rollout.api.adapters import MergedAdapters
+from rollout.api.adapters import MergedAdapters, adapter_directory
 from rollout.api.image_inputs import take_images
 from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
+from rollout.api.served_adapters import ServedAdapters
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
@@ -58,6 +59,7 @@ from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights import TensorMeta
+from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_plain
 from rollout.wire.version import ServerInfo, Speaks
 
@@ -77,6 +79,7 @@ class EmbeddedBackend:
         self.core = EngineCore(config, executor=executor)
         self.prompts = PromptPreparer(self.core)
         self.adapters = MergedAdapters(config)
+        self.served_adapters = ServedAdapters(self.core)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce(self._is_live)
@@ -297,6 +300,34 @@ class EmbeddedBackend:
             return publish(source, connect=lambda: self.link, options=options)
 
         return self._reads.run(options.update_id or "", options.timeout, read)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Of adapters that requests may name."""
+        return (self.served_adapters if self.config.max_adapters else self.adapters).names
+
+    def load_lora_adapter(
+        self, name: str, path: str, *, inplace: bool = False, anywhere: bool = True
+    ) -> AdapterLoaded:
+        """A PEFT directory's: into a slot, or where there are none merged into the weights.
+
+        Unless ``anywhere``, and to be merged, it has to lie under a ``weight_dirs``.
+        """
+        if self.config.max_adapters:
+            where = Path(path).expanduser().absolute()
+            if not anywhere:
+                where = adapter_directory(name, path, self.config)
+            made = self.served_adapters.load(name, where, inplace=inplace)
+            return AdapterLoaded(name=name, version=made.version, merged=False)
+        receipt = self.adapters.load(name, path, self.link, inplace=inplace)
+        version = self.core.version if receipt is None else receipt.version
+        return AdapterLoaded(name=name, version=version, merged=True)
+
+    def unload_lora_adapter(self, name: str) -> bool:
+        """Forget the name, and what was merged in it; whether it was there."""
+        if self.config.max_adapters:
+            return self.served_adapters.unload(name)
+        return self.adapters.unload(name, self.link)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         return self.coordinator.rollback(timeout)

@@ -138,6 +138,8 @@ class Rollout:
     receipts = _here(WeightVerbs.receipts)
     check_weights = _here(WeightVerbs.check_weights)
     preflight = _here(WeightVerbs.preflight)
+    load_lora_adapter = _here(WeightVerbs.load_lora_adapter)
+    unload_lora_adapter = _here(WeightVerbs.unload_lora_adapter)
     save_sharded_state = _here(WeightVerbs.save_sharded_state)
 
     def stream(

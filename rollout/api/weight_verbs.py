@@ -15,6 +15,7 @@ from rollout.weight_sync.trainer.shard_layout import PlanCache
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.trainer.weight_report import check_weights as check
 from rollout.weight_sync.trainer.weight_report import preflight as preflight_source
+from rollout.weights.adapters import AdapterLoaded
 
 
 class WeightVerbs:
@@ -114,6 +115,24 @@ class WeightVerbs:
         """
         timeout = check_timeout(timeout)
         return preflight_source(source, connect=lambda: self._backend, timeout=timeout)
+
+    def load_lora_adapter(
+        self, name: str, path: str | Path, *, inplace: bool = False
+    ) -> AdapterLoaded:
+        """Have requests by ``name`` answered with the adapter of a PEFT directory. Blocks.
+
+        With ``max_adapters`` it lies beside the weights, and requests name it
+        (``SamplingParams(adapter=name)``); the next one of this name is another version, and who
+        has begun goes on with the one before. Else it is merged into the weights. Files that look
+        as when they were read are not read again, unless ``inplace``. ``ConfigError`` for what
+        cannot be read or does not fit, ``WeightMismatch`` for the tensors of another base; then
+        nothing has changed. Where the engine is this process's own.
+        """
+        return self._backend.load_lora_adapter(name, str(path), inplace=inplace)
+
+    def unload_lora_adapter(self, name: str) -> bool:
+        """Forget an adapter, also where requests still use it; whether it was there."""
+        return self._backend.unload_lora_adapter(name)
 
     def save_sharded_state(self, path: str | Path, *, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Write what every rank holds live to a file of its own in the directory ``path``.

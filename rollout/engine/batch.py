@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout.engine.memory import to_device
 from rollout.engine.sampling.metadata import Ints, SamplingMetadata
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
+from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
 _FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name != "visual")
@@ -64,6 +65,7 @@ def encode_batch(
     drawing = [sequences[i] for i in np.flatnonzero(samples)]
     if len(sums):
         tensors["hidden_sums"] = torch.from_numpy(sums)
+    tensors |= _adapter_tensors(sequences, query_starts)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
     tensors |= SamplingMetadata.of(drawing, coming, targets, scored_settings).tensors()
@@ -144,6 +146,28 @@ def _state_tensors(batch: ScheduledBatch) -> dict[str, Tensor]:
         "state_slots": torch.tensor(slots, dtype=torch.int32),
         "state_restores": torch.tensor(restores).view(-1, 2),
         "state_saves": torch.tensor(saves).view(-1, 2),
+    }
+
+
+def _adapter_tensors(sequences: list[Sequence], query_starts: Ints) -> dict[str, Tensor]:
+    """Of a step with adapters: the tokens that have one, adapter by adapter, and tiles of them."""
+    by_slot: dict[int, list[NDArray[np.int32]]] = {}
+    for row, sequence in enumerate(sequences):
+        if sequence.adapter is not None:
+            tokens = np.arange(query_starts[row], query_starts[row + 1], dtype=np.int32)
+            by_slot.setdefault(sequence.adapter.slot, []).append(tokens)
+    if not by_slot:
+        return {}
+    tiles: list[tuple[int, int, int]] = []
+    begin = 0
+    for slot, tokens_of in by_slot.items():
+        end = begin + sum(map(len, tokens_of))
+        tiles += [(slot, at, min(at + TILE, end)) for at in range(begin, end, TILE)]
+        begin = end
+    rows = np.concatenate([tokens for tokens_of in by_slot.values() for tokens in tokens_of])
+    return {
+        "adapter_rows": torch.from_numpy(rows),
+        "adapter_tiles": torch.tensor(tiles, dtype=torch.int32),
     }
 
 

@@ -115,7 +115,7 @@ class BlockManager:
         digests: list[bytes] = []
         if not self.prefix_caching or seq.block_table:
             return PrefixHit(hits)
-        parent = self._root
+        parent = self._root_of(seq)
         size = self.block_size
         for start in range(0, seq.cacheable - size + 1, size):
             tokens = seq.cache_ids(start, start + size)
@@ -241,7 +241,7 @@ class BlockManager:
             return
         if seq.kv_spans.single_version() != self.version:
             return
-        parent = seq.chain_hash or self._root
+        parent = seq.chain_hash or self._root_of(seq)
         for index in range(seq.hashed_blocks, full):
             block_id = seq.block_table[index]
             block = self._blocks[block_id]
@@ -261,7 +261,7 @@ class BlockManager:
             return None
         if seq.num_computed and seq.kv_spans.single_version() != self.version:
             return None
-        return _chain(seq.chain_hash or self._root, known)
+        return _chain(seq.chain_hash or self._root_of(seq), known)
 
     def release(self, seq: Sequence) -> None:
         """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""
@@ -299,7 +299,16 @@ class BlockManager:
         if self.states is not None:
             self.states.forget()
         self.root = root
-        self._root = root.digest(self._salt, self._chains, _DIGEST_BYTES)
+        self._roots = {"": root.digest(self._salt, self._chains, _DIGEST_BYTES)}
+
+    def _root_of(self, seq: Sequence) -> bytes:
+        """What the chain of a sequence's blocks starts from: adapters have roots of their own."""
+        name = seq.adapter_name
+        found = self._roots.get(name)
+        if found is None:
+            root = replace(self.root, adapter=name)
+            found = self._roots[name] = root.digest(self._salt, self._chains, _DIGEST_BYTES)
+        return found
 
     def _allocate(self) -> int:
         block_id, _ = self._free.popitem(last=False)

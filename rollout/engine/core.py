@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
+from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
@@ -76,6 +77,7 @@ class EngineCore:
         self.max_model_len = 0
         self.num_kv_blocks = 0
         self.rank_info: list[dict[str, Any]] = []
+        self.adapters = AdapterTable(config.max_adapters, self._adapters_in_use)
         self.grammars: Grammars | None = None
         self.images: ImageProcessor | None = None
         self._encoder: EncoderCache | None = None
@@ -149,6 +151,7 @@ class EngineCore:
             max_queued=config.max_queued_requests,
             num_waiting=lambda: self.scheduler.num_waiting,
             hidden_states=all(reply["hidden_states"] for reply in self.rank_info),
+            adapters=self.adapters,
             image_token=None if vision is None else vision.image_token,
         )  # fmt: skip
         if self.tokenizer is not None:
@@ -366,6 +369,10 @@ class EngineCore:
 
     # ---- helpers ----
 
+    def _adapters_in_use(self) -> set[int]:
+        live = (seq.adapter for seq in self.scheduler.sequences())
+        return {adapter.slot for adapter in live if adapter is not None}
+
     def _eos_ids(self) -> frozenset[int]:
         eos = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -413,6 +420,8 @@ class EngineCore:
                 refusal = self._refusal()
                 if refusal is None:
                     self.outputs.add(self.inputs.build(requests, call, arrived))
+        except RolloutError as error:  # an adapter that was unloaded since the call was judged
+            refusal = error
         except Exception as error:
             log.exception("a call could not be admitted")
             text = f"the call could not be admitted: {type(error).__name__}: {error}"

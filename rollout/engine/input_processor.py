@@ -10,6 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 
+from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.images.positions import ImagePositions
 from rollout.engine.output import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
@@ -40,11 +41,13 @@ class InputProcessor:
         max_queued: int,
         num_waiting: Callable[[], int],
         hidden_states: bool,
+        adapters: AdapterTable,
         image_token: int | None = None,
     ) -> None:
         self.live_ids: set[str] = set()
         self._max_queued, self._num_waiting = max_queued, num_waiting
         self._hidden_states, self._image_token = hidden_states, image_token
+        self._adapters = adapters
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -72,6 +75,8 @@ class InputProcessor:
             self._check_alternatives(request)
             self._check_texts(request.params)
             self._check_delivered(request)
+            if request.params.adapter is not None:
+                self._adapters.resolve(request.params.adapter)
         count = sum(request.params.n for request in requests)
         with self._taking:
             waiting = self._coming + self._num_waiting()
@@ -129,6 +134,7 @@ class InputProcessor:
 
     def _sample(self, request: Request, index: int, stream: bool) -> Sample:
         params, prompt, target = request.params, request.prompt_token_ids, None
+        adapter = params.adapter
         if params.max_tokens == 0 and not (params.hidden_state or request.images):
             *_, target = prompt
             prompt = prompt[:-1]  # nothing is wanted of where its last token is
@@ -154,6 +160,7 @@ class InputProcessor:
             image_positions=(
                 ImagePositions(len(prompt), request.images) if request.images else None
             ),
+            adapter=None if adapter is None else self._adapters.resolve(adapter),
         )
         self._next_seq_id += 1
         text = None

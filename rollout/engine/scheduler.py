@@ -335,7 +335,8 @@ class InFlightPrefixes:
     def __init__(self, blocks: BlockManager, running: list[Sequence]) -> None:
         self._blocks = blocks
         self._by_next: dict[bytes, Sequence] = {}
-        self._covered: set[tuple[int, ...]] = set()  # what need not be looked up again, to where
+        # By adapter: what need not be looked up again, to where.
+        self._covered: set[tuple[str, tuple[int, ...]]] = set()
         for seq in running:
             self.add(seq)
 
@@ -348,7 +349,7 @@ class InFlightPrefixes:
 
     def look_up(self, seq: Sequence) -> PrefixHit | None:
         """What the cache has of ``seq``; None: half of the rest or more is being computed."""
-        tokens = seq.cache_ids(0, seq.cacheable)
+        tokens = (seq.adapter_name, seq.cache_ids(0, seq.cacheable))
         if tokens in self._covered and not seq.block_table:
             return None
         found = self._blocks.find(seq)

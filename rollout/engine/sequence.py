@@ -14,6 +14,7 @@ from rollout.engine.images.positions import ImagePositions
 from rollout.engine.score_builder import ScoreBuilder
 from rollout.engine.snapshot import Snapshot
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
+from rollout.weights.adapters import AdapterVersion
 
 
 class Status(IntEnum):
@@ -30,8 +31,8 @@ class Sequence:
     of ``block_table`` (which may cover more). ``max_len`` tokens are the most there may be;
     ``stop_ids`` end the sequence earlier, and are masked while fewer than ``params.min_tokens``
     tokens are out; ``bad_words`` are ids that may not come in a row; ``image_positions``: of a
-    prompt with images. ``seed`` is already this
-    sample's own. The
+    prompt with images; ``adapter``: what the request's name meant when it came. ``seed`` is already
+    this sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``scores``, where asked for, one per prompt position computed so far, from the
     first that is wanted on. ``target``: the token after the last one that is computed, of a prompt
@@ -55,6 +56,7 @@ class Sequence:
     bad_words: ReadOnly[tuple[int, ...]] = ()
     image_positions: ImagePositions | None = None
     target: int | None = None
+    adapter: AdapterVersion | None = None
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
@@ -117,6 +119,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def adapter_name(self) -> str:
+        """``name@version``; "" for the base alone."""
+        return "" if self.adapter is None else str(self.adapter)
 
     @property
     def images(self) -> ReadOnly[PlacedImage]:

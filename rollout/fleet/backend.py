@@ -42,6 +42,7 @@ from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import same_host
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
+from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo, Speaks
 
 T = TypeVar("T")
@@ -264,6 +265,12 @@ class FleetBackend:
 
     def digests(self, timeout: float) -> dict[str, int]:
         return self.fleet.ask_any(lambda client: client.digests(timeout))
+
+    def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
+        raise ConfigError("adapters are loaded at each member: call it there")
+
+    def unload_lora_adapter(self, name: str) -> bool:
+        raise ConfigError("adapters are unloaded at each member: call it there")
 
     def save_sharded_state(self, path: str, timeout: float) -> int:
         raise ConfigError("save_sharded_state writes where ranks run: call it on a member")

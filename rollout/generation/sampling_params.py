@@ -20,6 +20,7 @@ MAX_STOPS = 256  # stop strings, each of at most MAX_STOP_CHARS characters
 MAX_STOP_CHARS = 4096
 MAX_TOKEN_RULES = 1 << 16  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
+MAX_NAME = 256  # characters of an adapter's
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 
 MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
@@ -126,6 +127,12 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
         return () if value is None else tuple(value)
     except TypeError:
         raise ValueError("be a list") from None
+
+
+def _name(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
+        raise ValueError(f"be a text of 1 to {MAX_NAME} characters")
+    return value
 
 
 _count = _whole(0, MAX_INT, "at least 0, in 64 bits", none=True)
@@ -243,6 +250,9 @@ class SamplingParams:
         _one_of("recompute", "finish", "abort", none=True),
         "what becomes of a sample beyond it: recompute (its KV, by the live weights), finish (with "
         "what it has) or abort; none: the engine's setting",
+    )
+    adapter: str | None = _param(
+        None, _name, "the adapter to answer with, which was loaded by this name; none: the base"
     )
     hidden_state: bool = _param(
         False, _flag, "bring the last hidden state of the prompt's last token", served=False

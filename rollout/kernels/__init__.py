@@ -14,6 +14,7 @@ from rollout.kernels.gap_codes import decode_gaps, encode_gaps
 from rollout.kernels.gated_delta_rule import gated_delta_rule
 from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
+from rollout.kernels.lora_linear import lora_linear
 from rollout.kernels.nontemporal_copy import nontemporal_copy
 from rollout.kernels.paged_attention import batch_invariant_attention, paged_attention
 from rollout.kernels.quantize import quantize
@@ -44,6 +45,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear",
     "linear",
+    "lora_linear",
     "nontemporal_copy",
     "paged_attention",
     "quantize",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.op import are_watched
+from rollout.models.adapter_slots import AdapterSlots
 from rollout.models.blocks import Decoder, DecoderBlock
 from rollout.models.chunks import within_chunks
 from rollout.models.forward import ForwardBatch, LayerKV
@@ -30,6 +31,7 @@ class CausalLM(Model):
     """
 
     gives_hidden_states = True
+    adapters: AdapterSlots | None = None
 
     def __init__(
         self, build: Build, max_len: int, rotaries: Sequence[Rotary] | None = None
@@ -104,6 +106,8 @@ class CausalLM(Model):
     @torch.no_grad()
     def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``."""
+        if self.adapters is not None:
+            self.adapters.begin_step(batch)
         turns = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
@@ -112,6 +116,7 @@ class CausalLM(Model):
         if visual is not None:
             x = x.index_copy(0, visual.rows, visual.features[:, 0])
         alone = visual is None or visual.features.shape[1] == 1  # nothing comes between blocks
+        alone &= batch.adapter_rows is None  # nor behind their linears
         if alone and self.native_blocks is not None and not are_watched():
             x, residual = self.native_blocks(x, *turns[0], batch, kv)
         else:

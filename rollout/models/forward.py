@@ -33,6 +33,8 @@ class ForwardBatch:
     logit_rows: Tensor  # [rows] int64: the tokens whose logits are wanted
     visual: VisualRows | None = None
     state_slots: Tensor | None = None  # [sequences] int32: of recurrent states, where there are any
+    adapter_rows: Tensor | None = None  # int32: the tokens that have adapters, where there are any
+    adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
     PROTOCOL_KEY,
@@ -311,11 +312,14 @@ class RolloutClient:
         reply = self._ask("Digests", pb.DigestsRequest(timeout=timeout), timeout + 1)
         return dict(reply.digests)
 
+    def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
+        raise _not_from_here("load_lora_adapter reads files")
+
+    def unload_lora_adapter(self, name: str) -> bool:
+        raise _not_from_here("unload_lora_adapter acts")
+
     def save_sharded_state(self, path: str, timeout: float) -> int:
-        raise ConfigError(
-            "save_sharded_state writes where the engine's ranks run: call it on the Rollout that "
-            "owns the engine, not on a client"
-        )
+        raise _not_from_here("save_sharded_state writes")
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         reply = self._ask("Receipts", pb.ReceiptsRequest(), self.timeout)
@@ -417,3 +421,10 @@ class RolloutClient:
         if self._credentials is None:
             return library.insecure_channel(self.address, options=self._options)
         return library.secure_channel(self.address, self._credentials, options=self._options)
+
+
+def _not_from_here(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} where the engine's ranks run: call it on the Rollout that owns the engine, not on "
+        "a client"
+    )

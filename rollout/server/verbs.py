@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout.api import AsyncRollout
-from rollout.api.adapters import MAX_NAMES, MAX_RANK
+from rollout.api.adapters import MAX_NAMES
 from rollout.api.embedded import EmbeddedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.engine.updates.repeats import Caller
@@ -19,6 +19,7 @@ from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.fleet.backend import FleetBackend
+from rollout.loader.peft_adapter import MAX_RANK
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
@@ -324,4 +325,7 @@ def _lora_config(rollout: AsyncRollout) -> Document | None:
     backend = rollout.backend
     if not isinstance(backend, EmbeddedBackend) or not backend.config.weight_dirs:
         return None
+    if backend.config.max_adapters:
+        config = backend.config
+        return {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_adapters}
     return {"max_lora_rank": MAX_RANK, "max_loras": MAX_NAMES}

@@ -1,7 +1,7 @@
 """Nouns of weights: boxes of tensors, the slots they land in, and how parameters lie in memory."""
 
 from rollout.weights.box import Box, Shape
-from rollout.weights.layouts import PLAIN, Layout, PlainLayout, TileLayout
+from rollout.weights.layouts import PLAIN, TRANSPOSED, Layout, PlainLayout, TileLayout
 from rollout.weights.slots import (
     CASTABLE,
     INTEGERS,
@@ -17,6 +17,7 @@ __all__ = [
     "CASTABLE",
     "INTEGERS",
     "PLAIN",
+    "TRANSPOSED",
     "Box",
     "Layout",
     "LazyTensor",

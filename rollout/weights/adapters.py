@@ -39,3 +39,12 @@ class AdapterVersion:
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoaded:
+    """``version``: of the adapter by itself, or, where it was ``merged``, of the weights."""
+
+    name: str
+    version: int
+    merged: bool

@@ -163,7 +163,32 @@ class TileLayout:
         return values, (-(-whole[0] // self.rows), self.rows, whole[1] // each, each), finer
 
 
+class TransposedLayout:
+    """Logical ``[N, K]`` is stored as ``[K, N]``."""
+
+    name = "transposed"
+
+    def storage_shape(self, shape: Shape) -> Shape:
+        return shape[::-1]
+
+    def write(self, storage: Tensor, shape: Shape, box: Box, value: Tensor) -> None:
+        storage.t()[box.slices].copy_(value.reshape(box.shape))
+
+    def places(self, shape: Shape, positions: Tensor) -> Tensor:
+        rows, columns = shape
+        return positions % columns * rows + positions // columns
+
+    def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor:
+        return storage.t()[box.slices]
+
+    def view(
+        self, storage: Tensor, shape: Shape, box: Box, whole: Shape, take: Box
+    ) -> tuple[Tensor, Shape, Box]:
+        return storage.t()[box.slices].reshape(take.shape), whole, take
+
+
 PLAIN = PlainLayout()
+TRANSPOSED = TransposedLayout()
 
 
 def _as_words(value: Tensor, each: int) -> Tensor:

@@ -43,6 +43,7 @@ def all_cases() -> Iterator[Case]:
     yield from _gates()
     yield from _attentions()
     yield from _linears()
+    yield from _adapters()
     yield from _quantizations()
     yield from _quantized_linears()
     yield from _scans()
@@ -428,6 +429,48 @@ def _deltas() -> Iterator[Case]:
         for shape in ((2, 4, 16, 16), (1, 3, 20, 37), (2, 2, 128, 128)):
             made = lambda t, s=sequences, h=shape: delta(s, *h, t)  # noqa: E731
             yield Case("gated_delta_rule", f"{name}, {shape}", made, (5,), returns=True)
+
+
+def lora(
+    groups: list[int],
+    *,
+    parts: tuple[int, ...] = (37,),
+    inputs: int = 70,
+    rank: int = 5,
+    slots: int = 4,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, ...]:
+    """Arguments of ``lora_linear``: ``groups``: tokens of slots 3, 2, 1 ..., others have none."""
+    count, bounds = sum(groups), [0]
+    for size in parts:
+        bounds.append(bounds[-1] + size)
+    rows = torch.randperm(count + 2, generator=torch.Generator().manual_seed(1))[:count]
+    tiles, at = [], 0
+    for group, size in enumerate(groups):
+        for start in range(at, at + size, 16):
+            tiles.append((slots - 1 - group, start, min(start + 16, at + size)))
+        at += size
+    y = _randn(count + 2, bounds[-1] + 3).to(dtype)[:, : bounds[-1]]
+    x = _randn(count + 2, inputs + 2, seed=1).to(dtype)[:, :inputs]
+    a = _randn(slots, len(parts), rank, inputs, seed=2) / inputs**0.5
+    b = _randn(slots, rank, bounds[-1], seed=3) / rank**0.5
+    scales = torch.rand(slots, len(parts), generator=torch.Generator().manual_seed(4))
+    scales[-1, 0] = 0
+    where = rows.int(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
+    return y, x, a.to(dtype), b.to(dtype), scales, tuple(bounds), *where
+
+
+def _adapters() -> Iterator[Case]:
+    shapes: list[tuple[list[int], dict[str, Any]]] = [
+        ([1], {}),
+        ([2, 3, 1], {"parts": (33, 8, 15)}),
+        ([], {}),
+        ([17, 40], {"parts": (300, 16), "inputs": 129, "rank": 16}),
+        ([4, 4, 4], {"parts": (64,), "inputs": 64, "rank": 8}),
+    ]
+    for groups, sizes in shapes:
+        made = lambda t, g=groups, s=sizes: lora(g, dtype=t, **s)  # noqa: E731
+        yield Case("lora_linear", f"{groups}, {sizes}", made, writes=(0,))
 
 
 def _exchanges() -> Iterator[Case]:

@@ -80,6 +80,20 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from _attentions()
     yield from _experts()
     yield from _deltas()
+    yield from _adapters()
+
+
+def _adapters() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Queries, keys and values of an 8 B Llama, 16 adapters of rank 16; rank 64 of one part."""
+    rows = torch.zeros(64, dtype=torch.int32)
+    tiles = torch.zeros(16, 3, dtype=torch.int32)
+    for dtype, rank, edges in ((BF16, 16, (0, 4096, 5120, 6144)), (FP32, 64, (0, 4096))):
+        parts, outputs = len(edges) - 1, edges[-1]
+        y, x = torch.zeros(64, outputs, dtype=dtype), torch.zeros(64, 4096, dtype=dtype)
+        a = torch.zeros(16, parts, rank, 4096, dtype=dtype)
+        b, scales = torch.zeros(16, rank, outputs, dtype=dtype), torch.zeros(16, parts)
+        args = (y, x, a, b, scales, edges, rows, tiles)
+        yield "lora_linear", lambda args=args: kernel("lora_linear")(*args)
 
 
 def _deltas() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +54,24 @@ class Build:
         return tiles if self.layout == "tiles" and divides and known else PLAIN
 
 
+class Adapters(Protocol):
+    """What may lie beside a linear; see ``adapter_slots.LinearAdapters``."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor: ...
+
+
 class Layer(nn.Module):
-    """A module that declares its logical parameters; parameters never take gradients."""
+    """A module that declares its logical parameters; parameters never take gradients.
+
+    ``adapters``: what is added to the product of its ``weight``.
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__()
+        self.adapters: Adapters | None = None
         self.build = build
         self.specs: dict[str, ParamSpec] = {}
 
@@ -107,7 +121,19 @@ class Layer(nn.Module):
                     spec.layout.write(storage, spec.shape, box, zeros)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-        """``x @ weight^T + bias``, whatever the weight's layout; ``gated``: of quantised alone."""
+        """``x @ weight^T + bias`` and what adapters add, whatever the weight's layout.
+
+        ``gated``: of quantised ones alone, where no row has an adapter.
+        """
+        y = self._product(x, bias, gated)
+        return y if self.adapters is None else self.adapters.add(y, x)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of this step has an adapter."""
+        return self.adapters is not None and not self.adapters.is_idle
+
+    def _product(self, x: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
         spec = self.specs["weight"]
         rows, columns = spec.shape
         if spec.scheme is not None:

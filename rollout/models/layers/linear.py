@@ -55,6 +55,8 @@ class MergedColumnLinear(Layer):
         if activation != "silu":
             gate, up = self.forward(x).chunk(2, dim=-1)
             return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+        if self.is_adapted:
+            return silu_mul(self.forward(x))
         spec = self.specs["weight"]
         if spec.scheme is not None:
             return self.matmul(x, self.bias, gated=True)

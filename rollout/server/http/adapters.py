@@ -1,4 +1,4 @@
-"""LoRA adapters by vLLM's routes; loading one merges it into what is live."""
+"""LoRA adapters by vLLM's routes: served beside the weights, or merged into what is live."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ class UnloadBody(BaseModel):
 @routes.on("POST", "/v1/load_lora_adapter", Access.CONTROL)
 @routes.on("POST", "/load_lora_adapter", Access.CONTROL)
 async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
-    """Checkpoint + adapter become the next version; asked again, it is done already."""
+    """A slot takes it, or checkpoint + adapter become the next version; asked again, it is done
+    already.
+    """
     backend = _embedded(rollout)
-    receipt = await rollout.threads.run(
-        lambda: backend.adapters.load(
-            body.lora_name, body.lora_path, backend.link, inplace=body.load_inplace
+    done = await rollout.threads.run(
+        lambda: backend.load_lora_adapter(
+            body.lora_name, body.lora_path, inplace=body.load_inplace, anywhere=False
         )
     )
-    version = (await rollout.server_info()).version if receipt is None else receipt.version
-    return {"message": f"adapter {body.lora_name!r} is merged into the weights", "version": version}
+    how = "merged into the weights" if done.merged else "loaded"
+    return {"message": f"adapter {done.name!r} is {how}", "version": done.version}
 
 
 @routes.on("POST", "/v1/unload_lora_adapter", Access.CONTROL)
@@ -55,7 +57,7 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
 async def unload(rollout: Engine, body: UnloadBody) -> dict[str, Any]:
     """Of the live adapter: the checkpoint's weights become the next version."""
     backend = _embedded(rollout)
-    found = await rollout.threads.run(lambda: backend.adapters.unload(body.lora_name, backend.link))
+    found = await rollout.threads.run(lambda: backend.unload_lora_adapter(body.lora_name))
     if not found:
         raise HTTPException(404, f"no adapter {body.lora_name!r:.300} is loaded")
     return {"message": f"adapter {body.lora_name!r} is unloaded"}

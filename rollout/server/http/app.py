@@ -51,6 +51,7 @@ from rollout.server.http.responses import (
     adapter_names,
     event,
     first_of,
+    sampled_by,
     served_model,
     tokenizer_of,
     unless_disconnected,
@@ -169,8 +170,8 @@ async def version(rollout: Engine) -> dict[str, str]:
 
 @routes.on("POST", "/v1/completions", Access.GENERATION)
 async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
-    prompts, params = body.prompts(), body.sampling()
-    model = await served_model(rollout, body.model)
+    prompts = body.prompts()
+    model, params = await sampled_by(rollout, body.model, body.sampling())
     style = replace(
         _style(body, params, model, request, chat=False),
         echo=body.echo,
@@ -184,7 +185,7 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
 @routes.on("POST", "/v1/chat/completions", Access.GENERATION)
 async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     reader, params = _read_by(rollout, body, request)
-    model = await served_model(rollout, body.model)
+    model, params = await sampled_by(rollout, body.model, params)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
     outputs = await _chat_outputs(rollout, body, request, reader, params, style.request_id)
     return await _respond(request, body, style, outputs)
@@ -196,7 +197,8 @@ async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> 
     if asked.n != 1:
         raise InvalidRequest("a response is one sample: n must be 1")
     reader, params = _read_by(rollout, asked, request)
-    made = ResponseAnswer(body, await served_model(rollout, asked.model), reader)
+    model, params = await sampled_by(rollout, asked.model, params)
+    made = ResponseAnswer(body, model, reader)
     outputs = await _chat_outputs(rollout, asked, request, reader, params, made.id)
     if not asked.stream:
         done = await unless_disconnected(request, in_order(outputs))

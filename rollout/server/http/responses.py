@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
@@ -17,7 +18,7 @@ from rollout.api.backend import Outputs
 from rollout.api.embedded import EmbeddedBackend
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import InvalidRequest
-from rollout.generation import RequestOutput
+from rollout.generation import RequestOutput, SamplingParams
 
 T = TypeVar("T")
 
@@ -72,13 +73,31 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def served_model(rollout: AsyncRollout, asked: str | None) -> str:
-    """What to call it: its name, or that of a loaded adapter; a request for another is a 404."""
+    """What to call it: its name, or that of a loaded adapter (``name``, or ``base:name``); a
+    request for another is a 404.
+    """
     served = (await rollout.server_info()).model
     known = (served, *adapter_names(rollout))
-    if asked is not None and asked not in known:
+    if asked is None:
+        return served
+    if asked.removeprefix(f"{served}:") not in known:
         message = f"the model {asked!r} does not exist; this server serves {', '.join(known)}"
         raise HTTPException(404, message)
-    return asked or served
+    return asked
+
+
+async def sampled_by(
+    rollout: AsyncRollout, asked: str | None, params: SamplingParams
+) -> tuple[str, SamplingParams]:
+    """What to call the model that a request named, and its params with the adapter in them, where
+    the name is that of one that is served unmerged.
+    """
+    model = await served_model(rollout, asked)
+    backend = rollout.backend
+    if not isinstance(backend, EmbeddedBackend) or not backend.config.max_adapters:
+        return model, params
+    name = model.removeprefix(f"{(await rollout.server_info()).model}:")
+    return model, replace(params, adapter=name) if name in backend.adapter_names else params
 
 
 def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:
@@ -90,4 +109,4 @@ def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:
 def adapter_names(rollout: AsyncRollout) -> tuple[str, ...]:
     """Of the adapters that requests may name as their model."""
     backend = rollout.backend
-    return backend.adapters.names if isinstance(backend, EmbeddedBackend) else ()
+    return backend.adapter_names if isinstance(backend, EmbeddedBackend) else ()

@@ -47,6 +47,7 @@ from rollout.server.http.responses import (
     EventStream,
     event,
     first_of,
+    sampled_by,
     served_model,
     tokenizer_of,
     unless_disconnected,
@@ -167,7 +168,7 @@ async def skyrl_generate(rollout: Engine, body: GenerateBody, request: Request) 
 async def _begun(
     rollout: AsyncRollout, body: GenerateBody, request: Request
 ) -> tuple[AnswerStyle, Outputs]:
-    model, params = await served_model(rollout, body.model), body.params()
+    model, params = await sampled_by(rollout, body.model, body.params())
     defaults: AnswerDefaults = request.app.state.defaults
     style = AnswerStyle(
         model=model,

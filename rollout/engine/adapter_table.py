@@ -1,0 +1,80 @@
+"""Which adapters are served, and in which slots of the ranks they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from rollout.errors import ConfigError, InvalidRequest, VersionConflict
+from rollout.weights.adapters import AdapterVersion
+
+
+class AdapterTable:
+    """Names and their newest versions; a sequence that has begun keeps the slot it began with.
+
+    A slot is free where no newest version lies in it, nobody has reserved it, ``kept`` has it not,
+    and no live sequence needs it, which ``in_use()`` says. ``names`` and ``newest`` may be read in
+    any thread; all else is the engine thread's.
+    """
+
+    def __init__(self, slots: int, in_use: Callable[[], Collection[int]]) -> None:
+        self.slots = slots
+        self.kept: set[int] = set()
+        self._in_use = in_use
+        self._newest: dict[str, AdapterVersion] = {}
+        self._last: dict[str, int] = {}  # the last number of a name, also of one that was removed
+        self._reserved: set[int] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._newest)
+
+    def newest(self, name: str) -> AdapterVersion | None:
+        return self._newest.get(name)
+
+    def resolve(self, name: str) -> AdapterVersion:
+        """What a request gets that names an adapter; ``InvalidRequest`` for one that is unknown."""
+        if not self.slots:
+            raise InvalidRequest(
+                f"adapter {name!r:.300}: this engine serves none by themselves; start it with "
+                "max_adapters"
+            )
+        found = self._newest.get(name)
+        if found is None:
+            known = ", ".join(self._newest) or "none"
+            raise InvalidRequest(f"there is no adapter {name!r:.300}; loaded: {known:.1000}")
+        return found
+
+    def reserve(self) -> int:
+        """A free slot, which no version is in until ``commit``, or until ``release``."""
+        taken = self._reserved | self.kept | {each.slot for each in self._newest.values()}
+        taken |= set(self._in_use())
+        slot = next((slot for slot in range(self.slots) if slot not in taken), None)
+        if slot is None:
+            names = ", ".join(map(str, self._newest.values()))
+            raise ConfigError(
+                f"all {self.slots} adapter slots are taken ({names:.1000}, and versions that "
+                "requests still use): unload one, wait, or start the engine with more max_adapters"
+            )
+        self._reserved.add(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give up a reserved slot."""
+        self._reserved.discard(slot)
+
+    def commit(self, name: str, slot: int, version: int | None = None) -> AdapterVersion:
+        """What lies in a reserved slot is the newest of ``name``, under the next number of it or
+        ``version``, a later one.
+        """
+        last = self._last.get(name, 0)
+        if version is not None and version <= last:
+            raise VersionConflict(f"adapter {name!r}: version {version} is not above {last}")
+        self._last[name] = last + 1 if version is None else version
+        self._reserved.discard(slot)
+        made = AdapterVersion(name=name, version=self._last[name], slot=slot)
+        self._newest[name] = made
+        return made
+
+    def remove(self, name: str) -> AdapterVersion | None:
+        """Forget a name; what runs goes on with it."""
+        return self._newest.pop(name, None)

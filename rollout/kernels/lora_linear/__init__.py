@@ -1,0 +1,45 @@
+"""What adapters add to a linear: rows of several adapters in one product."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rollout.kernels.op import op
+
+TILE = 16  # the most rows of a tile
+
+
+@op
+def lora_linear(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor,
+    bounds: tuple[int, ...],
+    rows: Tensor,
+    tiles: Tensor,
+) -> None:
+    """Add ``scale * (x A^T) B`` to rows of ``y`` in place, by the adapter of each row.
+
+    y: [T, outputs] and x: [T, inputs] in the dtype of the factors, their last dimension dense. a:
+    [slots, parts, rank, inputs], b: [slots, rank, outputs]: part ``p`` of a slot's adapter is about
+    outputs ``bounds[p]:bounds[p + 1]``. scales: float32 [slots, parts], 0 where the adapter has no
+    such part. rows: int32 [n], the rows that have adapters, each once; tiles: int32 [tiles, 3] of
+    (slot, start, stop), at most ``TILE`` of ``rows`` each, which they cover. Sums are float32, and
+    rounded once, when they have been added. (S-LoRA, arXiv 2311.03285, and Punica, 2310.18547.)
+    """
+    wide = torch.promote_types(y.dtype, torch.float32)
+    for slot, start, stop in tiles.tolist():
+        at = rows[start:stop].long()
+        taken, total = x[at].to(wide), y[at].to(wide)
+        for part, (first, last) in enumerate(pairwise(bounds)):
+            down = (taken @ a[slot, part].to(wide).T) * scales[slot, part]
+            total[:, first:last] += down @ b[slot, :, first:last].to(wide)
+        y[at] = total.to(y.dtype)
+
+
+def lora_work(rows: Tensor, a: Tensor) -> Tensor:
+    """float32 [n, parts, rank]: the products with A between the two kernels of an op."""
+    return torch.empty((len(rows), a.shape[1], a.shape[2]), dtype=torch.float32, device=a.device)

@@ -1,0 +1,125 @@
+"""One adapter in its slot on one rank, as a model whose weights are loaded, read and digested."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.layers.base import Build
+from rollout.models.model import Model
+from rollout.models.slot_io import SlotIO
+from rollout.models.weight_load import WeightLoad
+from rollout.models.weight_table import ParamSpec, WeightTable
+from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
+from rollout.weights.adapters import A, AdapterSpec, B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLinear:
+    """One slot of a linear: ``base``: by part, the slots of its weight that one source fills; a:
+    [parts, rank, inputs], b: [rank, outputs], scales: [parts].
+    """
+
+    base: Sequence[Sequence[WeightSlot]]
+    a: Tensor
+    b: Tensor
+    scales: Tensor
+
+
+class AdapterModel(Model):
+    """``begin_load`` empties the slot; what is loaded works once the load has finished.
+
+    Its slots are those of the linears, of A with the rank in the place of the outputs, of B in that
+    of the inputs. It is not run: the linears read the slot.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        spec: AdapterSpec,
+        linears: Mapping[str, AdaptedLinear],
+        unused: Sequence[Tensor] = (),
+    ) -> None:
+        """``unused``: the scales of this slot in the linears that the adapter leaves alone."""
+        super().__init__(build, 1)
+        self.spec, self._linears, self._unused = spec, linears, unused
+        slots: dict[str, list[WeightSlot]] = defaultdict(list)
+        params: dict[str, ParamSpec] = {}
+        self._storages: dict[str, Tensor] = {}
+        for name, linear in linears.items():
+            a, b = f"{name}.lora_A", f"{name}.lora_B"
+            self._storages |= {a: linear.a, b: linear.b}
+            holes: dict[str, list[Box]] = {a: [], b: []}
+            for part in range(len(linear.base)):
+                for slot in self._slots(name, linear, part, holes):
+                    slots[slot.source].append(slot)
+            shape = tuple(linear.b.shape[::-1])
+            params[a] = ParamSpec(tuple(linear.a.shape), PLAIN, tuple(holes[a]))
+            params[b] = ParamSpec(shape, TRANSPOSED, tuple(holes[b]))
+        self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
+        self.eval()
+
+    def begin_load(self) -> WeightLoad:
+        for scales in self._unused:
+            scales.zero_()
+        for linear in self._linears.values():
+            for tensor in (linear.scales, linear.a, linear.b):
+                tensor.zero_()
+        return super().begin_load()
+
+    def after_load(self) -> None:
+        """Have the slot's factors count."""
+        for linear in self._linears.values():
+            for part, (base, *_) in enumerate(linear.base):
+                module = self.spec.modules.get(base.source.removesuffix(".weight"))
+                linear.scales[part] = 0.0 if module is None else module.scaling
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        raise NotImplementedError("an adapter is run by the linears that it lies beside")
+
+    def empty_like(self) -> Self:
+        raise NotImplementedError("a slot has no second instance: another slot is its shadow")
+
+    def storages(self) -> dict[str, Tensor]:
+        return self._storages
+
+    def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
+        return SlotIO(self.table, self._storages, tables=self.region_tables).digest_all(slots)
+
+    def _slot_io(self, slot: WeightSlot) -> SlotIO:
+        return SlotIO(self.table, self._storages)
+
+    def _slots(
+        self, name: str, linear: AdaptedLinear, part: int, holes: dict[str, list[Box]]
+    ) -> list[WeightSlot]:
+        """Of one part of a linear; what they leave of the slot goes to ``holes``."""
+        base = linear.base[part]
+        a, b = f"{name}.lora_A", f"{name}.lora_B"
+        _, rank, inputs = linear.a.shape
+        first, last = base[0].put.starts[0], base[-1].put.stops[0]
+        stem = base[0].source.removesuffix(".weight")
+        module = self.spec.modules.get(stem)
+        used = 0 if module is None else module.rank
+        if used < rank:
+            holes[a].append(Box((part, used, 0), (part + 1, rank, inputs)))
+            holes[b].append(Box((first, used), (last, rank)))
+        if module is None:
+            return []
+        rows, columns = base[0].shape
+        begin, end = base[0].take.starts[1], base[0].take.stops[1]
+        down = WeightSlot(
+            stem + A, (used, columns), Box((0, begin), (used, end)),
+            a, Box((part, 0, 0), (part + 1, used, inputs)),
+        )  # fmt: skip
+        return [down] + [
+            WeightSlot(
+                stem + B, (rows, used), Box((s.take.starts[0], 0), (s.take.stops[0], used)),
+                b, Box((s.put.starts[0], 0), (s.put.stops[0], used)),
+            )
+            for s in base
+        ]  # fmt: skip

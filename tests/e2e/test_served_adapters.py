@@ -1,0 +1,174 @@
+"""Adapters beside the weights, several in one batch: what PEFT's own model says, and the merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import write_tiny
+from transformers import AutoModelForCausalLM
+
+from rollout import Rollout, SamplingParams
+from rollout.errors import ConfigError, InvalidRequest, WeightMismatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "every": {"r": 4, "lora_alpha": 8, "target_modules": EVERY},
+    "stable": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["q_proj", "o_proj"]},
+    "patterns": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["v_proj", "gate_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 8},
+        "alpha_pattern": {"layers.1.mlp.down_proj": 1},
+    },
+}
+PROMPT = list(range(3, 40))
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def peft_model(base: Path, name: str, seed: int, **settings: Any) -> PeftModel:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings), name)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def saved(base: Path, into: Path, seed: int, **settings: Any) -> Path:
+    """A directory of PEFT's."""
+    peft_model(base, "default", seed, **settings).save_pretrained(into)
+    return into
+
+
+def read(base: Path, folder: Path) -> PeftModel:
+    """PEFT's own model of that directory."""
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "checkpoint"
+    write_tiny(path, "qwen3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("adapters")
+    names = enumerate(ADAPTERS)
+    return {name: saved(base, where / name, seed, **ADAPTERS[name]) for seed, name in names}
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.more)])
+def engine(request, base, folders) -> Any:
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "block_size": 8}
+    with Rollout(
+        base, tensor_parallel_size=request.param, max_adapters=4, max_lora_rank=8,
+        weight_dirs=[str(folders["every"].parent)], **settings,
+    ) as rollout:  # fmt: skip
+        for name, folder in folders.items():
+            rollout.load_lora_adapter(name, folder)
+        yield rollout
+
+
+def said(rollout: Rollout, adapters: list[str | None], prompt: list[int] = PROMPT) -> list[Any]:
+    params = [SamplingParams(adapter=name, **GREEDY) for name in adapters]
+    outputs = rollout.generate([prompt] * len(adapters), params)
+    return [output.outputs[0] for output in outputs]
+
+
+def logprobs(model: Any, tokens: list[int], start: int) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].float()
+    return torch.log_softmax(logits, -1)[start - 1 : -1]
+
+
+def check(completion: Any, model: Any) -> None:
+    """Greedy tokens and their logprobs are those of transformers' model."""
+    tokens = [*PROMPT, *completion.token_ids]
+    wanted = logprobs(model, tokens, len(PROMPT))
+    assert wanted.argmax(-1).tolist() == completion.token_ids
+    got = torch.tensor(completion.logprobs.raw)
+    torch.testing.assert_close(got, wanted.max(-1).values, rtol=1e-4, atol=1e-4)
+
+
+def test_one_batch_answers_with_many_adapters_as_peft_and_merged_models_do(
+    engine, base, folders
+) -> None:
+    names = [None, "every", "stable", None, "patterns", "every"]
+    answers = dict(zip(names, said(engine, names), strict=True))
+    check(answers[None], AutoModelForCausalLM.from_pretrained(base))
+    assert len({tuple(each.token_ids) for each in answers.values()}) == 4
+    for name, folder in folders.items():
+        peft = read(base, folder)
+        check(answers[name], peft)
+        check(answers[name], peft.merge_and_unload())
+
+
+def test_a_prefix_is_found_again_only_under_the_same_adapter(engine) -> None:
+    prompt = list(range(100, 132))
+    engine.reset_prefix_cache()
+    cached = []
+    for name in (None, "every", "stable", "every", None):
+        [output] = engine.generate([prompt], SamplingParams(adapter=name, **GREEDY))
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 0, 0, 24, 24]
+
+
+def test_a_sequence_keeps_the_version_it_began_with(engine, base, folders, tmp_path) -> None:
+    [before] = said(engine, ["every"])
+    params = SamplingParams(adapter="every", temperature=0, max_tokens=60, ignore_eos=True)
+    running = engine.stream(PROMPT, params)
+    next(running)
+    other = saved(base, tmp_path / "other", 9, **ADAPTERS["every"])
+    first, second = (engine.load_lora_adapter("every", path) for path in (folders["every"], other))
+    assert second.version == first.version + 1
+    *_, last = running
+    assert last.outputs[0].token_ids[:6] == before.token_ids
+    [after] = said(engine, ["every"])
+    assert after.token_ids != before.token_ids
+    check(
+        after, PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), other).eval()
+    )
+    engine.load_lora_adapter("every", folders["every"])
+    assert said(engine, ["every"])[0].token_ids == before.token_ids
+
+
+def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
+    engine, base, folders, tmp_path
+) -> None:
+    before = [each.token_ids for each in said(engine, [None, "every"])]
+    with pytest.raises(InvalidRequest, match=r"no adapter 'nobody'; loaded: every, stable"):
+        said(engine, [None, "nobody"])
+    every = ADAPTERS["every"]
+    large = saved(base, tmp_path / "large", 0, **(every | {"r": 9}))
+    with pytest.raises(ConfigError, match=r"rank 9, and slots are of rank 8: .*max_lora_rank=9"):
+        engine.load_lora_adapter("new", large)
+    dora = saved(base, tmp_path / "dora", 0, **(every | {"use_dora": True}))
+    with pytest.raises(ConfigError, match="use_dora=True"):
+        engine.load_lora_adapter("new", dora)
+    head = saved(base, tmp_path / "head", 0, r=2, target_modules=["embed_tokens"])
+    with pytest.raises(ConfigError, match="lora_embedding_A"):
+        engine.load_lora_adapter("new", head)
+    write_tiny(tmp_path / "wide", "qwen3", hidden_size=96)
+    wide = saved(tmp_path / "wide", tmp_path / "of_wide", 0, **every)
+    with pytest.raises(WeightMismatch, match=r"q_proj\.lora_A\.weight: has shape \(4, 96\)"):
+        engine.load_lora_adapter("new", wide)
+    write_tiny(tmp_path / "long", "qwen3", num_layers=3)
+    long = saved(tmp_path / "long", tmp_path / "of_long", 0, **every)
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\..*max_adapters"):
+        engine.load_lora_adapter("new", long)
+    engine.load_lora_adapter("fourth", folders["every"])
+    with pytest.raises(ConfigError, match=r"all 4 adapter slots are taken \(every@"):
+        engine.load_lora_adapter("fifth", folders["every"])
+    assert engine.unload_lora_adapter("fourth")
+    assert not engine.unload_lora_adapter("fourth")
+    assert [each.token_ids for each in said(engine, [None, "every"])] == before
