@@ -27,6 +27,8 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--max-running-requests": ("--max-num-seqs",),
     "--chunked-prefill-size": ("--max-num-batched-tokens",),
     "--page-size": ("--block-size",),
+    "--max-loras": ("--max-adapters",),
+    "--max-loras-per-batch": ("--max-adapters",),
     "--num-gpu-blocks-override": ("--num-kv-blocks",),
     "--kv-cache-memory-bytes": ("--kv-cache-bytes",),
     "--random-seed": ("--seed",),
@@ -66,8 +68,10 @@ REFUSED: Mapping[str, str] = {
     "--dp-size": _REPLICAS,
     "--ep-size": "use --expert-parallel: all ranks share the experts",
     "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
-    "--enable-lora": "leave it out: adapters are merged, by update_weights(peft_model), or by "
-    "/v1/load_lora_adapter under a --weight-dir",
+    "--enable-lora": "use --max-adapters N, of --max-lora-rank; without it adapters are merged, by "
+    "update_weights(peft_model), or by /v1/load_lora_adapter under a --weight-dir",
+    "--lora-modules": "load them by /v1/load_lora_adapter under a --weight-dir",
+    "--lora-paths": "load them by /v1/load_lora_adapter under a --weight-dir",
     "--enable-auto-tool-choice": "leave it out: --tool-call-parser alone turns it on",
     "--enable-memory-saver": _ALWAYS + " (sleep and wake_up need no flag)",
     "--cpu-offload-gb": "weights are not offloaded; use --tensor-parallel-size, or --staging host",

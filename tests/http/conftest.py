@@ -23,11 +23,20 @@ def open_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory, open_port: int) -> Iterator[Served]:
+def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server may read adapters."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="session")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, open_port: int, adapter_dir: Path
+) -> Iterator[Served]:
     model: Path = tmp_path_factory.mktemp("http") / "tiny"
     write_tiny(model, "qwen3", tokenizer=True)
     flags = ["--dtype", "float32", "--served-model-name", "tiny", "--token", TOKEN]
     flags += ["--control-token", CONTROL, "--max-body-bytes", str(MAX_BODY)]
+    flags += ["--max-adapters", "2", "--weight-dir", str(adapter_dir)]
     template = model.parent / "chat.jinja"
     template.write_text(QWEN_TEMPLATE)
     flags += ["--chat-template", str(template)]

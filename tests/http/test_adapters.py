@@ -1,0 +1,59 @@
+"""Adapters by vLLM's routes, beside the weights: loaded, named as models, unloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from server_settings import CONTROL
+
+from rollout import Rollout, SamplingParams
+
+STEM = "base_model.model.model.layers.0.self_attn.q_proj"
+PROMPT = list(range(3, 30))
+
+
+def write(into: Path) -> str:
+    torch.manual_seed(3)
+    factors = {"A": torch.randn(2, 64), "B": torch.randn(64, 2)}
+    into.mkdir()
+    save_file(
+        {f"{STEM}.lora_{name}.weight": factor for name, factor in factors.items()},
+        into / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (into / "adapter_config.json").write_text(json.dumps(config))
+    return str(into)
+
+
+def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adapter_dir) -> None:
+    def post(path: str, **body: object) -> tuple[int, str]:
+        answer = http.post(path, json=body)
+        return answer.status_code, answer.text
+
+    def completion(model: str) -> str:
+        asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = http.post("/v1/completions", json={"model": model, **asked})
+        assert (answer.status_code, answer.json()["model"]) == (200, model)
+        return str(answer.json()["choices"][0]["text"])
+
+    base = completion("tiny")
+    path = write(adapter_dir / "one")
+    assert post("/v1/load_lora_adapter", lora_name="one", lora_path=path)[0] == 200
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "one"]
+    assert completion("one") == completion("tiny:one") != base
+    assert completion("tiny") == base
+    status, text = post("/v1/chat/completions", model="two", messages=[])
+    assert (status, "tiny, one" in text) == (404, True)
+    status, text = post("/v1/completions", model="tiny", prompt=[3], adapter="two")
+    assert (status, "no adapter 'two'; loaded: one" in text) == (400, True)
+    status, text = post("/v1/load_lora_adapter", lora_name="tiny", lora_path=path)
+    assert (status, "the base model's name" in text) == (400, True)
+    greedy = SamplingParams(adapter="one", temperature=0, max_tokens=8, ignore_eos=True)
+    with Rollout.connect(served.grpc, token=CONTROL) as rollout:
+        [output] = rollout.generate([PROMPT], greedy)
+        assert output.outputs[0].text == completion("one")
+    assert post("/v1/unload_lora_adapter", lora_name="one")[0] == 200
+    assert post("/v1/completions", model="one", prompt=[3])[0] == 404
