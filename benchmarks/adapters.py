@@ -1,12 +1,12 @@
 """A decode step of many sequences over many LoRA adapters, against the same step of the base.
 
     python benchmarks/adapters.py CHECKPOINT [--dtype bfloat16] [--sequences 64] [--adapters 16]
-        [--rank 16] [--targets all|attention] [--threads 2] [--steps 24] [--rounds 7]
+        [--rank 16] [--targets all|attention] [--threads 2] [--rounds 60]
 
-One engine; in each round, by turns, the sequences decode without adapters and dealt out to all of
-them. Prints one JSON line: seconds of a step of both (medians), and the ratio of the same round
-with its range. Adapters have random factors, and lie beside every linear of a block, or of
-attention alone.
+One engine, whose ranks take decode steps by turns: of sequences without adapters, and of the same
+dealt out to all of them. Prints one JSON line: the medians of both in seconds, and of the ratios of
+neighbouring steps the median and quartiles. Adapters have random factors, and lie beside every
+linear of a block, or of attention alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from stepping import BLOCK, Decoding
 
-from rollout import Rollout, SamplingParams
+from rollout import Rollout
 
+CONTEXT = 100  # tokens of each sequence
+WARM_UPS = 3
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -45,19 +48,13 @@ def write_adapter(rollout: Rollout, into: Path, rank: int, seed: int, attention:
     (into / "adapter_config.json").write_text(json.dumps(config))
 
 
-def step_seconds(rollout: Rollout, names: list[str | None], steps: int) -> float:
-    """Of one decode step, one row for each of ``names``: the mean of ``steps``."""
-    prompts = [[3 + (7 * i + j) % 200 for j in range(8)] for i in range(len(names))]
-    seconds = []
-    for tokens in (1, steps + 1):
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, adapter=name)
-            for name in names
-        ]
-        started = time.perf_counter()
-        rollout.generate(prompts, params)
-        seconds.append(time.perf_counter() - started)
-    return (seconds[1] - seconds[0]) / steps
+def decoding(core: Any, count: int, adapters: int) -> Decoding:
+    """Rows that take single steps, each with one of ``adapters`` (0: the base alone)."""
+    made = Decoding(core, core.num_kv_blocks * BLOCK, count, CONTEXT)
+    for index, entry in enumerate(made.entries):
+        if adapters:
+            entry.sequence.adapter = core.adapters.newest(f"a{index % adapters}")
+    return made
 
 
 def main() -> None:
@@ -72,35 +69,33 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", choices=("all", "attention"), default="all")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     settings = {
         "dtype": args.dtype, "device": args.device, "num_threads": args.threads,
-        "skip_tokenizer_init": True, "kv_cache_bytes": 1 << 28, "enable_prefix_caching": False,
+        "skip_tokenizer_init": True, "kv_cache_bytes": 1 << 28, "block_size": BLOCK,
         "max_model_len": 256, "max_adapters": args.adapters, "max_lora_rank": args.rank,
     }  # fmt: skip
-    base: list[str | None] = [None] * args.sequences
-    dealt: list[str | None] = [f"a{i % args.adapters}" for i in range(args.sequences)]
     rows: list[tuple[float, float]] = []
     with Rollout(args.checkpoint, **settings) as rollout, tempfile.TemporaryDirectory() as folder:
         for index in range(args.adapters):
             into = Path(folder) / f"a{index}"
             write_adapter(rollout, into, args.rank, index, args.targets == "attention")
             rollout.load_lora_adapter(into.name, into)
-        for turn in range(args.rounds + 1):
-            order = (base, dealt) if turn % 2 else (dealt, base)
-            found = [step_seconds(rollout, names, args.steps) for names in order]
-            if turn:  # the first warms up
-                rows.append((found[0], found[1]) if order[0] is base else (found[1], found[0]))
-    ratios = [adapted / plain for plain, adapted in rows]
+        core = rollout._async.backend.core
+        plain, dealt = (decoding(core, args.sequences, count) for count in (0, args.adapters))
+        for _ in range(args.rounds + WARM_UPS):
+            rows.append((plain.turn(1), dealt.turn(1)))
+    rows = rows[WARM_UPS:]
+    ratios = sorted(adapted / base for base, adapted in rows)
+    middle = len(rows) // 4
     print(
         json.dumps(
             vars(args)
             | {
-                "base_s": median(plain for plain, _ in rows),
+                "base_s": median(base for base, _ in rows),
                 "adapters_s": median(adapted for _, adapted in rows),
-                "ratio": [median(ratios), min(ratios), max(ratios)],
+                "ratio": [median(ratios), ratios[middle], ratios[-1 - middle]],
             }
         )
     )

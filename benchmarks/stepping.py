@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.engine.batch import encode_batch
@@ -12,6 +16,7 @@ from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
 from rollout.engine.sequence import Sequence as Sample
 from rollout.generation import SamplingParams
+from rollout.wire.frames import Reply
 
 BLOCK = 32
 CHUNK = 2048  # tokens of one step that fills pages
@@ -49,34 +54,41 @@ def running(
         executor.close()
 
 
+class Calls(Protocol):
+    """An executor, or an engine's core."""
+
+    def call(
+        self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> list[Future[Reply]]: ...
+
+
 class Decoding:
     """``batch`` sequences of ``context`` tokens that take single steps and never grow.
 
     They share the pool's blocks where it is smaller than all of them.
     """
 
-    def __init__(
-        self, executor: MultiprocessExecutor, pool_tokens: int, batch: int, context: int
-    ) -> None:
+    def __init__(self, executor: Calls, pool_tokens: int, batch: int, context: int) -> None:
+        """``executor``: what has its ``call``."""
         self._executor = executor
         blocks, need = pool_tokens // BLOCK, -(-(context + 1) // BLOCK)
-        self._entries = []
+        self.entries = []
         for i in range(batch):
             table = [(i * need + j) % blocks for j in range(need)]
             sample = _sample(i, table, context)
             sample.num_computed = context
             sample.token_ids.append(5)
-            self._entries.append(ScheduledEntry(sample, 1))
+            self.entries.append(ScheduledEntry(sample, 1))
 
     def turn(self, steps: int) -> float:
         """Seconds of one step, the mean of ``steps``."""
         started = time.perf_counter()
         for _ in range(steps):
-            step(self._executor, self._entries)
+            step(self._executor, self.entries)
         return (time.perf_counter() - started) / steps
 
 
-def step(executor: MultiprocessExecutor, entries: list[ScheduledEntry]) -> None:
+def step(executor: Calls, entries: list[ScheduledEntry]) -> None:
     call = encode_batch(ScheduledBatch(entries, 0), BLOCK)
     for future in executor.call("step", *call):
         future.result(120)
