@@ -256,8 +256,6 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} does not go with components yet: leave one out"
             )
-        if self.max_adapters and self.deterministic:
-            raise ConfigError("max_adapters does not go with deterministic=True yet: leave one out")
         if not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
         for name in ("model", "tokenizer"):

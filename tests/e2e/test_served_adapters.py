@@ -175,3 +175,51 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
     assert engine.unload_lora_adapter("fourth")
     assert not engine.unload_lora_adapter("fourth")
     assert [each.token_ids for each in said(engine, [None, "every"])] == before
+
+
+def test_deterministic_rows_have_the_same_bits_beside_any_adapters(base, folders) -> None:
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "block_size": 8}
+    names = [None, "every", "patterns", None, "every", "stable"]
+    with Rollout(
+        base, deterministic=True, max_adapters=3, max_lora_rank=8, **settings
+    ) as rollout:  # fmt: skip
+        for name, folder in folders.items():
+            rollout.load_lora_adapter(name, folder)
+        together = said(rollout, names)
+        for name, completion in zip(names, together, strict=True):
+            rollout.reset_prefix_cache()
+            [alone] = said(rollout, [name])
+            assert alone.logprobs.raw == completion.logprobs.raw
+            assert alone.token_ids == completion.token_ids
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("arch", ["qwen2", "phi3", "olmo2", "mixtral"])
+def test_other_architectures_answer_as_peft_does(arch, tmp_path) -> None:
+    """Biases, fused linears, norms after the halves, attention of a mixture."""
+    model = write_tiny(tmp_path / "base", arch)
+    leaves = {name.rsplit(".", 1)[-1] for name, each in model.named_modules() if "_proj" in name}
+    targets = sorted(leaf for leaf in leaves if leaf.endswith("_proj"))
+    folder = saved(tmp_path / "base", tmp_path / "adapter", 1, r=4, target_modules=targets)
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64}
+    with Rollout(tmp_path / "base", max_adapters=1, **settings) as rollout:
+        rollout.load_lora_adapter("a", folder)
+        plain, adapted = said(rollout, [None, "a"])
+    check(plain, AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    check(adapted, read(tmp_path / "base", folder))
+
+
+@pytest.mark.more
+def test_bfloat16_in_tiles_and_quantised_weights_answer_beside_adapters(base, folders) -> None:
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_adapters": 2}
+    merged = read(base, folders["every"]).merge_and_unload()
+    for more in ({"dtype": "bfloat16"}, {"quantization": "int8"}):
+        with Rollout(base, max_lora_rank=8, **more, **settings) as rollout:
+            rollout.load_lora_adapter("every", folders["every"])
+            plain, adapted = said(rollout, [None, "every"])
+            assert plain.token_ids != adapted.token_ids
+            tokens = [*PROMPT, *adapted.token_ids]
+            wanted = logprobs(merged, tokens, len(PROMPT))
+            wanted = wanted.gather(1, torch.tensor(adapted.token_ids)[:, None])[:, 0]
+            got = torch.tensor(adapted.logprobs.raw)
+            torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.25)

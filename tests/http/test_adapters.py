@@ -45,7 +45,7 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "one"]
     assert completion("one") == completion("tiny:one") != base
     assert completion("tiny") == base
-    status, text = post("/v1/chat/completions", model="two", messages=[])
+    status, text = post("/v1/completions", model="two", prompt=[3])
     assert (status, "tiny, one" in text) == (404, True)
     status, text = post("/v1/completions", model="tiny", prompt=[3], adapter="two")
     assert (status, "no adapter 'two'; loaded: one" in text) == (400, True)

@@ -28,16 +28,18 @@ def lora_linear(
     outputs ``bounds[p]:bounds[p + 1]``. scales: float32 [slots, parts], 0 where the adapter has no
     such part. rows: int32 [n], the rows that have adapters, each once; tiles: int32 [tiles, 3] of
     (slot, start, stop), at most ``TILE`` of ``rows`` each, which they cover. Sums are float32, and
-    rounded once, when they have been added. (S-LoRA, arXiv 2311.03285, and Punica, 2310.18547.)
+    rounded once, when they have been added; a row has the same bits in any batch. (S-LoRA, arXiv
+    2311.03285, and Punica, 2310.18547.)
     """
     wide = torch.promote_types(y.dtype, torch.float32)
     for slot, start, stop in tiles.tolist():
-        at = rows[start:stop].long()
-        taken, total = x[at].to(wide), y[at].to(wide)
-        for part, (first, last) in enumerate(pairwise(bounds)):
-            down = (taken @ a[slot, part].to(wide).T) * scales[slot, part]
-            total[:, first:last] += down @ b[slot, :, first:last].to(wide)
-        y[at] = total.to(y.dtype)
+        factors = [each[slot].to(wide) for each in (a, b)]
+        for row in rows[start:stop].tolist():  # by itself: its bits depend on no other
+            taken, total = x[row].to(wide), y[row].to(wide)
+            for part, (first, last) in enumerate(pairwise(bounds)):
+                down = (factors[0][part] @ taken) * scales[slot, part]
+                total[first:last] += down @ factors[1][:, first:last]
+            y[row] = total.to(y.dtype)
 
 
 def lora_work(rows: Tensor, a: Tensor) -> Tensor:
