@@ -93,8 +93,8 @@ def _settings(path: Path) -> dict[str, Any]:
     for name, plain in _PLAIN.items():
         if settings.get(name) not in plain:
             raise ConfigError(
-                f"{path} has {name}={settings[name]!r:.80}, which is not read from files here; "
-                "send the trainer's PEFT model by update_weights, which merges it"
+                f"{path} has {name}={settings[name]!r:.80}, which is not merged here, nor "
+                "served beside the weights; send the trainer's PEFT model by update_weights"
             )
     return dict(settings)
 
