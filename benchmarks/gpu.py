@@ -12,6 +12,7 @@ interpreter: its figures mean nothing. Needs torch, triton, transformers, grpcio
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -71,9 +72,10 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+def main(title: str, module: str, name: str) -> int:
+    """The command line of ``SECTIONS`` of ``module``; its results are files called ``name``."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--out", type=Path, default=Path(f"{name}-results"))
     parser.add_argument("--only", default="", help="sections, separated by commas")
     parser.add_argument("--seconds", type=float, default=530.0, help="for everything")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
@@ -81,14 +83,15 @@ def main() -> int:
     if args.dry_run:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
     import torch
-    from gpu_sections import SECTIONS
 
+    sections = importlib.import_module(module).SECTIONS
     if not args.dry_run and not torch.cuda.is_available():
         print("no CUDA device here; --dry-run goes the same ways on a CPU", file=sys.stderr)
         return 2
     report, ends = Report(args.dry_run), time.monotonic() + args.seconds
-    wanted = [name for name in args.only.split(",") if name] or [name for name, _, _ in SECTIONS]
-    for name, budget, run in SECTIONS:
+    file = args.out / name
+    wanted = [each for each in args.only.split(",") if each] or [each for each, _, _ in sections]
+    for name, budget, run in sections:
         if name not in wanted:
             continue
         left = ends - time.monotonic()
@@ -96,7 +99,7 @@ def main() -> int:
             report.errors[name] = "left out: no time"
             continue
         _run(report, name, min(budget, left), run)
-        _write(report, args.out)
+        _write(report, file)
     print(report.markdown())
     return 1 if report.errors else 0
 
@@ -116,13 +119,13 @@ def _run(report: Report, name: str, seconds: float, run: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _write(report: Report, folder: Path) -> None:
+def _write(report: Report, file: Path) -> None:
     """After every section: a run that is killed leaves what it has found."""
-    folder.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in asdict(report).items() if key not in ("deadline",)}
-    (folder / "gpu.json").write_text(json.dumps(kept, indent=1))
-    (folder / "gpu.md").write_text(report.markdown())
+    file.with_suffix(".json").write_text(json.dumps(kept, indent=1))
+    file.with_suffix(".md").write_text(report.markdown())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__.splitlines()[0], "gpu_sections", "gpu"))

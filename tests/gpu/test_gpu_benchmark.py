@@ -18,19 +18,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.more
 @pytest.mark.skipif(not triton_runs() or torch.cuda.is_available(), reason="needs the interpreter")
-def test_every_section_of_the_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("name", "sections", "row"), [("gpu", 12, "decode-8b"), ("cards", 3, "colocated")]
+)
+def test_every_section_runs_dry(tmp_path: Path, name: str, sections: int, row: str) -> None:
+    command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--dry-run"]
     done = subprocess.run(
-        command,
+        [*command, "--out", str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=270,
     )
-    found = json.loads((tmp_path / "gpu.json").read_text())
+    found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["errors"] == {}, done.stdout + done.stderr
     assert done.returncode == 0
-    sections = {row["section"] for row in found["rows"]}
-    assert sections == set(found["seconds"])
-    assert len(sections) == 12
-    assert "| decode-8b |" in (tmp_path / "gpu.md").read_text()
+    assert len({row["section"] for row in found["rows"]}) == sections
+    assert f"| {row} |" in (tmp_path / f"{name}.md").read_text()
