@@ -99,7 +99,7 @@ def kinds(swept: str) -> Iterable[str]:
 def _kind(arch: Arch) -> str:
     if arch.vision is not None:
         return "with images"
-    if arch.delta is not None:
+    if arch.delta is not None or arch.mamba is not None:
         return "hybrid: recurrent states beside attention"
     if arch.latent is not None:
         return "latent attention, experts"
@@ -111,6 +111,8 @@ def _attention(arch: Arch) -> str:
         return "latent"
     if arch.delta is not None:
         return "gated delta nets, gated full"
+    if arch.mamba is not None:
+        return "Mamba-2, full"
     found = ["full"] if arch.slides is None else ["windows as the file says"]
     found += ["chunks"] if arch.chunked else []
     found += ["sinks"] if arch.sinks else []

@@ -21,6 +21,7 @@ ADDED = {
     "grammars": "engine/structured/* generation/grammar.py server/http/grammars.py",
     "hybrid and latent models, images, models by transformers": """models/*latent* kernels/*delta*
         models/*delta* models/layers/latent* models/layers/delta* kernels/causal_conv/*
+        models/*mamba* models/layers/mamba* models/layers/conv* kernels/ssd_scan/*
         models/chunks.py engine/state_* engine/snapshot.py models/transformers_* models/*vision*
         engine/images/* generation/images.py api/image_inputs.py models/text_config.py
         models/held_tensors.py""",

@@ -48,9 +48,19 @@ DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "rms_norm_eps": 1e-3,
 }
+# Two of Mamba-2, then a layer of attention; more ranks than groups, too.
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "rms_norm_eps": 1e-3,
+}
 # Dense ones, under the stems of their classes, and what sets their tiny models apart.
 SLIDING: dict[str, Any] = {"sliding_window": 7}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [2], "mamba_n_groups": 1}),
     "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("Cohere2", {**SLIDING, "num_hidden_layers": 4, "logit_scale": 0.3}),
     "gemma": ("Gemma", {}),
@@ -100,8 +110,10 @@ MIXTURES = {
     "glm4_moe": "Glm4Moe",
     "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
+    "granite_hybrid": "GraniteMoeHybrid",
     "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
+    "nemotron_h": "NemotronH",
     "phimoe": "Phimoe",
     "olmoe": "Olmoe",
     "qwen3_5_moe": "Qwen3_5Moe",
@@ -144,6 +156,21 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 0,
         **LATENT,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "layer_norm_epsilon": 1e-3,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
     },
     "glm4_moe": {
         "n_routed_experts": 6,
@@ -214,6 +241,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+}
+EXPERTS["granite_hybrid"] = {
+    **EXPERTS["mixtral"],
+    **DENSE["granite"][1],
+    **MAMBA,
+    "layer_types": DELTA["layer_types"],
+    "shared_intermediate_size": 40,
 }
 EXPERTS["qwen3_5_moe"] = {**EXPERTS["qwen2_moe"], **DELTA}
 EXPERTS["qwen3_next"] = {**EXPERTS["qwen2_moe"], **DELTA, "mlp_only_layers": [1]}

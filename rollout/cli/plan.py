@@ -165,7 +165,7 @@ def _wants(
     from rollout.weights.box import disjoint
 
     config = _config(model, ModelConfig)
-    kinds = [config.moe is not None and config.moe.is_sparse(i) for i in range(config.num_layers)]
+    kinds = [config.kind_of(i) for i in range(config.num_layers)]
     shown = {kind: kinds.index(kind) for kind in set(kinds)}  # layers of one kind are equal
     few = replace(config, num_layers=1 + max(shown.values()))
     kind = config.dtype if dtype is None else getattr(torch, dtype)

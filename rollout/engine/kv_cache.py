@@ -19,7 +19,8 @@ from rollout.models.forward import LayerKV
 class KVShape:
     """What one block holds on this rank: keys and values of ``block_size`` positions.
 
-    ``num_layers``: those that have pages. ``tensors``: 2, or 1 where values are a part of the keys.
+    ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing.
+    ``tensors``: 2, or 1 where values are a part of the keys.
     """
 
     num_layers: int
@@ -28,6 +29,7 @@ class KVShape:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    without: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, ranks: int, block_size: int, dtype: torch.dtype) -> Self:
@@ -35,7 +37,8 @@ class KVShape:
         model.check_blocks(block_size)
         tensors, heads, elements = model.cached_heads(ranks)
         return cls(
-            num_layers=model.num_layers - len(model.recurrent_layers), tensors=tensors,
+            num_layers=model.num_layers - len(model.recurrent_layers) - len(model.feeding_layers),
+            without=model.feeding_layers, tensors=tensors,
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
         )  # fmt: skip
 
@@ -84,7 +87,8 @@ class KVCache:
             ) from error
         if self.states is not None:
             self.states.allocate(num_states)
-            for layer, slots in sorted(self.states.layers.items()):
+            others = dict.fromkeys(shape.without, LayerKV(torch.empty(0), torch.empty(0)))
+            for layer, slots in sorted((others | self.states.layers).items()):
                 self._layers.insert(layer, slots)
         self.num_blocks = num_blocks
 

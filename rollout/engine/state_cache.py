@@ -27,7 +27,8 @@ class StateShape:
     @classmethod
     def of(cls, model: ModelConfig, ranks: int, dtype: torch.dtype) -> Self:
         """Of each of ``ranks``; a model without such layers has slots of no bytes."""
-        inputs, state = ((), ()) if model.delta is None else model.delta.state_shapes(ranks)
+        sizes = model.recurrence
+        inputs, state = ((), ()) if sizes is None else sizes.state_shapes(ranks)
         layers = model.recurrent_layers
         return cls(layers=layers, inputs=inputs, state=state, dtype=dtype)
 

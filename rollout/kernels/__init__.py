@@ -25,6 +25,7 @@ from rollout.kernels.sample import sample
 from rollout.kernels.scan_logits import scan_logits
 from rollout.kernels.scatter_indices import scatter_indices
 from rollout.kernels.silu_mul import silu_mul
+from rollout.kernels.ssd_scan import ssd_scan
 from rollout.kernels.swap_tensors import swap_tensors
 
 __all__ = [
@@ -56,5 +57,6 @@ __all__ = [
     "scan_logits",
     "scatter_indices",
     "silu_mul",
+    "ssd_scan",
     "swap_tensors",
 ]

@@ -17,13 +17,15 @@ class SharedArch:
     """The expert that every token passes: the submodule ``name``.
 
     ``size``: the field of its inner size; times the field ``count``, where one is named.
-    ``gated``: behind a sigmoid gate, the submodule ``<name>_gate``.
+    ``gated``: behind a sigmoid gate, the submodule ``<name>_gate``. ``beside``: it stands beside
+    the experts' module, not within it.
     """
 
     size: str
     count: str | None = None
     name: str = "shared_expert"
     gated: bool = True
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,13 @@ class StackedArch:
     ``gate_up_proj`` [experts, hidden, 2 inner] and ``down_proj`` [experts, inner, hidden].
 
     ``interleaved``: columns of the first alternate between gate and up, instead of gate's before
-    up's. ``bias``: both have one. ``clamped``: fields of alpha and limit, and their defaults; see
-    ``rollout.kernels.fused_experts``.
+    up's. ``rows``: names of two others beside the module, ``[experts, 2 inner, hidden]`` and
+    ``[experts, hidden, inner]``. ``bias``: both have one. ``clamped``: fields of alpha and limit,
+    and their defaults; see ``rollout.kernels.fused_experts``.
     """
 
     interleaved: bool = False
+    rows: tuple[str, str] | None = None
     bias: bool = False
     clamped: tuple[tuple[str, float], tuple[str, float]] | None = None
 
@@ -47,6 +51,9 @@ class MoEArch:
     """The experts of an architecture. Strings are fields of ``config.json``, sizes of one expert.
 
     ``stacked``: they are not one by one in files. ``router``: the submodule that scores them.
+    ``narrow``: the field of what experts read and write in the place of hidden states, between the
+    block's ``fc1_latent_proj`` and ``fc2_latent_proj``, where it has one. ``optional``: where
+    ``count`` is 0 there are none, and all layers are dense.
 
     Which layers are sparse: ``every_layer``, there is no ``decoder_sparse_step`` and no
     ``mlp_only_layers``; ``first_dense``, the field that counts dense layers before the others;
@@ -72,6 +79,8 @@ class MoEArch:
     size: str = "moe_intermediate_size"
     shared: SharedArch | None = None
     every_layer: bool = False
+    optional: bool = False
+    narrow: str | None = None
     first_dense: str | None = None
     sparse_step: str = "decoder_sparse_step"
     sparse_layers: str | None = None
@@ -147,6 +156,23 @@ class DeltaArch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaArch:
+    """Mamba-2 in the layers that files call mamba: the fields of its sizes.
+
+    ``least_step``: the field of the least step of a token, in the place of ``time_step_limit``.
+    """
+
+    heads: str = "mamba_n_heads"
+    dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    width: str = "mamba_d_conv"
+    conv_bias: Switch = ("mamba_conv_bias", True)
+    bias: Switch = ("mamba_proj_bias", False)
+    least_step: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """One architecture, declared in a file of ``architectures/`` under its Hugging Face name.
 
@@ -154,9 +180,13 @@ class Arch:
     is a field of ``config.json`` and what holds where the file does not have it.
 
     Linears: the biases; ``fused_qkv``, ``fused_gate_up``: the checkpoint has one tensor for all.
-    ``mlp``: the name of a dense feed-forward, ``mlp_size`` the field of its size, ``activation``
-    of its gate. ``head_dim_given``: the file must name it (else hidden size over heads is its
-    default). ``tied`` where the file says nothing.
+    ``mlp``: the name of a dense feed-forward, ``mlp_linears`` of what it has, ``mlp_size`` the
+    field of its size, ``activation`` of its gate. ``head_dim_given``: the file must name it (else
+    hidden size over heads is its default). ``tied`` where the file says nothing.
+
+    ``squared``: feed-forwards, experts too, are down(relu(up)^2). ``lone``: a layer is attention,
+    what stands in its place, an MLP or experts, the ``mixer`` behind one ``norm``. ``embedding``,
+    ``last_norm``: names of what stands before and behind the layers.
 
     Norms: ``norm`` is "rms" (rounded, then multiplied by the weight), "rms wide" (multiplied in
     float32), "rms plus one" (the same by 1 + weight) or "layer" (the mean is subtracted, too);
@@ -177,12 +207,14 @@ class Arch:
 
     Positions: ``rope_theta`` where the file has none. ``local_rope``: (field, base) of layers that
     slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
-    as 0 ("listed"), or in those that do not slide ("full"). ``interleaved``: the pairs that turn
-    are neighbours. ``partial_rotary``: ``partial_rotary_factor`` holds where positions are not
-    scaled, too, and is this where there is none (nor a ``rotary_dim``). ``wide_rope``: cos and sin
-    stay float32. ``grown``: queries that are not turned grow with their position, unless
-    ``attn_temperature_tuning`` is off. ``mrope``: a position has a time, a row and a column, each
-    turning ``mrope_section`` of a head's pairs, one after the other or "interleaved".
+    as 0 ("listed"), not in those that do not slide ("full"), in none where
+    ``position_embedding_type`` is not "rope" ("untold"), or in none at all ("all").
+    ``interleaved``: the pairs that turn are neighbours. ``partial_rotary``:
+    ``partial_rotary_factor`` holds where positions are not scaled, too, and is this where there is
+    none (nor a ``rotary_dim``). ``wide_rope``: cos and sin stay float32. ``grown``: queries that
+    are not turned grow with their position, unless ``attn_temperature_tuning`` is off. ``mrope``: a
+    position has a time, a row and a column, each turning ``mrope_section`` of a head's pairs, one
+    after the other or "interleaved".
 
     ``gated``: ``q_proj`` has a gate behind each head, whose sigmoid multiplies what it attends to.
 
@@ -197,8 +229,13 @@ class Arch:
     mlp_bias: Switch = ("mlp_bias", False)
     mlp: str = "mlp"
     mlp_size: str = "intermediate_size"
+    mlp_linears: tuple[str, str] = ("gate_up_proj", "down_proj")
     fused_qkv: bool = False
     fused_gate_up: bool = False
+    squared: bool = False
+    lone: bool = False
+    embedding: str = "embed_tokens"
+    last_norm: str = "norm"
     activation: tuple[str, str] = ("hidden_act", "silu")
     head_dim_given: bool = False
     tied: bool = False
@@ -223,7 +260,7 @@ class Arch:
     chunked: bool = False
     rope_theta: float = 1e4
     local_rope: tuple[str, float] | None = None
-    no_rope: Literal["listed", "full"] | None = None
+    no_rope: Literal["listed", "full", "untold", "all"] | None = None
     interleaved: bool = False
     partial_rotary: float | None = None
     wide_rope: bool = False
@@ -233,6 +270,7 @@ class Arch:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     latent: LatentArch | None = None
     delta: DeltaArch | None = None
+    mamba: MambaArch | None = None
     gated: bool = False
     moe: MoEArch | None = None
     texts: Mapping[str, Arch] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.nn.functional import relu
 
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention, Turn
@@ -13,6 +14,7 @@ from rollout.models.layers.delta_net import GatedDeltaNet
 from rollout.models.layers.embedding import Embedding
 from rollout.models.layers.latent_attention import LatentAttention
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
+from rollout.models.layers.mamba import Mamba2
 from rollout.models.layers.norm import Norm, make_norm
 
 
@@ -27,14 +29,49 @@ class GatedMLP(nn.Module):
         config = build.config
         hidden, inner = config.hidden_size, inner or config.intermediate_size
         parts = [("gate_proj", inner), ("up_proj", inner)]
-        self.gate_up_proj = MergedColumnLinear(
-            build, hidden, parts, config.mlp_bias, config.arch.fused_gate_up
-        )
-        self.down_proj = RowLinear(build, inner, hidden, config.mlp_bias, reduce)
+        self.names = config.arch.mlp_linears
+        fused = config.arch.fused_gate_up
+        gate_up = MergedColumnLinear(build, hidden, parts, config.mlp_bias, fused)
+        self.add_module(self.names[0], gate_up)
+        self.add_module(self.names[1], RowLinear(build, inner, hidden, config.mlp_bias, reduce))
+
+    @property
+    def gate_up(self) -> MergedColumnLinear:
+        linear: MergedColumnLinear = getattr(self, self.names[0])
+        return linear
+
+    @property
+    def down(self) -> RowLinear:
+        linear: RowLinear = getattr(self, self.names[1])
+        return linear
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj.gated(x))
+        out: Tensor = self.down(self.gate_up.gated(x))
         return out
+
+
+class SquaredMLP(nn.Module):
+    """down(relu(up(x)) ** 2): [T, hidden] -> [T, hidden]; one all-reduce, unless ``reduce`` is not
+    set. ``inner``: its size, by default the config's.
+    """
+
+    def __init__(self, build: Build, inner: int | None = None, *, reduce: bool = True) -> None:
+        super().__init__()
+        config = build.config
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
+        bias = config.mlp_bias
+        self.up_proj = MergedColumnLinear(build, hidden, [("up_proj", inner)], bias)
+        self.down_proj = RowLinear(build, inner, hidden, bias, reduce)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(relu(self.up_proj(x)).square())
+        return out
+
+
+def make_mlp(build: Build, inner: int | None = None, *, reduce: bool = True) -> nn.Module:
+    """The dense feed-forward of an architecture."""
+    kind = SquaredMLP if build.config.arch.squared else GatedMLP
+    return kind(build, inner, reduce=reduce)
 
 
 class DecoderBlock(nn.Module):
@@ -55,11 +92,10 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.names, self.parallel = build.config.arch.norms, build.config.arch.parallel
         self.scale = build.config.residual_scale
-        recurrent = index in build.config.recurrent_layers
-        self.mixer_name = "linear_attn" if recurrent else "self_attn"
-        self.add_module(self.mixer_name, _mixer(build, index))
+        self.mixer_name, mixer = make_mixer(build, index)
+        self.add_module(self.mixer_name, mixer)
         self.mlp_name = name
-        self.add_module(name, feed_forward or GatedMLP(build))
+        self.add_module(name, feed_forward or make_mlp(build))
         names = self.names
         for norm in (
             names.before_attention, names.after_attention, names.before_mlp, names.after_mlp
@@ -100,21 +136,54 @@ class DecoderBlock(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
-def _mixer(build: Build, index: int) -> nn.Module:
+def make_mixer(build: Build, index: int) -> tuple[str, nn.Module]:
+    """What mixes tokens in layer ``index``, and what most files call it."""
     config = build.config
     if index in config.recurrent_layers:
-        return GatedDeltaNet(build)
-    return LatentAttention(build) if config.latent is not None else Attention(build, index)
+        return ("mamba", Mamba2(build)) if config.mamba else ("linear_attn", GatedDeltaNet(build))
+    latent = config.latent is not None
+    return "self_attn", LatentAttention(build) if latent else Attention(build, index)
+
+
+class LoneBlock(nn.Module):
+    """One ``mixer`` behind one ``norm``: what mixes tokens, or a feed-forward; see ``Arch.lone``.
+
+    As of a ``DecoderBlock``, the residual sum travels beside the output. ``feed_forward``: None
+    for attention or what stands in its place.
+    """
+
+    def __init__(self, build: Build, index: int, feed_forward: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = make_norm(build, build.config.hidden_size)
+        self.mixes = feed_forward is None
+        self.mixer = make_mixer(build, index)[1] if feed_forward is None else feed_forward
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, turn: Turn, batch: ForwardBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = (self.norm(x), x) if residual is None else self.norm.add(x, residual)
+        return self.mixer(x, turn, batch, kv) if self.mixes else self.mixer(x), residual
 
 
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: what a checkpoint calls ``model``."""
 
-    def __init__(self, build: Build, blocks: list[DecoderBlock]) -> None:
+    def __init__(self, build: Build, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(build)
+        self.names = build.config.arch.embedding, build.config.arch.last_norm
+        self.add_module(self.names[0], Embedding(build))
         self.layers = nn.ModuleList(blocks)
-        self.norm = make_norm(build, build.config.hidden_size)
+        self.add_module(self.names[1], make_norm(build, build.config.hidden_size))
+
+    @property
+    def embedding(self) -> Embedding:
+        module: Embedding = getattr(self, self.names[0])
+        return module
+
+    @property
+    def last_norm(self) -> Norm:
+        module: Norm = getattr(self, self.names[1])
+        return module
 
     def forward(
         self,

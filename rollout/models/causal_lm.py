@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout.kernels.op import are_watched
 from rollout.models.adapter_slots import AdapterSlots
-from rollout.models.blocks import Decoder, DecoderBlock
+from rollout.models.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.chunks import within_chunks
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
-from rollout.models.model import EMBEDDING, HEAD, Model
+from rollout.models.model import HEAD, Model
 from rollout.models.moe import SparseMoE
 from rollout.models.native_blocks import NativeBlocks
 from rollout.models.weight_table import build_table
@@ -66,18 +66,27 @@ class CausalLM(Model):
         self.make_parts(build)
         self.table = build_table(
             self,
-            {HEAD: EMBEDDING} if config.tied else {},
+            {HEAD: f"model.{config.arch.embedding}.weight"} if config.tied else {},
             config.prefixes,
         )
         self.keep_digests()
         self.eval()
 
-    def make_block(self, build: Build, index: int) -> DecoderBlock:
+    def make_block(self, build: Build, index: int) -> nn.Module:
         """The decoder block number ``index``."""
-        moe = build.config.moe
+        moe, arch = build.config.moe, build.config.arch
+        if arch.lone:
+            feeds = build.config.layers[index].feeds
+            made = SparseMoE(build) if feeds == "moe" else make_mlp(build) if feeds else None
+            return LoneBlock(build, index, made)
         if moe is None or not moe.is_sparse(index):
-            return DecoderBlock(build, index, name=build.config.arch.mlp)
-        return DecoderBlock(build, index, SparseMoE(build), moe.arch.names.module)
+            return DecoderBlock(build, index, name=arch.mlp)
+        sparse = SparseMoE(build)
+        block = DecoderBlock(build, index, sparse, moe.arch.names.module)
+        for shared in sparse.beside:
+            assert sparse.shared is not None
+            block.add_module(sparse.shared.name, shared)
+        return block
 
     def make_parts(self, build: Build) -> None:
         """What a subclass has beside the decoder and the head."""
@@ -93,7 +102,8 @@ class CausalLM(Model):
 
         Writes this step's keys and values into ``kv``, one entry per layer. Collective: all ranks
         call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces (3 x where q and
-        k are normalised over the heads of all ranks), and one all-gather of the logits.
+        k, or what states give, are normalised over the heads of several ranks; 1 x of lone mixers),
+        and one all-gather of the logits.
         """
         return self.logits(self.hidden_states(batch, kv))
 
@@ -109,7 +119,7 @@ class CausalLM(Model):
         if self.adapters is not None:
             self.adapters.begin_step(batch)
         turns = [rotary(batch.positions) for rotary in self.rotaries]
-        x: Tensor = self.model.embed_tokens(batch.input_ids)  # [T, hidden]
+        x: Tensor = self.model.embedding(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         visual = batch.visual
@@ -127,7 +137,7 @@ class CausalLM(Model):
             batches = [of[chunk] for chunk in self.chunk_of]
             x, residual = self.model(x, [turns[i] for i in self.rotary_of], batches, kv)
         rows = batch.logit_rows
-        x, _ = self.model.norm.add(x[rows], residual[rows])
+        x, _ = self.model.last_norm.add(x[rows], residual[rows])
         return x
 
     @torch.no_grad()
@@ -144,7 +154,7 @@ class CausalLM(Model):
 
     @property
     def head(self) -> VocabParallel:
-        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return self.model.embedding if self.lm_head is None else self.lm_head
 
     def after_load(self) -> None:
         """Re-derive everything derived from parameters, in place; called after every load."""

@@ -16,6 +16,7 @@ from rollout.models.config_reader import Reader
 from rollout.models.delta_config import DeltaConfig, read_delta
 from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, read_layers
+from rollout.models.mamba_config import MambaConfig, read_mamba, with_kinds
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
 from rollout.models.remote_code import RemoteCode
@@ -60,6 +61,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
     arch: Arch = field(default_factory=Arch)
     activation: str = "silu"
@@ -100,6 +102,8 @@ class ModelConfig:
         outer = registry.arch(architecture)
         whole = values
         arch, values = text_config(whole, outer, file)
+        if arch.mamba is not None:
+            values = with_kinds(values, file)
         read = Reader(values, file)
         _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
@@ -135,7 +139,8 @@ class ModelConfig:
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             latent=latent,
             delta=None if arch.delta is None else read_delta(read),
-            moe=None if arch.moe is None else read_moe(read, arch.moe),
+            mamba=None if arch.mamba is None else read_mamba(read, arch.mamba),
+            moe=_read_experts(read, arch, layers),
             prefixes=_prefixes(read, arch, outer.texts is not None),
             arch=arch,
             activation=_read_activation(read, arch),
@@ -216,6 +221,8 @@ class ModelConfig:
                 f"Number of linear attention key heads ({self.delta.key_heads}) must be divisible "
                 f"by tensor parallel size ({size})."
             )
+        if self.mamba is not None:
+            self.mamba.check_tensor_parallel(size)
         if self._has_dense_layers and self.intermediate_size % size:
             raise ConfigError(
                 f"Intermediate size ({self.intermediate_size}) must be divisible by tensor "
@@ -223,13 +230,31 @@ class ModelConfig:
             )
 
     @property
+    def recurrence(self) -> DeltaConfig | MambaConfig | None:
+        """The sizes of the layers that carry a state."""
+        return self.delta or self.mamba
+
+    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that carry a state instead of keys and values."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent)
 
     @property
+    def feeding_layers(self) -> tuple[int, ...]:
+        """Those that are a feed-forward alone: they keep nothing of a token."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.feeds is not None)
+
+    def kind_of(self, layer: int) -> tuple[object, ...]:
+        """Layers of one kind have the same tensors."""
+        sparse = self.moe is not None and self.moe.is_sparse(layer)
+        of = self.layers[layer] if self.layers else None
+        return (sparse,) if of is None else (sparse, of.recurrent, of.feeds)
+
+    @property
     def _has_dense_layers(self) -> bool:
         moe = self.moe
+        if self.arch.lone:
+            return any(layer.feeds == "mlp" for layer in self.layers)
         return moe is None or not all(moe.is_sparse(layer) for layer in range(self.num_layers))
 
     def _check_experts(self, size: int, expert_parallel: bool) -> None:
@@ -329,6 +354,14 @@ def _refuse_unsupported(read: Reader) -> None:
         )
 
 
+def _read_experts(read: Reader, arch: Arch, layers: tuple[LayerConfig, ...]) -> MoEConfig | None:
+    if arch.moe is None or (arch.lone and not any(layer.feeds == "moe" for layer in layers)):
+        return None
+    if arch.lone and read.switch(arch.mlp_bias):
+        raise ConfigError(f"{read.file}: mlp_bias does not go with experts here; set it to false")
+    return read_moe(read, arch.moe)
+
+
 def _prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
     found = dict(PREFIXES) if nested else {}
     found |= arch.prefixes
@@ -342,6 +375,10 @@ def _prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
 def _read_activation(read: Reader, arch: Arch) -> str:
     name, default = arch.activation
     given = read.values.get(name) or default
+    if arch.squared and given != "relu2":
+        raise ConfigError(f"{read.file}: {name} {given!r} is not relu2, which is all there is here")
+    if arch.squared:
+        return "relu2"
     if given not in ACTIVATIONS:
         raise ConfigError(f"{read.file}: {name} {given!r} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[given]

@@ -43,7 +43,7 @@ class LayerKV:
 
     Of a layer with a recurrent state ``k`` is the inputs that its convolution still needs, ``v``
     the state, of each slot: [slots, channels of this rank, width - 1], and float32
-    [slots, heads of this rank, key_dim, dim].
+    [slots, heads of this rank, size of a key, dim].
     """
 
     k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rollout.errors import ConfigError
 from rollout.models.arch import Arch
@@ -27,6 +27,7 @@ NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_
 MROPE_SECTIONS = {"sections": (16, 24, 24), "interleaved": (24, 20, 20)}
 SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 LINEAR = "linear_attention"
+FEEDS: tuple[Literal["mlp", "moe"], ...] = ("mlp", "moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ class LayerConfig:
     """The attention of one layer; ``window``: the keys a query sees, itself included, 0 for all.
 
     ``chunk``: of the positions it sees those since the last multiple of that; 0 for all.
-    ``recurrent``: it does not attend, but carries a state from token to token.
+    ``recurrent``: it does not attend, but carries a state from token to token. ``feeds``: it is a
+    feed-forward alone, and keeps nothing.
     """
 
     window: int
@@ -67,6 +69,7 @@ class LayerConfig:
     chunk: int = 0
     growth: QueryGrowth | None = None
     recurrent: bool = False
+    feeds: Literal["mlp", "moe"] | None = None
 
 
 def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
@@ -84,6 +87,7 @@ def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
             chunk=chunk if kind == CHUNKED else 0,
             growth=growth if every or not turn else None,
             recurrent=kind == LINEAR,
+            feeds=next((feeds for feeds in FEEDS if feeds == kind), None),
         )
         for kind, turn in zip(types, turns, strict=True)
     )
@@ -114,6 +118,8 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
             f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(given)} "
             "layers; make them agree"
         )
+    if arch.mamba is not None:
+        return _known(read, LINEAR, FULL, *(FEEDS if arch.lone else ()))
     if arch.delta is not None:
         every = read.count("full_attention_interval", 4)
         made = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
@@ -153,6 +159,10 @@ def _turning(read: Reader, arch: Arch, layers: int) -> list[bool]:
     """Whether positions turn the queries and keys of each layer."""
     if arch.no_rope is None:
         return [True] * layers
+    if arch.no_rope == "all":
+        return [False] * layers
+    if arch.no_rope == "untold":
+        return [read.values.get("position_embedding_type") == "rope"] * layers
     if arch.no_rope == "full":
         return [kind == SLIDES for kind in _read_types(read, arch)]
     listed = read.values.get("no_rope_layers")  # 1: has rope

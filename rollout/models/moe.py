@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rollout.models.blocks import GatedMLP
+from rollout.models.blocks import make_mlp
 from rollout.models.layers.base import Build
-from rollout.models.layers.experts import Experts, StackedExperts
+from rollout.models.layers.experts import make_experts
 from rollout.models.layers.linear import ReplicatedLinear
 from rollout.models.layers.router import Router
 from rollout.models.moe_config import MoEConfig
@@ -24,28 +24,47 @@ class SparseMoE(nn.Module):
         config, moe = build.config, build.config.moe
         assert moe is not None, f"{config.architecture} needs the configuration of its experts"
         self.tp, self.moe, self.shared = build.tp, moe, moe.arch.shared
-        self.add_module(moe.arch.router, Router(build, moe))
-        self.experts = StackedExperts(build) if moe.arch.stacked else Experts(build)
+        self._add(moe.arch.router, Router(build, moe))
+        self.experts = make_experts(build)
+        if moe.narrow:
+            self.fc1_latent_proj = ReplicatedLinear(build, config.hidden_size, moe.narrow)
+            self.fc2_latent_proj = ReplicatedLinear(build, moe.narrow, config.hidden_size)
+        self.beside: tuple[nn.Module, ...] = ()  # a tuple, which registers no module here
         if self.shared is not None:
-            name = self.shared.name
-            self.add_module(name, GatedMLP(build, moe.shared_size, reduce=False))
+            shared = make_mlp(build, moe.shared_size, reduce=False)
+            if self.shared.beside:
+                self.beside = (shared,)
+            else:
+                self.add_module(self.shared.name, shared)
             if self.shared.gated:
-                self.add_module(f"{name}_gate", ReplicatedLinear(build, config.hidden_size, 1))
+                gate = ReplicatedLinear(build, config.hidden_size, 1)
+                self.add_module(f"{self.shared.name}_gate", gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        router: Router = getattr(self, self.moe.arch.router)
+        router = self.get_submodule(self.moe.arch.router)
+        assert isinstance(router, Router)
         chosen, weights = route(router(x), self.moe, router.e_score_correction_bias)
         if not self.moe.arch.wide_weights:
             weights = weights.to(x.dtype)
-        out: Tensor = (self._of_scaled if self.moe.arch.scaled_inputs else self.experts)(
-            x, chosen, weights
-        )
+        run = self._of_scaled if self.moe.arch.scaled_inputs else self.experts
+        if self.moe.narrow:  # of a part of the sum that all ranks make, too
+            out: Tensor = self.fc2_latent_proj(run(self.fc1_latent_proj(x), chosen, weights))
+        else:
+            out = run(x, chosen, weights)
         if self.shared is not None:
-            shared: Tensor = getattr(self, self.shared.name)(x)
+            module = self.beside[0] if self.beside else getattr(self, self.shared.name)
+            shared: Tensor = module(x)
             if self.shared.gated:
                 shared = torch.sigmoid(getattr(self, f"{self.shared.name}_gate")(x)) * shared
             out = out + shared
         return self.tp.all_reduce(out)
+
+    def _add(self, path: str, module: nn.Module) -> None:
+        """``module`` as the submodule ``path``, within another one where that has a dot."""
+        holder, _, name = path.rpartition(".")
+        if holder:
+            self.add_module(holder, nn.Module())
+        self.get_submodule(holder).add_module(name, module)
 
     def _of_scaled(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The sum of what experts make of inputs that were multiplied by their weights."""

@@ -29,6 +29,7 @@ class MoEConfig:
     top_groups: int = 1
     scaling: float = 1.0
     clamped: tuple[float, float] | None = None
+    narrow: int = 0  # elements that experts read and write, 0 for the hidden size
     nearness: float = 0.0  # of a logit to the best one, for the "mixer"
 
     def is_sparse(self, layer: int) -> bool:
@@ -36,8 +37,10 @@ class MoEConfig:
         return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
-def read_moe(read: Reader, arch: MoEArch) -> MoEConfig:
-    """The experts; a field that shapes them has no default."""
+def read_moe(read: Reader, arch: MoEArch) -> MoEConfig | None:
+    """The experts, None where there may be none; a field that shapes them has no default."""
+    if arch.optional and read.values.get(arch.count) == 0:
+        return None
     # All names are about: transformers maps one to the other.
     names = (arch.count, "num_experts", "num_local_experts", "n_routed_experts")
     count = next((n for n in names if read.values.get(n) is not None), arch.count)
@@ -65,6 +68,7 @@ def read_moe(read: Reader, arch: MoEArch) -> MoEConfig:
         top_groups=top_groups,
         scaling=read.number("routed_scaling_factor") if arch.scaled else 1.0,
         clamped=_read_clamped(read, arch),
+        narrow=read.count(arch.narrow, 0, least=0) if arch.narrow else 0,
         nearness=_read_nearness(read, chosen) if arch.scores == "mixer" else 0.0,
     )
 

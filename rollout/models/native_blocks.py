@@ -36,7 +36,7 @@ class NativeBlocks:
         self._build, config = build, build.config
         attention = _attention(blocks[0])
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
-        self._scale, self._inner = attention.scale, _mlp(blocks[0]).down_proj.local
+        self._scale, self._inner = attention.scale, _mlp(blocks[0]).down.local
         self._window = attention.window
         columns = (2 * self._heads + 2 * self._kv_heads) * config.head_dim
         if config.qk_norm:
@@ -131,6 +131,7 @@ def knows(arch: Arch) -> bool:
         and arch.moe is None
         and arch.latent is None
         and arch.delta is None
+        and arch.mamba is None
         and not arch.gated
     )
 
@@ -156,7 +157,7 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
         return False
     if attention.sinks is not None:
         return False
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up, mlp.down)
     norms = [_norm(block, "input_layernorm"), _norm(block, "post_attention_layernorm")]
     for norm in (attention.q_norm, attention.k_norm):
         if (norm is not None) != qk_norm:
@@ -168,8 +169,8 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
         and all(type(norm) is RMSNorm for norm in norms)
         and all(isinstance(x, TileLayout) and x.rows == linear.TILE_ROWS for x in layouts)
         and len({each.specs["weight"].scheme for each in linears}) == 1
-        and mlp.down_proj.local == inner
-        and mlp.down_proj.reduce
+        and mlp.down.local == inner
+        and mlp.down.reduce
         and not any(each._forward_hooks or each._forward_pre_hooks for each in block.modules())
     )
 
@@ -199,12 +200,12 @@ def _weights(block: DecoderBlock) -> list[Tensor | None]:
         attention.o_proj.weight,
         attention.o_proj.bias,
         _norm(block, "post_attention_layernorm").weight,
-        mlp.gate_up_proj.weight,
-        mlp.gate_up_proj.bias,
-        mlp.down_proj.weight,
-        mlp.down_proj.bias,
+        mlp.gate_up.weight,
+        mlp.gate_up.bias,
+        mlp.down.weight,
+        mlp.down.bias,
         *(
             getattr(each, f"weight{SCALE}", None)
-            for each in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+            for each in (attention.qkv_proj, attention.o_proj, mlp.gate_up, mlp.down)
         ),
     ]

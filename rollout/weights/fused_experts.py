@@ -43,6 +43,12 @@ PROJ_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 W123_NAMES = ExpertNames("w1", "w3", "w2", module="block_sparse_moe")
 # All that an architecture declares; a stream is told by them, without a word about the model.
 EXPERT_NAMES = (PROJ_NAMES, W123_NAMES)
+# Granite's experts, stacked in files too: what files call them -> what transformers 5 does.
+_STACKED = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "router.weight",
+}
 _MEMORY = {names.module: names.memory for names in EXPERT_NAMES}
 
 
@@ -152,6 +158,8 @@ class Spellings:
             parts = name.split(".")
             if is_expert(parts):
                 layers[".".join(parts[:-3])][parts[-2]][int(parts[-3])] = shape
+            elif (stacked := _stacked_name(name)) is not None:
+                renames[stacked] = name
             elif (memory := _memory_name(name)) != name and memory not in shapes:
                 renames[memory] = name
                 if parts[-3:-1] == ["block_sparse_moe", "gate"]:  # of Phi-MoE
@@ -256,25 +264,31 @@ def _memory_name(name: str) -> str:
     return ".".join(_MEMORY.get(part, part) for part in name.split("."))
 
 
+def _stacked_name(name: str) -> str | None:
+    before, module, rest = name.partition(".block_sparse_moe.")
+    return f"{before}{module}{_STACKED[rest]}" if rest in _STACKED else None
+
+
 def _fuse(prefix: str, linears: Mapping[str, Mapping[int, Shape]]) -> Iterable[FusedExperts]:
     """Both fused tensors of the layer ``prefix``, if its experts are numbered and shaped alike."""
     for gate, up, down in (names.linears for names in EXPERT_NAMES):
-        if set(linears) != {gate, up, down}:
+        if set(linears) not in ({gate, up, down}, {up, down}):
             continue
-        count = len(linears[gate])
+        gated = gate in linears
+        count = len(linears[up])
         shapes = {part: set(of.values()) for part, of in linears.items()}
         if any(set(of) != set(range(count)) for of in linears.values()):
             return ()
         if any(len(found) != 1 for found in shapes.values()):
             return ()
-        (inner, hidden), (out, back) = linears[gate][0], linears[down][0]
-        if linears[up][0] != (inner, hidden) or (out, back) != (hidden, inner):
+        (inner, hidden), (out, back) = linears[up][0], linears[down][0]
+        if (gated and linears[gate][0] != (inner, hidden)) or (out, back) != (hidden, inner):
             return ()
         memory = _memory_name(prefix)
-        names = (f"{memory}.gate_up_proj", f"{memory}.down_proj")
-        halves = ((gate, 0, inner), (up, inner, 2 * inner))
+        names = (f"{memory}.{'gate_up_proj' if gated else 'up_proj'}", f"{memory}.down_proj")
+        halves = ((gate, 0, inner), (up, inner, 2 * inner)) if gated else ((up, 0, inner),)
         return (
-            FusedExperts(names[0], (count, 2 * inner, hidden), prefix, halves, names[1]),
+            FusedExperts(names[0], (count, halves[-1][2], hidden), prefix, halves, names[1]),
             FusedExperts(names[1], (count, hidden, inner), prefix, ((down, 0, hidden),), names[0]),
         )
     return ()

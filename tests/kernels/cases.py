@@ -382,6 +382,12 @@ def _experts() -> Iterator[Case]:
 
         yield Case("fused_experts", f"{size}, biased, clamped, transposed", biased)
 
+        def squared(t: torch.dtype, make: Any = make) -> tuple[Any, ...]:
+            x, w13, w2, *rest = make(t)
+            return x, w13[:, : w2.shape[2]], w2, *rest, None, None, None, True
+
+        yield Case("fused_experts", f"{size}, squared", squared)
+
 
 def scanned(
     sequences: list[tuple[int, int]], seed: int = 0
@@ -410,6 +416,23 @@ def delta(
     return keys[:, 0], keys[:, 1], v, gates, betas, states, slots, starts, lengths
 
 
+def ssd(
+    sequences: list[tuple[int, int]], groups: int, heads: int, size: int, dim: int,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of ``ssd_scan``; x, b and c are views of one tensor."""
+    slots, starts, lengths, tokens = scanned(sequences)
+    widths = heads * dim, groups * size, groups * size
+    scales = torch.ones(sum(widths))
+    scales[widths[0] :] = size**-0.5  # what is read is a sum over them
+    x, b, c = (_randn(int(tokens), sum(widths)) * scales).to(dtype).split(widths, dim=1)
+    keys = [of.unflatten(1, (groups, size)) for of in (b, c)]
+    steps, rates = _randn(int(tokens), heads, seed=1).exp() / 4, -_randn(heads, seed=2).exp()
+    states = _randn(len(sequences) + 2, heads, size, dim, seed=3)
+    parts = (steps, rates, _randn(heads, seed=4), states, slots, starts, lengths)
+    return x.unflatten(1, (heads, dim)), *keys, *parts
+
+
 def _deltas() -> Iterator[Case]:
     mixes = {
         "chunks and decodes": [(5, 5), (1, 9), (7, 30), (1, 1)],
@@ -425,10 +448,17 @@ def _deltas() -> Iterator[Case]:
                 weight = _randn(c, w, seed=2)
                 return x.to(t)[:, 2 : c + 2], weight.to(t), states.to(t), slots, starts, lengths
 
+            def biased(t: torch.dtype, make: Any = conv, c: int = channels) -> tuple[Any, ...]:
+                return *make(t), _randn(c, seed=5).to(t)
+
             yield Case("causal_conv", f"{name}, {channels}x{width}", conv, (2,), returns=True)
+            yield Case("causal_conv", f"{name}, {channels}, biased", biased, (2,), returns=True)
         for shape in ((2, 4, 16, 16), (1, 3, 20, 37), (2, 2, 128, 128)):
             made = lambda t, s=sequences, h=shape: delta(s, *h, t)  # noqa: E731
             yield Case("gated_delta_rule", f"{name}, {shape}", made, (5,), returns=True)
+        for shape in ((2, 4, 16, 16), (1, 3, 20, 37), (1, 2, 128, 64)):
+            made = lambda t, s=sequences, h=shape: ssd(s, *h, t)  # noqa: E731
+            yield Case("ssd_scan", f"{name}, {shape}", made, (6,), returns=True)
 
 
 def lora(

@@ -97,16 +97,22 @@ def _adapters() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _deltas() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Qwen3-Next's, of one rank in two."""
+    """Qwen3-Next's, of one rank in two; Granite 4's."""
     slots, starts = torch.zeros(2, dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
     where = (slots, starts, torch.tensor([40, 40], dtype=torch.int32))
     for dtype in (BF16, FP32):
         x, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096, 4, dtype=dtype)
         args = (x, weight, torch.zeros(3, 4096, 3, dtype=dtype), *where)
         yield "causal_conv", lambda args=args: kernel("causal_conv")(*args)
+        args = (*args, torch.zeros(4096, dtype=dtype))
+        yield "causal_conv", lambda args=args: kernel("causal_conv")(*args)
         q, v = torch.zeros(2, 8, 128, dtype=dtype), torch.zeros(2, 16, 128, dtype=dtype)
         args = (q, q.clone(), v, *torch.zeros(2, 2, 16), torch.zeros(3, 16, 128, 128), *where)
         yield "gated_delta_rule", lambda args=args: kernel("gated_delta_rule")(*args)
+        x, b = torch.zeros(2, 48, 64, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
+        numbers = (torch.zeros(2, 48), *torch.zeros(2, 48), torch.zeros(3, 48, 128, 64))
+        args = (x, b, b.clone(), *numbers, *where)
+        yield "ssd_scan", lambda args=args: kernel("ssd_scan")(*args)
 
 
 def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.backends import backends
-from kernels.cases import DTYPES, Case, all_cases, attention, packed_linear
+from kernels.cases import DTYPES, Case, all_cases, attention, delta, packed_linear, ssd
 from torch import Tensor
 
 import rollout.kernels as kernels
@@ -60,6 +60,29 @@ def test_float32_is_near_what_float64_gives(case: Case) -> None:
         for a, b in zip(_outputs(run, case, case.make(torch.float32)), wanted, strict=True):
             relative, absolute = _tolerance(case, torch.float32)
             torch.testing.assert_close(a.double(), b.double(), rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("make", [delta, ssd])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_recurrence_gives_the_same_bits_however_its_tokens_are_cut(
+    dtype: torch.dtype, make: Callable[..., Any]
+) -> None:
+    """Several of them may be taken in one pass over a state."""
+    whole = make([(23, 23)], 2, 4, 20, 70, dtype)
+    of_tokens, state, slots = [x for x in whole[:-3] if x.shape[:1] == (23,)], whole[-4], whole[-3]
+    run = _native(kernels.ssd_scan if make is ssd else kernels.gated_delta_rule)
+    again, parts, start = state.clone().fill_(7.0), [], 0
+    wanted = run(*whole)
+    for count in (5, 1, 9, 1, 7):
+        cut = [
+            x[start : start + count] if any(x is y for y in of_tokens) else x for x in whole[:-4]
+        ]
+        start += count
+        bounds = torch.tensor([0, count], dtype=torch.int32)
+        lengths = torch.tensor([start], dtype=torch.int32)
+        parts.append(run(*cut, again, slots, bounds, lengths))
+    assert torch.equal(torch.cat(parts), wanted)
+    assert torch.equal(again[slots[0]], state[slots[0]])
 
 
 @pytest.mark.parametrize("window", [0, 150, 1100])

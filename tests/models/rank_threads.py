@@ -79,6 +79,9 @@ class Session:
             if layer in config.recurrent_layers:
                 self.kv.append(_states(model, len(sequences) + 2))
                 continue
+            if layer in config.feeding_layers:
+                self.kv.append(LayerKV(torch.empty(0), torch.empty(0)))
+                continue
             k = torch.full(shape, 7.0, dtype=model.build.dtype)
             self.kv.append(LayerKV(k, k if tensors == 1 else k.clone()))
 
@@ -119,7 +122,7 @@ class Session:
 
 def _states(model: Model, slots: int) -> LayerKV:
     """One layer's states, holding what nothing may read."""
-    assert model.config.delta is not None
-    inputs, state = model.config.delta.state_shapes(model.tp.size)
+    assert model.config.recurrence is not None
+    inputs, state = model.config.recurrence.state_shapes(model.tp.size)
     k = torch.full((slots, *inputs), 7.0, dtype=model.build.dtype)
     return LayerKV(k, torch.full((slots, *state), 7.0))

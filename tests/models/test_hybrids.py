@@ -51,6 +51,8 @@ def compare(model: torch.nn.Module, prompt: list[int], sample: Any, greedy: bool
         ("qwen3_next", 1, False),
         ("qwen3_next", 1, True),
         ("qwen3_5", 2, False),
+        ("granite_hybrid", 1, True),
+        pytest.param("nemotron_h", 2, False, marks=pytest.mark.more),
         pytest.param("qwen3_5", 2, True, marks=pytest.mark.more),
     ],
 )
@@ -76,10 +78,11 @@ def test_chunks_preemption_prefixes_and_forks_give_what_transformers_computes(
         assert rollout.metrics().state_snapshot_saves_total > before.state_snapshot_saves_total
 
 
+@pytest.mark.parametrize("arch", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.more)])
 def test_a_warm_run_equals_a_cold_one_bit_for_bit_and_only_of_the_same_weights(
-    tmp_path: Path,
+    tmp_path: Path, arch: str
 ) -> None:
-    model = write_tiny(tmp_path, "qwen3_5")
+    model = write_tiny(tmp_path, arch)
     with start(tmp_path, max_num_seqs=24, state_snapshot_blocks=1) as rollout:
 
         def run() -> tuple[list[Any], list[int]]:
@@ -141,6 +144,47 @@ def test_what_recurrent_states_cannot_do_yet_is_refused_by_name(tmp_path: Path) 
     write_tiny(tmp_path / "odd", "qwen3_next", linear_num_key_heads=1)
     with pytest.raises(ConfigError, match=r"linear attention key heads \(1\)"):
         start(tmp_path / "odd", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mamba_n_groups": 3}, "mamba_n_heads 8 must be a multiple of mamba_n_groups 3"),
+        ({"hidden_act": "gelu"}, "the activation of Mamba layers is 'gelu', not silu"),
+        ({"layer_types": ["mamba", "attention", "hybrid"]}, "kind of layer is 'hybrid'"),
+        ({"time_step_limit": [0.1, None]}, "time_step_limit must be two numbers"),
+    ],
+)
+def test_what_mamba_layers_cannot_be_is_refused_by_name(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    values = write_tiny(tmp_path, "granite_hybrid").config.to_dict()
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig.from_hf({**values, **changed})
+
+
+def test_heads_and_groups_of_mamba_layers_go_to_ranks_whole(tmp_path: Path) -> None:
+    values = write_tiny(tmp_path, "granite_hybrid").config.to_dict()
+    config = ModelConfig.from_hf({**values, "mamba_n_heads": 6, "mamba_n_groups": 3})
+    config.check_tensor_parallel(1)
+    with pytest.raises(ConfigError, match=r"Mamba groups \(3\) must be divisible by tensor"):
+        config.check_tensor_parallel(2)
+    with pytest.raises(ConfigError, match=r"Mamba heads \(6\) must be divisible by tensor"):
+        config.check_tensor_parallel(4)
+
+
+def test_kinds_of_layers_are_read_in_every_form_that_files_have(tmp_path: Path) -> None:
+    values = write_tiny(tmp_path, "nemotron_h").config.to_dict()
+    kinds = ModelConfig.from_hf(values).layers
+    del values["layers_block_type"]
+    older = ModelConfig.from_hf({**values, "hybrid_override_pattern": "ME*-E"})
+    assert older.layers == kinds
+    assert older.recurrent_layers == (0,)
+    assert older.feeding_layers == (1, 3, 4)
+    values = write_tiny(tmp_path / "granite", "granite_hybrid").config.to_dict()
+    kinds = ModelConfig.from_hf(values).layers
+    older = ModelConfig.from_hf({**values, "layer_types": ["mamba", "mamba", "attention"]})
+    assert older.layers == kinds
 
 
 def test_how_fast_states_decay_keeps_its_bits_in_a_bfloat16_engine(tmp_path: Path) -> None:

@@ -28,6 +28,21 @@ YARN = {
 }
 SHAPES = {
     "glm4_moe_lite": {},
+    "granite_hybrid": {},
+    "granite_hybrid, one group, rope, no bias of the convolution": {
+        "mamba_n_groups": 1,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": (0.4, 0.9),
+    },
+    "nemotron_h": {},
+    "nemotron_h, narrow experts, biases": {
+        "moe_latent_size": 20,
+        "use_bias": True,
+        "n_groups": 4,
+        "time_step_min": 0.6,
+    },
     "gpt_oss": {},
     "llama4": {},
     "llama4, all sparse, all listed, even temperature": {
@@ -124,6 +139,9 @@ MORE = (
     "glm4_moe, normalised heads, one dense layer, no groups",
     "deepseek_v3, queries of the hidden state, one dense layer, yarn",
     "deepseek_v2",
+    "granite_hybrid",
+    "granite_hybrid, one group, rope, no bias of the convolution",
+    "nemotron_h",
     "qwen3_5_moe",
     "glm4_moe_lite",
     "phimoe, longrope with factors of its own, a window, no biases",
@@ -151,8 +169,11 @@ def test_logits_equal_those_of_transformers_at_every_placement(tmp_path, shape):
             before = tp.all_reduces
             logits = whole.advance([len(s) for s in sequences])
             if tp.size > 1:
-                sums = 3 if config.arch.qk_norm_over == "row" else 2
-                assert tp.all_reduces - before == sums * config.num_layers + 1
+                sums = 3 if config.arch.qk_norm_over == "row" else 1 if config.arch.lone else 2
+                mamba = config.mamba  # whose norms go over the ranks that share a group
+                shared = 0 if mamba is None or tp.size <= mamba.groups else 1
+                sums = sums * config.num_layers + shared * len(config.recurrent_layers)
+                assert tp.all_reduces - before == sums + 1
             tiled = loaded(config, tp, weights, layout="tiles", expert_parallel=split)
             pieces = Session(tiled, sequences)
             steps = [pieces.advance(counts) for counts in ((7, 5, 0), (12, 0, 32), (0, 1, 1))]

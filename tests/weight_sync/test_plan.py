@@ -13,6 +13,7 @@ import torch
 from engine_ranks import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from tiny_models import write_tiny
 from trainer_ranks import TrainerRanks, rows, whole
 
@@ -191,6 +192,16 @@ def resident(what: str) -> int:
     """Bytes of this process: "VmRSS" now, "VmHWM" at their peak."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{what}:")[1].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("arch", ["qwen3_next", "nemotron_h"])
+def test_layers_of_every_kind_are_planned(tmp_path, arch) -> None:
+    write_tiny(tmp_path, arch)
+    traffic = plan_traffic(str(tmp_path), trainer="fsdp:2", rollout="tp:2")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert traffic.tensors == len(names)
+        assert traffic.weight_bytes == sum(file.get_tensor(name).nbytes for name in names)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,6 @@ def _read_weights(runner: ModelRunner) -> int:
     weights = sum(p.numel() * p.element_size() for p in live.parameters())
     looked_up = 0
     if isinstance(live, CausalLM) and live.lm_head is not None:
-        weight = live.model.embed_tokens.weight
+        weight = live.model.embedding.weight
         looked_up = weight.numel() * weight.element_size()
     return weights - looked_up

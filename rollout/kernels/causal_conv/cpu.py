@@ -16,21 +16,25 @@ def causal_conv(
     slots: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     bf16, width = BF16.get(x.dtype), weight.shape[1]
     dense = weight.is_contiguous() and states.is_contiguous()
     if bf16 is None or not dense or width > MAX_WIDTH:
-        return op.reference(x, weight, states, slots, query_starts, context_lens)
+        return op.reference(x, weight, states, slots, query_starts, context_lens, bias)
     channels = x.shape[1]
     assert x.dtype == weight.dtype == states.dtype
     assert weight.shape[0] == channels
     assert states.shape[1:] == (channels, width - 1)
+    assert bias is None or (bias.shape, bias.dtype) == ((channels,), x.dtype)
+    bias = None if bias is None else bias.contiguous()
     assert len(slots) == len(context_lens) == len(query_starts) - 1
     x = x if x.stride(1) == 1 else x.contiguous()
     slots, starts, lengths = (i.int().contiguous() for i in (slots, query_starts, context_lens))
     out = torch.empty((len(x), channels), dtype=x.dtype)
     entry("causal_conv")(
-        *(x.data_ptr(), x.stride(0), weight.data_ptr(), states.data_ptr(), slots.data_ptr()),
+        *(x.data_ptr(), x.stride(0), weight.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), states.data_ptr(), slots.data_ptr()),
         *(starts.data_ptr(), lengths.data_ptr(), out.data_ptr(), len(slots), channels, width),
         *(bf16, torch.get_num_threads()),
     )

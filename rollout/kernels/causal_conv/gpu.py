@@ -21,13 +21,15 @@ def causal_conv(
     slots: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     (tokens, channels), width = x.shape, weight.shape[1]
     alike = x.dtype == weight.dtype == states.dtype and x.dtype in FLOATS
     if not (alike and weight.is_contiguous() and states.is_contiguous()) or width > _MAX_WIDTH:
-        return op.reference(x, weight, states, slots, query_starts, context_lens)
+        return op.reference(x, weight, states, slots, query_starts, context_lens, bias)
     assert weight.shape[0] == channels
     assert states.shape[1:] == (channels, width - 1)
+    assert bias is None or (bias.shape, bias.dtype) == ((channels,), x.dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = empty((tokens, channels), dtype=x.dtype, device=x.device)
     block = min(_CHANNELS, power_of_2(channels))
@@ -35,6 +37,8 @@ def causal_conv(
         _convolve,
         (len(slots), triton.cdiv(channels, block), triton.cdiv(tokens, _TOKENS)),
         *(x, weight, states, slots, query_starts, context_lens, out, x.stride(0), channels),
+        weight if bias is None else bias.contiguous(),
+        BIAS=bias is not None,
         WIDTH=width,
         BLOCK=block,
         TOKENS=_TOKENS,
@@ -53,6 +57,8 @@ def _convolve(
     out,
     row,
     channels,
+    bias,
+    BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -69,6 +75,8 @@ def _convolve(
     out += first * channels + c
     for t in range(part * TOKENS, tl.minimum(tokens, (part + 1) * TOKENS)):
         total = tl.zeros((BLOCK,), tl.float32)
+        if BIAS:
+            total += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
         for j in tl.static_range(WIDTH):
             at = each + (t - (WIDTH - 1) + j)  # below 0: in the state
             new = tl.load(x + at * row, mask=live & (at >= 0), other=0.0).to(tl.float32)

@@ -18,6 +18,7 @@ def fused_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     clamped: tuple[float, float] | None = None,
+    squared: bool = False,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * w2(silu(w1 x) * (w3 x))``; returns [T, H].
 
@@ -25,6 +26,7 @@ def fused_experts(
     strides; experts: [T, k] int64, no expert twice in a row; weights: [T, k], x's dtype or float32.
     ``w13[e]`` is expert ``first + e``: those outside are another rank's and add nothing.
     b13 [E, 2 I], b2 [E, H]: biases. ``clamped``: how the two are multiplied, see ``gate``.
+    ``squared``: w13 [E, I, H] has one half alone: ``weight * w2(relu(w1 x)^2)``.
 
     Each projection is rounded to x's dtype; products with ``weights`` have the wider dtype of the
     two, are summed over k in the order of ``experts``, and rounded once (what transformers 5's
@@ -43,17 +45,20 @@ def fused_experts(
             continue
         rows = order[starts[e] : starts[e + 1]]
         both = F.linear(x[rows // chosen], w13[e], None if b13 is None else b13[e])
-        out[rows] = F.linear(gate(both, clamped), w2[e], None if b2 is None else b2[e])
+        out[rows] = F.linear(gate(both, clamped, squared), w2[e], None if b2 is None else b2[e])
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
 
 
-def gate(both: Tensor, clamped: tuple[float, float] | None = None) -> Tensor:
+def gate(both: Tensor, clamped: tuple[float, float] | None = None, squared: bool = False) -> Tensor:
     """[rows, 2 I] -> [rows, I]: silu(first half) * second half.
 
     ``clamped`` (alpha, limit): columns alternate between the two. The first is at most ``limit``,
     the second within it; ``first * sigmoid(alpha * first) * (second + 1)``. (gpt-oss)
+    ``squared``: relu(both)^2, of as many columns.
     """
+    if squared:
+        return both.relu().square()
     if clamped is None:
         first, second = both.chunk(2, dim=-1)
         return F.silu(first) * second

@@ -30,9 +30,10 @@ def fused_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     clamped: tuple[float, float] | None = None,
+    squared: bool = False,
 ) -> Tensor:
     if x.dtype not in FLOATS or not x.dtype == w13.dtype == w2.dtype:
-        return op.reference(x, w13, w2, experts, weights, first, b13, b2, clamped)
+        return op.reference(x, w13, w2, experts, weights, first, b13, b2, clamped, squared)
     tokens, chosen = experts.shape
     kept, device = len(w13), x.device
     assert w13.shape[0] == w2.shape[0], f"{w13.shape} and {w2.shape}: other numbers of experts"
@@ -49,7 +50,8 @@ def fused_experts(
     inner = x.new_zeros((len(pairs), w13.shape[1]))  # pairs of other ranks stay zero
     plan = (order, starts, ends, owners)
     _grouped(x, w13, b13, inner, plan, chosen, rows, gather=True)
-    inner = silu_mul(inner) if clamped is None else gate(inner, clamped)
+    plain = clamped is None and not squared
+    inner = silu_mul(inner) if plain else gate(inner, clamped, squared)
     out = x.new_zeros((len(pairs), x.shape[1]))
     _grouped(inner, w2, b2, out, plan, chosen, rows, gather=False)
     weighted = out * weights.reshape(-1, 1)  # [T k, H]

@@ -19,9 +19,9 @@ INLINE float number(const void *p, int64_t i, int bf16) {
 }
 
 /* Channels c .. c + VW of all tokens of a sequence; `window` holds the inputs before the next. */
-INLINE void convolve(const void *x, int64_t row, const void *weight, void *state, void *out,
-                     int64_t tokens, int fresh, int64_t c, int64_t channels, int32_t width,
-                     int bf16) {
+INLINE void convolve(const void *x, int64_t row, const void *weight, const void *bias,
+                     void *state, void *out, int64_t tokens, int fresh, int64_t c,
+                     int64_t channels, int32_t width, int bf16) {
     vf window[MAX_WIDTH], factors[MAX_WIDTH];
     int lanes = c + VW <= channels ? VW : (int)(channels - c);
     for (int j = 0; j < width; j++) {
@@ -32,9 +32,10 @@ INLINE void convolve(const void *x, int64_t row, const void *weight, void *state
         }
         factors[j] = load(w, 0, 0), window[j] = load(s, 0, 0);
     }
+    vf first = bias ? load_at(bias, c, channels, bf16) : (vf){0};
     for (int64_t t = 0; t < tokens; t++) {
         window[width - 1] = load_at(x, t * row + c, t * row + channels, bf16);
-        vf sum = {0};
+        vf sum = first;
         for (int j = 0; j < width; j++) sum = fused(window[j], factors[j], sum);
         for (int j = 0; j + 1 < width; j++) window[j] = window[j + 1];
         store_at(out, t * channels + c, t * channels + c + lanes, silu(round_to(sum, bf16), bf16),
@@ -51,10 +52,11 @@ INLINE void convolve(const void *x, int64_t row, const void *weight, void *state
         }
 }
 
-EXPORT void rollout_causal_conv(const void *x, int64_t row, const void *weight, void *states,
-                                const int32_t *slots, const int32_t *starts,
-                                const int32_t *lengths, void *out, int64_t sequences,
-                                int64_t channels, int32_t width, int32_t bf16, int32_t threads) {
+EXPORT void rollout_causal_conv(const void *x, int64_t row, const void *weight,
+                                const void *bias, void *states, const int32_t *slots,
+                                const int32_t *starts, const int32_t *lengths, void *out,
+                                int64_t sequences, int64_t channels, int32_t width, int32_t bf16,
+                                int32_t threads) {
     Team team = {0};
     int64_t parts = (channels + CHANNELS - 1) / CHANNELS, size = bf16 ? 2 : 4;
     if (starts[sequences] * channels * width < SMALL) threads = 1;
@@ -67,8 +69,10 @@ EXPORT void rollout_causal_conv(const void *x, int64_t row, const void *weight, 
             char *to = (char *)out + from * channels * size;
             char *state = (char *)states + slots[s] * channels * (width - 1) * size;
             int fresh = lengths[s] == tokens;
-            if (bf16) convolve(in, row, weight, state, to, tokens, fresh, c, channels, width, 1);
-            else convolve(in, row, weight, state, to, tokens, fresh, c, channels, width, 0);
+            if (bf16)
+                convolve(in, row, weight, bias, state, to, tokens, fresh, c, channels, width, 1);
+            else
+                convolve(in, row, weight, bias, state, to, tokens, fresh, c, channels, width, 0);
         }
     }
 }

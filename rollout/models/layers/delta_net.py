@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from rollout.kernels import causal_conv, gated_delta_rule, rms_norm
-from rollout.models.delta_config import DeltaConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, rows_slot, whole_slot
+from rollout.models.layers.conv_weight import ConvWeight
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
-from rollout.weights import Box, WeightSlot
+from rollout.weights import WeightSlot
 
 
 class GatedDeltaNet(Layer):
@@ -41,7 +41,9 @@ class GatedDeltaNet(Layer):
             self.in_proj_qkv = MergedColumnLinear(build, config.hidden_size, named, False, True)
             gates = (("in_proj_b", heads), ("in_proj_a", heads))
             self.in_proj_zba = _columns(build, ("in_proj_z", values), *gates)
-        self.conv1d = ConvWeight(build, delta)
+        rank, size = build.tp.rank, build.tp.size
+        channels = [(part, rank * part // size, part // size) for part in delta.parts]
+        self.conv1d = ConvWeight(build, channels, delta.width)
         for name in ("A_log", "dt_bias"):
             self.declare(name, (self.heads,))
         self.norm = GatedNorm(build, delta.dim)
@@ -85,29 +87,6 @@ class GatedDeltaNet(Layer):
         first, total = self.build.tp.rank * self.heads, (self.delta.heads,)
         names = [f"{prefix}.{name}" for name in self.specs]
         return [rows_slot(name, total, first, self.heads, name, 0) for name in names]
-
-
-class ConvWeight(Layer):
-    """``conv1d``: the factors of this rank's queries, keys and values, [channels, 1, width]."""
-
-    weight: Tensor
-
-    def __init__(self, build: Build, delta: DeltaConfig) -> None:
-        super().__init__(build)
-        self.parts, self.width = delta.parts, delta.width
-        self.declare("weight", (sum(self.parts) // build.tp.size, 1, self.width))
-
-    def slots(self, prefix: str) -> list[WeightSlot]:
-        found, before, at, tp = [], 0, 0, self.build.tp
-        for part in self.parts:
-            count = part // tp.size
-            first = before + tp.rank * count
-            take = Box((first, 0, 0), (first + count, 1, self.width))
-            put = Box((at, 0, 0), (at + count, 1, self.width))
-            shape, name = (sum(self.parts), 1, self.width), f"{prefix}.weight"
-            found.append(WeightSlot(name, shape, take, name, put))
-            before, at = before + part, at + count
-        return found
 
 
 class GatedNorm(Layer):

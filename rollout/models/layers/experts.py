@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rollout.kernels import fused_experts
-from rollout.models.layers.base import Build, Layer, storage_of
+from rollout.models.layers.base import Build, Layer, sibling, storage_of
 from rollout.models.weight_table import SCALE
 from rollout.weights import PLAIN, Box, Shape, WeightSlot
 from rollout.weights.quantization import Scheme
@@ -27,7 +27,7 @@ class _Placed(Layer):
         moe, tp = build.config.moe, build.tp
         assert moe is not None, "a layer of experts needs their configuration"
         self.moe, self.total = moe, moe.num_experts
-        self.hidden, self.inner = build.config.hidden_size, moe.expert_size
+        self.hidden, self.inner = moe.narrow or build.config.hidden_size, moe.expert_size
         self.first, self.count = 0, self.total
         self.first_inner, self.local = 0, self.inner
         if build.expert_parallel:
@@ -39,15 +39,17 @@ class _Placed(Layer):
 
 
 class Experts(_Placed):
-    """``w13`` [experts here, 2 inner here, hidden] and ``w2`` [experts here, hidden, inner here].
+    """``w13`` [experts here, 2 inner here, hidden] (inner, of squared ones, which have no gate) and
+    ``w2`` [experts here, hidden, inner here].
 
     [T, hidden] -> this rank's part of the sum, [T, hidden]: the caller reduces.
     """
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.scheme = build.quantization
-        shapes = {"w13": (2 * self.local, self.hidden), "w2": (self.hidden, self.local)}
+        self.scheme, self.squared = build.quantization, build.config.arch.squared
+        halves = 1 if self.squared else 2
+        shapes = {"w13": (halves * self.local, self.hidden), "w2": (self.hidden, self.local)}
         for name, shape in shapes.items():
             if self.scheme is None:
                 self.declare(name, (self.count, *shape))
@@ -57,7 +59,8 @@ class Experts(_Placed):
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         if self.scheme is not None:
             return self._dequantized(x, experts, weights, self.scheme)
-        return fused_experts(x, self.w13, self.w2, experts, weights, self.first)
+        first = self.first
+        return fused_experts(x, self.w13, self.w2, experts, weights, first, squared=self.squared)
 
     def _dequantized(self, x: Tensor, experts: Tensor, weights: Tensor, scheme: Scheme) -> Tensor:
         """The same of the experts that are wanted here, dequantised for this call."""
@@ -73,7 +76,7 @@ class Experts(_Placed):
             )
             for name in ("w13", "w2")
         )
-        return fused_experts(x, w13, w2, places, weights, kept)
+        return fused_experts(x, w13, w2, places, weights, kept, squared=self.squared)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         gate, up, down = self.moe.arch.names.linears
@@ -85,8 +88,8 @@ class Experts(_Placed):
             at = index - self.first
             here = 0 <= at < self.count
             for name, shape, take, param, row in (
-                (gate, outer, rows, "w13", 0),
-                (up, outer, rows, "w13", self.local),
+                *(() if self.squared else ((gate, outer, rows, "w13", 0),)),
+                (up, outer, rows, "w13", 0 if self.squared else self.local),
                 (down, inner, columns, "w2", 0),
             ):
                 high, wide = take.shape
@@ -154,6 +157,38 @@ class StackedExperts(_Placed):
             take, put = Box((start, 0), (stop, hidden)), Box.full((self.count, hidden))
             slot("down_proj_bias", (self.total, hidden), take, "b2", put)
         return found
+
+
+class StackedRows(Experts):
+    """``Experts`` of a checkpoint that stacks them as they lie here, under names beside the module;
+    see ``StackedArch.rows``."""
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        stacked = self.moe.arch.stacked
+        assert stacked is not None
+        assert stacked.rows is not None
+        both, down = (sibling(prefix, f"{name}.weight") for name in stacked.rows)
+        start, stop, inner, local = self.first, self.first + self.count, self.inner, self.local
+        found = []
+        for half in (0, 1):
+            at = half * inner + self.first_inner
+            take = Box((start, at, 0), (stop, at + local, self.hidden))
+            put = Box((0, half * local, 0), (self.count, (half + 1) * local, self.hidden))
+            shape = (self.total, 2 * inner, self.hidden)
+            found.append(WeightSlot(both, shape, take, f"{prefix}.w13", put))
+        take = Box((start, 0, self.first_inner), (stop, self.hidden, self.first_inner + local))
+        put = Box.full((self.count, self.hidden, local))
+        shape = (self.total, self.hidden, inner)
+        return [*found, WeightSlot(down, shape, take, f"{prefix}.w2", put)]
+
+
+def make_experts(build: Build) -> Experts | StackedExperts:
+    """The experts of a layer, as the architecture's files have them."""
+    assert build.config.moe is not None
+    stacked = build.config.moe.arch.stacked
+    if stacked is None:
+        return Experts(build)
+    return StackedRows(build) if stacked.rows else StackedExperts(build)
 
 
 _NOTHING_2D, _NOTHING_3D = Box.full((0, 0)), Box.full((0, 0, 0))

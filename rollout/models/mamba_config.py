@@ -1,0 +1,133 @@
+"""The sizes of Mamba-2 layers, and which layers those are, as a ``config.json`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.models.arch import MambaArch
+from rollout.models.config_reader import Reader
+
+# What files call a kind of layer -> what transformers 5 calls it.
+KINDS = {
+    "mamba": "linear_attention",
+    "linear_attention": "linear_attention",
+    "attention": "full_attention",
+    "full_attention": "full_attention",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """Heads of all ranks: each of ``groups`` is shared by ``heads / groups`` heads in a row.
+
+    ``width``: inputs of the convolution. ``steps``: the least and the largest of a token.
+    """
+
+    heads: int
+    dim: int
+    groups: int
+    state: int
+    width: int
+    conv_bias: bool
+    bias: bool
+    steps: tuple[float, float]
+
+    def share(self, part: str, rank: int, ranks: int) -> tuple[int, int, int]:
+        """Rows of all ranks, the first of ``rank`` and how many it has, of a "z", "x", "b", "c" or
+        "dt". A group is held by all ranks that have heads of it."""
+        if part in "bc":
+            held = max(1, self.groups // ranks)
+            first = rank * self.groups // ranks
+            return self.groups * self.state, first * self.state, held * self.state
+        rows = self.heads * (1 if part == "dt" else self.dim)
+        return rows, rank * rows // ranks, rows // ranks
+
+    def state_shapes(self, ranks: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Of one sequence in one layer on each of ``ranks``: what the convolution needs, in the
+        model's dtype, and the recurrent state in float32; ``LayerKV`` has both by slot."""
+        channels = sum(self.share(part, 0, ranks)[2] for part in "xbc")
+        return (channels, self.width - 1), (self.heads // ranks, self.state, self.dim)
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raise ``ConfigError`` where a rank would not have whole heads of whole groups."""
+        if self.heads % size:
+            raise ConfigError(
+                f"Number of Mamba heads ({self.heads}) must be divisible by tensor parallel size "
+                f"({size})."
+            )
+        if self.groups % size and size % self.groups:
+            raise ConfigError(
+                f"Number of Mamba groups ({self.groups}) must be divisible by tensor parallel size "
+                f"({size}), or divide it (they are then replicated)."
+            )
+
+
+def read_mamba(read: Reader, arch: MambaArch) -> MambaConfig:
+    """The sizes; a field that shapes them has no default."""
+    heads, groups = read.count(arch.heads), read.count(arch.groups)
+    if heads % groups:
+        raise ConfigError(
+            f"{read.file}: {arch.heads} {heads} must be a multiple of {arch.groups} {groups}"
+        )
+    activation = read.values.get("mamba_hidden_act") or read.values.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise ConfigError(
+            f"{read.file}: the activation of Mamba layers is {activation!r}, not silu"
+        )
+    dim = read.values.get(arch.dim)
+    if dim == "auto":
+        inner = read.count("mamba_expand") * read.count("hidden_size")
+        dim = inner // heads
+    else:
+        dim = read.count(arch.dim)
+    return MambaConfig(
+        heads=heads,
+        dim=dim,
+        groups=groups,
+        state=read.count(arch.state),
+        width=read.count(arch.width, least=2),
+        conv_bias=read.switch(arch.conv_bias),
+        bias=read.switch(arch.bias),
+        steps=_read_steps(read, arch),
+    )
+
+
+def _read_steps(read: Reader, arch: MambaArch) -> tuple[float, float]:
+    if arch.least_step is not None:
+        known = read.values.get(arch.least_step) is not None
+        return read.number(arch.least_step) if known else 0.001, float("inf")
+    given = read.values.get("time_step_limit")
+    if given is None:
+        return 0.0, float("inf")
+    try:  # JSON has no infinity; transformers writes one as an object
+        low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in given)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{read.file}: time_step_limit must be two numbers, got {given!r}"
+        ) from error
+    return low, high
+
+
+def with_kinds(values: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """``values`` whose ``layer_types`` are transformers', however the file says them."""
+    given = values.get("layer_types") or values.get("layers_block_type")
+    pattern = values.get("hybrid_override_pattern")
+    if given is None and isinstance(pattern, str):
+        given = [LETTERS.get(letter, letter) for letter in pattern]
+    if given is None:
+        layers = Reader(values, file).count("num_hidden_layers")
+        attending = values.get("attn_layer_indices") or ()
+        given = ["attention" if layer in attending else "mamba" for layer in range(layers)]
+    if not isinstance(given, list) or (unknown := [k for k in given if k not in KINDS]):
+        what = unknown[0] if isinstance(given, list) else given
+        raise ConfigError(
+            f"{file}: a kind of layer is {what!r}, which is not one of {', '.join(KINDS)}"
+        )
+    counted = {"num_hidden_layers": len(given), **values}
+    return {**counted, "layer_types": [KINDS[kind] for kind in given]}
