@@ -69,8 +69,11 @@ class Registry:
     def refusal(self, names: list[str], why: str = "") -> ConfigError:
         """The error of architectures that are not known; ``why`` comes last."""
         supported = sorted({*self.entries, *installed_models()})
+        import transformers  # slow; what it has is another model's name, however like one of ours
+
+        strange = [name for name in names if name not in dir(transformers)]
         near = [
-            hit for name in names for hit in difflib.get_close_matches(name, supported, 1, TYPO)
+            hit for name in strange for hit in difflib.get_close_matches(name, supported, 1, TYPO)
         ]
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return ConfigError(
