@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -184,16 +185,18 @@ class AsyncRollout:
         normalize: bool = True,
         pooling: str = "last",
         dimensions: int | None = None,
+        adapter: str | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[EmbeddingOutput]:
         """One vector for each prompt: the last hidden state, after the model's last norm, of its
         last token (``pooling`` "mean": the mean over all of its tokens); the first ``dimensions``
-        numbers of it; of length 1 unless ``normalize`` is False.
+        numbers of it; of length 1 unless ``normalize`` is False; of the model with ``adapter``.
 
         Prompts as for ``generate``, beside which they run, in the same steps. ``RequestAborted``
         where one was aborted, ``EngineError`` where the weights give NaN.
         """
-        outputs = await self.generate(prompts, embed_params(pooling), request_ids=request_ids)
+        params = replace(embed_params(pooling), adapter=adapter)
+        outputs = await self.generate(prompts, params, request_ids=request_ids)
         return [
             EmbeddingOutput.of(output, normalize=normalize, dimensions=dimensions)
             for output in outputs
@@ -207,14 +210,16 @@ class AsyncRollout:
         top_logprobs: int = 0,
         last_n: int | None = None,
         temperature: float = 1.0,
+        adapter: str | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[ScoreOutput]:
         """Logprobs of given tokens: of the ids of each prompt's completion; without ``completions``
         of all tokens of the prompts but the first.
 
         ``last_n``: of the last so many of those. ``top_logprobs``: of that many of the most likely
-        tokens at each place as well. ``temperature``: the distribution's, in [1e-5, 1e9]. Prompts:
-        texts or lists of ids. They are computed beside what is generated, in the same steps; what
+        tokens at each place as well. ``temperature``: the distribution's, in [1e-5, 1e9].
+        ``adapter``: of the model with that one. Prompts: texts or lists of ids. They are computed
+        beside what is generated, in the same steps; what
         comes before the first token that is scored may come from the prefix cache, and needs no
         logits. ``InvalidRequest`` names a row with nothing to score; ``RequestAborted`` where one
         was aborted, ``EngineError`` where the weights give NaN.
@@ -224,7 +229,10 @@ class AsyncRollout:
             raise InvalidRequest("prompts must be a list of texts or of lists of token ids")
         each = as_prompts(prompts, self.backend.max_model_len, score_params(0, 0, 1.0))
         rows, starts = scored_rows(await self._ids_of(each), as_completions(completions), last_n)
-        params = [score_params(top_logprobs, start, temperature) for start in starts]
+        params = [
+            replace(score_params(top_logprobs, start, temperature), adapter=adapter)
+            for start in starts
+        ]
         outputs = await self.generate(rows, params, request_ids=request_ids)
         return [ScoreOutput.of(output) for output in outputs]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from server_settings import CONTROL
@@ -55,5 +57,18 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     with Rollout.connect(served.grpc, token=CONTROL) as rollout:
         [output] = rollout.generate([PROMPT], greedy)
         assert output.outputs[0].text == completion("one")
+        tokens = output.outputs[0].token_ids
+        [scored] = rollout.score([PROMPT], [tokens], adapter="one")
+        assert scored.logprobs.tolist() == pytest.approx(output.outputs[0].logprobs.raw, abs=1e-4)
+    asked: dict[str, Any] = {
+        "input_ids": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+    }
+    asked["sampling_params"]["ignore_eos"] = True
+    texts = [post("/generate", lora_path=name, **asked)[1] for name in (None, "one")]
+    assert [json.loads(text)["text"] for text in texts] == [base, completion("one")]
+    vectors = [post("/v1/embeddings", model=name, input=[PROMPT]) for name in ("tiny", "one")]
+    assert vectors[0][0] == vectors[1][0] == 200
+    assert json.loads(vectors[0][1])["data"] != json.loads(vectors[1][1])["data"]
     assert post("/v1/unload_lora_adapter", lora_name="one")[0] == 200
     assert post("/v1/completions", model="one", prompt=[3])[0] == 404

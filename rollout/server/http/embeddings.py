@@ -11,10 +11,10 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout.errors import InvalidRequest
-from rollout.generation import EmbeddingOutput
+from rollout.generation import EmbeddingOutput, SamplingParams
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.responses import served_model, unless_disconnected
+from rollout.server.http.responses import sampled_by, unless_disconnected
 from rollout.server.http.types import OpenAIBody, Prompts, prompts_of
 
 MAX_INPUTS = 2048  # of one call, as OpenAI has it
@@ -40,7 +40,7 @@ async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> 
     prompts = prompts_of(body.input, "input")
     if len(prompts) > MAX_INPUTS:
         raise InvalidRequest(f"input has {len(prompts)} entries; at most {MAX_INPUTS} in one call")
-    model = await served_model(rollout, body.model)
+    model, params = await sampled_by(rollout, body.model, SamplingParams())
     name = body.request_id or f"embd-{uuid.uuid4().hex}"
     ids = [name if len(prompts) == 1 else f"{name}-{index}" for index in range(len(prompts))]
     work = rollout.embed(
@@ -48,6 +48,7 @@ async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> 
         normalize=body.normalize,
         pooling=body.pooling,
         dimensions=body.dimensions,
+        adapter=params.adapter,
         request_ids=ids,
     )
     done = await unless_disconnected(request, work)

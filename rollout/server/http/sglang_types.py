@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = frozenset((
 _NOT_SERVED = (
     "input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob",
     "return_sampling_mask", "return_hidden_states", "return_routed_experts", "return_entropy",
-    "return_indexer_topk", "session_params", "lora_path", "custom_logit_processor", "watermark",
+    "return_indexer_topk", "session_params", "custom_logit_processor", "watermark",
     "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
     "positional_embed_overrides", "bootstrap_host", "require_reasoning", "max_thinking_tokens",
 )  # fmt: skip
@@ -65,6 +65,7 @@ class GenerateBody(BaseModel):
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = -1
     top_logprobs_num: int | list[int] = 0
+    lora_path: str | list[str | None] | None = None  # the name of a loaded adapter
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
@@ -103,7 +104,7 @@ class GenerateBody(BaseModel):
         columns = {
             name: self._each(name, count)
             for name in ("sampling_params", "return_logprob", "logprob_start_len",
-                         "top_logprobs_num")
+                         "top_logprobs_num", "lora_path")
         }  # fmt: skip
         rows = zip(prompts, self._rids(count), *columns.values(), strict=True)
         return [_ask(*row) for row in rows]
@@ -143,9 +144,15 @@ class Ask:
 
 
 def _ask(
-    prompt: PromptInput, rid: str, sampling: Mapping[str, Any], logprobs: bool, start: int, top: int
+    prompt: PromptInput,
+    rid: str,
+    sampling: Mapping[str, Any],
+    logprobs: bool,
+    start: int,
+    top: int,
+    adapter: str | None,
 ) -> Ask:
-    values = _sampling(sampling)
+    values = _sampling(sampling) | {"adapter": adapter or None}
     prefill_only = values["max_tokens"] == 0
     if prefill_only:
         values["max_tokens"] = 1

@@ -22,7 +22,7 @@ from rollout.generation import SamplingParams
 from rollout.server.auth import Access
 from rollout.server.http.answers import AnswerDefaults
 from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.responses import served_model
+from rollout.server.http.responses import sampled_by
 from rollout.server.http.tinker_futures import Failed, SampleFutures, Wanted
 
 routes = Routes()
@@ -164,7 +164,9 @@ async def telemetry() -> Document:
 @routes.on("POST", "/api/v1/create_sampling_session", Access.GENERATION)
 async def create_sampling_session(rollout: Engine, body: SessionBody) -> Document:
     _no_path(body.model_path)
-    await served_model(rollout, body.base_model)
+    _, params = await sampled_by(rollout, body.base_model, SamplingParams())
+    if params.adapter is not None:
+        raise InvalidRequest("sessions are of the base model: name the adapter in each sample")
     name = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -183,10 +185,10 @@ async def join_sampling_session(body: JoinBody) -> Document:
 async def asample(rollout: Engine, body: SampleBody, request: Request) -> Document:
     """Begins a sample; sent again under its session and number it is the one that has begun."""
     _no_path(body.model_path)
-    await served_model(rollout, body.base_model)
+    _, params = await sampled_by(rollout, body.base_model, body.params())
     defaults: AnswerDefaults = request.app.state.defaults
     wanted = Wanted(
-        params=body.params(),
+        params=params,
         prompt_logprobs=bool(body.prompt_logprobs),
         last=body.prompt_logprobs_last_n,
         processed=defaults.logprobs_mode == "processed_logprobs",
