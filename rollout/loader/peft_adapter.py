@@ -122,5 +122,9 @@ def _pairs(found: Mapping[str, Tensor], path: Path) -> dict[str, tuple[Tensor, T
             pairs[stem.removeprefix(_PREFIX)] = (down, up)
     other = sorted(key for key in found if not key.endswith((A, B)))
     if other or not pairs:
-        raise ConfigError(f"{path} holds {other[0] if other else 'no factors'}: plain LoRA alone")
+        raise ConfigError(
+            f"{path} holds {other[0] if other else 'no factors'}: plain LoRA alone is read from "
+            "files (no embeddings, no stacked experts); send the trainer's PEFT model by "
+            "update_weights, which merges it"
+        )
     return pairs

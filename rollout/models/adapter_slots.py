@@ -135,8 +135,10 @@ class AdapterSlots:
 
 
 def _linears(model: Model) -> Iterator[tuple[str, Layer]]:
-    """The linears of the policy that adapters may be served beside, by name."""
+    """The linears of the policy's blocks that adapters may be served beside, by name."""
     modules: Iterator[tuple[str, nn.Module]] = model.policy.named_modules()
     for name, module in modules:
+        if not name.startswith("model.layers."):
+            continue  # a tower's run before the step that begins here
         if isinstance(module, LINEARS):
             yield name, module
