@@ -29,6 +29,7 @@ _HOME = {
     "EngineRestarted": "errors",
     "IncompleteUpdate": "errors",
     "InvalidRequest": "errors",
+    "LimitExceeded": "errors",
     "Logprobs": "generation",
     "PromptTooLong": "errors",
     "RequestAborted": "errors",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from rollout.errors import EngineRestarted as EngineRestarted
     from rollout.errors import IncompleteUpdate as IncompleteUpdate
     from rollout.errors import InvalidRequest as InvalidRequest
+    from rollout.errors import LimitExceeded as LimitExceeded
     from rollout.errors import PromptTooLong as PromptTooLong
     from rollout.errors import RequestAborted as RequestAborted
     from rollout.errors import RequestError as RequestError

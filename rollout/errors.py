@@ -15,6 +15,7 @@
         TransferFailed                   the link or a peer failed
         UpdateInProgress                 another update holds the lease
         SourceFailed                     the trainer's own iterator raised (see __cause__)
+        LimitExceeded                    it would break its max_stall or max_extra_memory
       EngineError
         WorkerDied                       a rank's process ended
         EngineBroken                     live weights are not one version; a full update mends it
@@ -96,6 +97,10 @@ class SourceFailed(WeightError):  # noqa: N818
     """The trainer's own iterator raised; ``__cause__`` is that exception where it was raised."""
 
 
+class LimitExceeded(WeightError):  # noqa: N818
+    """The update would break its ``max_stall`` or ``max_extra_memory``; nothing was staged."""
+
+
 class EngineError(RolloutError):
     """The engine itself failed."""
 
@@ -137,6 +142,7 @@ STATUS: Mapping[type[RolloutError], tuple[str, int]] = {
     TransferFailed: ("UNAVAILABLE", 502),
     UpdateInProgress: ("ABORTED", 409),
     SourceFailed: ("FAILED_PRECONDITION", 422),
+    LimitExceeded: ("FAILED_PRECONDITION", 409),
     EngineError: ("INTERNAL", 500),
     WorkerDied: ("INTERNAL", 503),
     EngineBroken: ("FAILED_PRECONDITION", 503),

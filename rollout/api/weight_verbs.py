@@ -43,6 +43,8 @@ class WeightVerbs:
         label: str | None = None,
         partial: bool = False,
         anchor_every: int = 0,
+        max_stall: float | None = None,
+        max_extra_memory: int | None = None,
     ) -> UpdateReceipt:
         """Make ``source`` live as one new version, or change nothing and say why.
 
@@ -56,7 +58,9 @@ class WeightVerbs:
         ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
         ``encoding``: auto | full | delta | delta-zstd; a delta keeps a host copy of what it sent,
         and goes full by itself where the engine holds something else, and every ``anchor_every``
-        updates.
+        updates. ``max_stall`` (seconds in which no step may run) and ``max_extra_memory`` (bytes
+        that a rank may take on its device beside what it holds): an update that is going to
+        break one is refused before anything moves, with what it would need (``LimitExceeded``).
         The receipt's ``details`` say which of them was taken and why. Raises a
         ``WeightError`` (the old version serves on) or an ``EngineError``.
         """
@@ -72,6 +76,8 @@ class WeightVerbs:
             partial=partial,
             anchor_every=anchor_every,
             update_id=update_id,
+            max_stall=max_stall,
+            max_extra_memory=max_extra_memory,
         )
         if (source is None) == (server_path is None):
             raise ConfigError("update_weights takes a source, or server_path=, and not both")

@@ -58,6 +58,8 @@ def check_request(
         check_label(request.label)
     if request.version is not None and request.version > MAX_VERSION:
         raise ConfigError(f"version must be at most {MAX_VERSION}, got {request.version}")
+    if request.max_stall is not None:
+        _seconds("max_stall", request.max_stall, 0.0, MAX_TIMEOUT)
     if request.encoding == "delta" and (request.base is None or request.staging == "none"):
         raise ConfigError("a delta needs a base, and a shadow to be staged in")
     accepted = find(request.transport, device).check(request, num_ranks, device)

@@ -101,6 +101,7 @@ class Sealed:
             details={
                 **seal.details,
                 **self._quantized(),
+                "extra_memory_bytes": str(max(v.get("extra_bytes", 0) for v in self.votes)),
                 "rank_digest_seconds": f"{max(v['verify_seconds'] for v in self.votes):.6f}",
             },
         )
@@ -141,6 +142,7 @@ class Switch:
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
         self.held: dict[str, int] | None = None
+        self.moved = False  # whether the last commit moved bytes
 
     def run(
         self,
@@ -169,6 +171,7 @@ class Switch:
             try:
                 replies = gather_replies(self._engine.call("commit", args), "commit", timeout)
                 moved = any(reply["moved"] for reply, _ in replies)
+                self.moved = moved
                 if moved or request is None or live is None:
                     live = self._read_live(held, timeout)
                 if given_up.is_set():

@@ -20,6 +20,7 @@ from rollout.engine.executors import gather_replies
 from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
+from rollout.engine.updates.limits import Foreseen, UpdateLimits
 from rollout.engine.updates.rollback import Rollback
 from rollout.errors import (
     DeadlineExceeded,
@@ -91,6 +92,7 @@ class Coordinator:
         self._host = host_id() if engine.one_host else ""  # that of all ranks
         self._dtype = next(iter(self.metadata.values())).dtype
         self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
+        self.limits = UpdateLimits()
         self._label: str | None = None
         self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
         self._free = threading.Condition()
@@ -269,6 +271,19 @@ class Coordinator:
         if request.encoding == "delta":
             raise VersionConflict("the engine was started with staging='none': send a full update")
         return replace(request, staging="none")
+
+    def foresee(self, request: UpdateRequest) -> Foreseen | None:
+        """What an update with a limit would take; ``LimitExceeded`` where it would break it.
+
+        None for one without. For the holder of the lease, before anything is staged.
+        """
+        if request.max_stall is None and request.max_extra_memory is None:
+            return None
+        asked = self.engine.call("stage_foresee", {})
+        plans = [reply for reply, _ in gather_replies(asked, "foresee", request.timeout)]
+        sent = self.metadata.values() if request.metadata is None else request.metadata
+        num_bytes = sum(meta.nbytes for meta in sent)
+        return self.limits.check(request, plans, self._receipts, num_bytes)
 
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""

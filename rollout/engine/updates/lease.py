@@ -18,6 +18,7 @@ from rollout.engine.executors import gather_replies
 from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.ended import Outcome
+from rollout.engine.updates.limits import Foreseen
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import compare
@@ -63,6 +64,7 @@ class Lease:
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: Sealed | None = None
+        self._foreseen: Foreseen | None = None  # of an update with limits
         self._drained = self._base_is_whole = False
         self._held_since: float | None = None  # no step runs since then (staging="none")
         self._touched = False  # ranks may have begun to overwrite what they hold
@@ -90,6 +92,7 @@ class Lease:
             request = replace(of.staged_in(request), version=of.check(request))
             self._request = request
             self._not_ended("begin")
+            self._foreseen = of.foresee(request)
             layout, wants = self._stage(request)
             self._leave()
             self._not_ended("begin")
@@ -232,7 +235,9 @@ class Lease:
         if self._held_since is not None:
             stall = now - self._held_since
         times = {"commit": now - started, "stall": stall, "total": now - self._started}
-        receipt = replace(receipt, timings={**receipt.timings, **times})
+        limits = self._against_limits(request, stall, receipt.num_bytes)
+        details = {**receipt.details, **limits}
+        receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
         of.record(receipt, request.label, held, reversible=self._base_is_whole)
         self._committed = receipt
         self._leave()
@@ -255,6 +260,24 @@ class Lease:
         return self._ended not in (None, "committed")
 
     # ---- helpers ----
+
+    def _against_limits(
+        self, request: UpdateRequest, stall: float, num_bytes: int
+    ) -> dict[str, str]:
+        """Note the stall for the estimates of later updates; what the receipt says of it."""
+        of, foreseen = self._of, self._foreseen
+        moves = "exchange" if of.switch.moved else "flip"
+        of.limits.measured("held" if request.staging == "none" else moves, stall, num_bytes)
+        if foreseen is None:
+            return {}
+        told = {"foreseen_stall": f"{foreseen.stall:.6f}", "foreseen_basis": foreseen.basis}
+        told["foreseen_extra_memory_bytes"] = str(foreseen.memory)
+        if request.max_stall is not None and stall > request.max_stall:
+            told["max_stall"] = f"broken: {stall:.6f} s, {request.max_stall:g} s were allowed"
+            log.warning("update %s: max_stall is %s", request.update_id, told["max_stall"])
+        elif request.max_stall is not None:
+            told["max_stall"] = f"kept: {stall:.6f} s of {request.max_stall:g} s"
+        return told
 
     def _acquire(self, request: UpdateRequest) -> Outcome | None:
         """Take the lease; or, without it, the commit of this id, which may end while we wait."""

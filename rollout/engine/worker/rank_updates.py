@@ -77,11 +77,15 @@ class RankUpdates:
                 member.close()
         return {}
 
+    def foresee(self) -> dict[str, Any]:
+        """What an update would take here, by its staging; begins none."""
+        return dict(self._instances.foresee())
+
     def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Open the shadow for the update described by ``args["request"]``."""
         self._drop()
         request = UpdateRequest.read(args["request"])
-        live = request.staging == "none"
+        live, before = request.staging == "none", self._instances.device_bytes
         builds_on_live = request.partial or request.encoding == "delta"
         with self._dropping_on_error():  # there may be no memory for it
             transport = find(request.transport, self._device)
@@ -93,7 +97,7 @@ class RankUpdates:
                 session = self._instances.open_shadow(
                     builds_on_live, request.staging, request.components
                 )
-        self._update = _Staging(request, session, receiver, live)
+        self._update = _Staging(request, session, receiver, live, before)
         if transport.senders == "all":
             return {"wants": to_plain(self._wants(session, request.components))}
         return {}
@@ -138,6 +142,7 @@ class RankUpdates:
             rows = slot_rows(self._instances.digest_slots(update.live, nonfinite=bad))
             held = slot_rows(self._instances.live_digests(update.live))
             verify = time.perf_counter() - started
+            extra = max(0, self._instances.device_bytes - update.before) + update.largest
             self._instances.finish_load(update.live)
         update.receiver.close()
         self._update = None
@@ -149,6 +154,7 @@ class RankUpdates:
             "num_bytes": report.nbytes,
             "stage_seconds": update.seconds,
             "verify_seconds": verify,
+            "extra_bytes": extra,
         }
 
     def abort(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +219,16 @@ class _Staging:
     """One update being staged on this rank."""
 
     def __init__(
-        self, request: UpdateRequest, session: WeightLoad, receiver: Receiver, live: bool
+        self,
+        request: UpdateRequest,
+        session: WeightLoad,
+        receiver: Receiver,
+        live: bool,
+        before: int,
     ) -> None:
         self.request, self.session, self.receiver, self.live = request, session, receiver, live
+        self.before = before  # bytes that the instances took on the device
+        self.largest = 0  # bytes of a bucket that were received
         self.next_index = 0
         self.seconds = 0.0
 
@@ -226,6 +239,7 @@ class _Staging:
         receiver, request = self.receiver, self.request
         if not header.is_in_place:
             payload = receiver.receive(header, carried.get("payload"), request.timeout)
+            self.largest = max(self.largest, header.nbytes)
             sparse, limit = request.encoding == "delta", request.bucket_bytes
             return unpack(header, payload, sparse=sparse, inflate=limit)
         if not isinstance(receiver, InPlaceReceiver):

@@ -63,7 +63,7 @@ class ModelInstances:
         self._live: Model | None = live
         self._shadow: Model | None = None
         self._build, self._shadow_device, self._undo = build, shadow_device, undo
-        self._table = live.table
+        self._table, self._nbytes = live.table, _bytes_of(live)
         self._device, self._pinned = live.build.device, pinned
         self._may_flip, self._on_forget = may_flip, forget
         self._making = threading.Lock()
@@ -102,7 +102,40 @@ class ModelInstances:
         """What is kept for going back, beside the shadow."""
         return 0 if self._kept is None else self._kept.snapshot.nbytes
 
+    @property
+    def device_bytes(self) -> int:
+        """What the two instances take on the device, on a CPU with what is kept for going back."""
+        held = [one for one in (self._live, self._shadow) if one is not None]
+        on_device = sum(_bytes_of(one) for one in held if one.build.device == self._device)
+        return on_device + (self.kept_bytes if self._device.type == "cpu" else 0)
+
     # ---- the staging thread's side ----
+
+    def foresee(self) -> dict[str, dict[str, int]]:
+        """By staging, what an update would take here: bytes at most that are ``extra`` to
+        ``device_bytes``, and those ``moved`` by its commit.
+        """
+        return {name: self._foreseen(name) for name in ("auto", "device", "host", "none")}
+
+    def _foreseen(self, staging: str) -> dict[str, int]:
+        size, shadow, gone = self._nbytes, self._shadow, self._live is None
+        keeps = self._undo != "shadow" and self._device.type == "cpu" and not gone
+        undo = max(0, size - self.kept_bytes) if keeps else 0
+        if staging == "none":
+            return {"extra": size if gone else undo, "moved": 0}
+        device = self._shadow_goes_to(staging)
+        there = shadow is not None and shadow.build.device == device
+        extra = size if device == self._device and not there else 0
+        flips = device == self._device and (
+            not self._pinned or (shadow is not None and there and self._may_flip(shadow))
+        )
+        return {"extra": extra + undo, "moved": 0 if flips or gone else size}
+
+    def _shadow_goes_to(self, staging: str) -> torch.device:
+        if self._live is None:
+            return self._device  # the shadow becomes the live instance as it is
+        chosen = {"host": torch.device("cpu"), "device": self._device}.get(staging)
+        return self._shadow_device if chosen is None else chosen
 
     def open_shadow(
         self, partial: bool, staging: str = "auto", components: Sequence[str] | None = None
@@ -120,10 +153,7 @@ class ModelInstances:
         if self._undo != "shadow":
             self._keep_previous()
         self._in_place, self._revert, self._shadow_is = False, None, None
-        device = {"host": torch.device("cpu"), "device": self._device}.get(staging)
-        device = self._shadow_device if device is None else device
-        if self._live is None:
-            device = self._device  # the shadow becomes the live instance as it is
+        device = self._shadow_goes_to(staging)
         if self._shadow is None or self._shadow.build.device != device:
             self._give_up_shadow()
             held = None
@@ -473,6 +503,10 @@ class _Kept:
     def exchange(self, live: Model) -> None:
         self.snapshot.exchange(live)
         self.leads_to, self.leads_from = self.leads_from, self.leads_to
+
+
+def _bytes_of(model: Model) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _parts(slots: list[WeightSlot], numel: int) -> Iterator[list[WeightSlot]]:

@@ -79,6 +79,7 @@ class Worker:
             "stage_member": self._plain(lambda args: self.updates.member(args["id"])),
             "stage_use": self._plain(lambda args: self.updates.use(args["id"])),
             "stage_join": self._plain(lambda args: self.updates.join(args)),
+            "stage_foresee": self._plain(lambda _: self.updates.foresee()),
             "stage_begin": self._plain(self.stage_begin),
             "stage_connect": self._plain(lambda args: self.updates.connect(args)),
             "stage_bucket": lambda args, tensors: (self.updates.bucket(args, tensors), {}),

@@ -108,7 +108,9 @@ class UpdateRequest:
     live value. ``offer`` says how the engine's ranks find the sender; ``transport`` alone reads it.
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
     with a copy of it. ``timeout`` bounds each wait, in seconds. ``components``: those that are
-    sent, each whole unless ``partial``; the engine's others stay as they are live.
+    sent, each whole unless ``partial``; the engine's others stay as they are live. ``max_stall``
+    (seconds) and ``max_extra_memory`` (bytes of a rank's device): what it may take, or nothing
+    is staged.
     """
 
     update_id: Text
@@ -126,6 +128,8 @@ class UpdateRequest:
     timeout: Seconds
     protocol: Count = PROTOCOL
     components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
+    max_stall: Seconds | None = field(default=None, metadata=ADDED)
+    max_extra_memory: Count | None = field(default=None, metadata=ADDED)
 
     @classmethod
     def read(cls, plain: Any) -> UpdateRequest:

@@ -20,6 +20,7 @@ _READ_THERE = (
     *("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial"),
     "update_id",
 )
+_LIMITS = ("max_stall", "max_extra_memory")  # told where they are given
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "version": (int, type(None)),
@@ -28,6 +29,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "label": (str, type(None)),
     "partial": (bool,),
     "update_id": (str, type(None)),
+    "max_stall": (float, int),
+    "max_extra_memory": (int,),
 }
 
 
@@ -41,7 +44,8 @@ class UpdateOptions:
     as every ``anchor_every``-th update (0: never for this reason). "delta-zstd" compresses the
     changes, too, where both sides can. "auto" sends changes to engines on other hosts, while few
     elements change and memory is plenty. "full" keeps nothing. ``update_id``: of an update that the
-    server reads itself, by which a repeated one is known.
+    server reads itself, by which a repeated one is known. ``max_stall``: seconds in which no step
+    may run; ``max_extra_memory``: bytes that a rank may take on its device beyond what it holds.
     """
 
     version: int | None = None
@@ -55,6 +59,8 @@ class UpdateOptions:
     partial: bool = False
     anchor_every: int = 0
     update_id: str | None = None
+    max_stall: float | None = None
+    max_extra_memory: int | None = None
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""
@@ -63,14 +69,15 @@ class UpdateOptions:
                 "a server_path is read by the server itself, in full: leave transport and "
                 "encoding at 'auto'"
             )
-        return {name: getattr(self, name) for name in _READ_THERE}
+        limits = [name for name in _LIMITS if getattr(self, name) is not None]
+        return {name: getattr(self, name) for name in (*_READ_THERE, *limits)}
 
     @classmethod
     def on_server(cls, said: Any) -> UpdateOptions:
         """From what ``to_server`` gave; ``ConfigError`` for anything else."""
-        kinds = {name: _KINDS.get(name, (str,)) for name in _READ_THERE}
+        kinds = {name: _KINDS.get(name, (str,)) for name in (*_READ_THERE, *_LIMITS)}
         if not isinstance(said, dict) or not set(said) <= set(kinds):
-            raise ConfigError(f"an update from a directory takes {', '.join(_READ_THERE)}")
+            raise ConfigError(f"an update from a directory takes {', '.join(kinds)}")
         for name, value in said.items():
             if type(value) not in kinds[name]:
                 raise ConfigError(f"{name} must be {kinds[name][0].__name__}, got {value!r:.80}")
@@ -96,3 +103,8 @@ class UpdateOptions:
             raise ConfigError(f"timeout {problem}")
         if self.anchor_every < 0:
             raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")
+        if self.max_stall is not None and (problem := timeout_problem(self.max_stall)):
+            raise ConfigError(f"max_stall {problem}")
+        memory = self.max_extra_memory
+        if memory is not None and (type(memory) is not int or memory < 0):
+            raise ConfigError(f"max_extra_memory must be a number of bytes, got {memory!r:.80}")

@@ -285,7 +285,17 @@ class Opener:
             timeout=options.timeout,
             protocol=min(PROTOCOL, self.info.protocol),
             components=components,
+            **self._limits(),
         )
+
+    def _limits(self) -> dict[str, Any]:
+        given = {name: getattr(self.options, name) for name in ("max_stall", "max_extra_memory")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given and "limits" not in self.info.features:
+            raise VersionConflict(
+                f"the engine is of a version that knows no {' and no '.join(given)}: leave it out"
+            )
+        return given
 
     def _buckets(self, channel: WeightChannel, sender: Sender, plan: UpdatePlan) -> BucketSender:
         full = plan.encoding.name == "full"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import RolloutError, SourceFailed, WeightMismatch
-from rollout.kernels import digest
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.rates import measured_rates
 from rollout.weight_sync.trainer.local_shards import LocalBoxes
 from rollout.weight_sync.trainer.lockstep import Walk, agreed_source, source_failed, watchdog
 from rollout.weight_sync.trainer.rank_group import RankGroup
@@ -26,7 +23,7 @@ from rollout.weight_sync.trainer.sources.detect import Detected, detect
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, same_host, ways
-from rollout.weights import Box, TensorMeta
+from rollout.weights import TensorMeta
 from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 
@@ -209,7 +206,6 @@ def _standing_from_wire(said: dict[str, Any]) -> tuple[WeightInfo, list[UpdateRe
     ]
 
 
-PROBE = 4 << 20  # elements of float32 that the rates are measured on
 NETWORK = 1.25e9  # bytes a second that are assumed between hosts
 
 
@@ -263,7 +259,7 @@ def _by_receipt(total: int, receipts: Sequence[UpdateReceipt]) -> tuple[float, s
 
 def _by_rates(total: int, info: WeightInfo, by: Way) -> tuple[float, str]:
     """Each byte is digested twice and copied: out of the trainer, along the way, into place."""
-    copy, digested = _rates()
+    copy, digested = measured_rates()
     ranks = min(info.tensor_parallel_size, os.cpu_count() or 1)
     near = same_host(info)
     way = 2 / copy if near else 1 / NETWORK
@@ -271,19 +267,3 @@ def _by_rates(total: int, info: WeightInfo, by: Way) -> tuple[float, str]:
     rates = f"{copy / 1e9:.1f} GB/s copied and {digested / 1e9:.1f} GB/s digested here"
     where = "the same host" if near else f"a network of {NETWORK / 1e9:g} GB/s, assumed"
     return seconds, f"no update to go by; {rates}, {where}, by {by.transport.name}"
-
-
-def _rates() -> tuple[float, float]:
-    """Bytes a second of a copy and of a digest in this process; the better of two tries each."""
-    held = torch.ones(PROBE)
-    other = torch.empty_like(held)
-    box = Box.full(tuple(held.shape))
-    copied = min(_seconds(lambda: other.copy_(held)) for _ in range(2))
-    digested = min(_seconds(lambda: digest(held, tuple(held.shape), box)) for _ in range(2))
-    return held.nbytes / copied, held.nbytes / digested
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return max(time.perf_counter() - started, 1e-9)

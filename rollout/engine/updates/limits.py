@@ -1,0 +1,156 @@
+"""What an update would take, judged by its plan before anything of it is staged."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from rollout.errors import LimitExceeded
+from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest
+from rollout.weight_sync.protocol.rates import measured_rates
+
+FLIP = 0.005  # seconds that a commit which moves no byte is taken for until one has been measured
+VERBS = 0.02  # seconds that the begin, the vote and the commit of an update take beside its bytes
+_MEASURED = 8  # commits of one kind that an estimate rests on
+_BUCKETS = 2  # that a rank may hold at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What an update takes by one way of staging: seconds without a step, and the most bytes that
+    a rank takes on its device beyond what it holds.
+    """
+
+    staging: str
+    stall: float
+    memory: int
+    basis: str  # of the stall
+
+    def keeps(self, request: UpdateRequest) -> bool:
+        return not self.broken(request)
+
+    def broken(self, request: UpdateRequest) -> tuple[str, ...]:
+        """The limits of ``request`` that it would break, by their names."""
+        stall, memory = request.max_stall, request.max_extra_memory
+        found = [("max_stall", stall is not None and self.stall > stall)]
+        found += [("max_extra_memory", memory is not None and self.memory > memory)]
+        return tuple(name for name, over in found if over)
+
+    def __str__(self) -> str:
+        return (
+            f"staging={self.staging!r} stalls for about {self.stall:.4f} s ({self.basis}) and takes"
+            f" {self.memory} bytes more on each rank's device"
+        )
+
+
+class UpdateLimits:
+    """Foresees updates of one engine by its plan and by the commits that it has measured.
+
+    A commit that flips two instances moves no byte; one that exchanges contents copies them and
+    reads them again; without staging everything happens inside the stall.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[str, deque[float]] = {}  # seconds; of "held" for each byte
+
+    def measured(self, kind: str, stall: float, num_bytes: int) -> None:
+        """A commit: ``kind`` is "flip", "exchange" or, of ``num_bytes`` that came, "held"."""
+        seconds = stall / max(num_bytes, 1) if kind == "held" else stall
+        self._measured.setdefault(kind, deque(maxlen=_MEASURED)).append(seconds)
+
+    def check(
+        self,
+        request: UpdateRequest,
+        plans: Sequence[Mapping[str, Any]],
+        receipts: Sequence[UpdateReceipt],
+        num_bytes: int,
+    ) -> Foreseen:
+        """What is foreseen of ``request``; ``LimitExceeded`` where that breaks one of its limits.
+
+        ``plans``: of each rank, by staging (``ModelInstances.foresee``). ``num_bytes``: that the
+        sender sends.
+        """
+        chosen = self.foreseen(request.staging, request, plans, receipts, num_bytes)
+        if not (broken := chosen.broken(request)):
+            return chosen
+        others = [
+            self.foreseen(staging, request, plans, receipts, num_bytes)
+            for staging in plans[0]
+            if staging not in (request.staging, "auto")
+        ]
+        ways = [other for other in others if other.keeps(request) and _can(other, request)]
+        if ways:
+            remedy = "; ".join(f"{way} and would do" for way in ways)
+        else:
+            remedy = f"no other way of staging does: allow {' and '.join(_needed(chosen, broken))}"
+            smaller = chosen.memory - _BUCKETS * min(request.bucket_bytes, num_bytes)
+            if (limit := request.max_extra_memory) is not None and smaller < limit < chosen.memory:
+                remedy += f", or take bucket_bytes={(limit - smaller) // _BUCKETS} or less"
+        raise LimitExceeded(
+            f"the update would break {' and '.join(broken)}: {chosen}; {remedy}. Nothing was staged"
+        )
+
+    def foreseen(
+        self,
+        staging: str,
+        request: UpdateRequest,
+        plans: Sequence[Mapping[str, Any]],
+        receipts: Sequence[UpdateReceipt],
+        num_bytes: int,
+    ) -> Foreseen:
+        """By one way of staging, on the rank that takes most."""
+        rows = [plan[staging] for plan in plans]
+        buckets = _BUCKETS * min(request.bucket_bytes, num_bytes)
+        stall, basis = self._stall(staging, max(r["moved"] for r in rows), receipts, num_bytes)
+        memory = buckets + max(row["extra"] for row in rows)
+        return Foreseen(staging=staging, stall=stall, memory=memory, basis=basis)
+
+    def _stall(
+        self, staging: str, moved: int, receipts: Sequence[UpdateReceipt], num_bytes: int
+    ) -> tuple[float, str]:
+        if staging == "none":
+            return self._held(receipts, num_bytes)
+        kind = "exchange" if moved else "flip"
+        known = self._measured.get(kind)
+        if known:
+            basis = f"the median of the last {len(known)} commits of this kind"
+            return median(known), basis
+        if not moved:
+            return FLIP, "assumed of a commit that moves no byte: none has been measured"
+        copy, digested = self._rates
+        seconds = moved * (3 / copy + 1 / digested)
+        return seconds, f"{moved} bytes to exchange and to read again, at this host's speed"
+
+    def _held(self, receipts: Sequence[UpdateReceipt], num_bytes: int) -> tuple[float, str]:
+        """Without staging: the whole of an update."""
+        known = self._measured.get("held")
+        if known:
+            return median(known) * num_bytes, f"the median of the last {len(known)} such updates"
+        for receipt in reversed(receipts):
+            if receipt.num_bytes and receipt.wire_bytes >= receipt.num_bytes:
+                took = receipt.timings.get("total", 0.0) * num_bytes / receipt.num_bytes
+                return took, f"all of the update, as version {receipt.version} took"
+        copy, digested = self._rates
+        seconds = VERBS + num_bytes * (4 / copy + 2 / digested)
+        return seconds, "all of the update, at this host's speed"
+
+    @cached_property
+    def _rates(self) -> tuple[float, float]:
+        return measured_rates()
+
+
+def _can(way: Foreseen, request: UpdateRequest) -> bool:
+    """Whether a sender may be told of it: a delta needs a shadow."""
+    return way.staging != "none" or request.encoding != "delta"
+
+
+def _needed(chosen: Foreseen, broken: Sequence[str]) -> list[str]:
+    told = {
+        "max_stall": f"max_stall={chosen.stall:.4g}",
+        "max_extra_memory": f"max_extra_memory={chosen.memory}",
+    }
+    return [told[name] for name in broken]
