@@ -222,6 +222,14 @@ class EngineConfig:
         metavar="DIR",
     )
     progress: bool = _setting(False, "draw a bar while weights are read")
+    journal: str | None = _setting(
+        None,
+        "directory for a journal of finished requests, which `rollout replay` runs again",
+        metavar="DIR",
+    )
+    journal_bytes: int = _setting(
+        1 << 30, "bytes of all files of that directory's journal: the oldest go", least=1
+    )
     cuda_graphs: str = _setting(
         "auto", "capture decode steps on a GPU: auto, on or off", "auto", "on", "off"
     )

@@ -359,6 +359,7 @@ class EmbeddedBackend:
 
     def _load(self) -> None:
         self.core.start()
+        journal = self.core.journal
         reply, _ = self.core.call("weight_info", {})[0].result(self.config.start_timeout)
         self._coordinator = Coordinator(
             self.core,
@@ -373,7 +374,11 @@ class EmbeddedBackend:
             undo=self.config.undo,
             staging=self.config.staging,
             memory=self.core.memory.to_dict(),
+            note_version=None if journal is None else journal.version,
         )
+        if journal is not None:
+            found = self._coordinator.digests(self.config.start_timeout)
+            journal.version(self.core.version, found)
         self._verbs = VerbSession(self._coordinator)
 
     def _is_live(self, receipt: UpdateReceipt) -> bool:

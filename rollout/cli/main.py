@@ -1,4 +1,4 @@
-"""The command line: ``rollout serve | fleet | generate | bench | plan | check | info | top``.
+"""The command line: ``rollout serve | fleet | generate | bench | check ...``; ``HELP`` has all.
 
 A mistake of the user is one line on stderr, ``rollout: <Error>: <what and what to do>``, and exit
 status 2; nothing is left running.
@@ -33,6 +33,7 @@ from rollout.cli.flags import (
 from rollout.cli.fleet import add_fleet
 from rollout.cli.logs import LEVELS, configure_logging
 from rollout.cli.plan import add_plan
+from rollout.cli.replay import add_replay
 from rollout.cli.serve import add_serve
 from rollout.cli.tables import print_table
 from rollout.cli.top import add_top
@@ -56,6 +57,7 @@ HELP = {  # of each command: what it takes, and an example
     "info": ("HOST:PORT", "127.0.0.1:50051"),
     "top": ("HOST:PORT", "127.0.0.1:50051"),
     "bench": ("MODEL", "runs/model --sequences 32 --prompt-tokens 128 --new-tokens 128"),
+    "replay": ("ID --journal DIR", "cmpl-7 --journal runs/journal --checkpoint runs/step-7"),
     "plan": (
         "--model MODEL --trainer KIND:N --rollout tp:NxE",
         "--model runs/model --trainer fsdp:64 --rollout tp:8x8",
@@ -110,6 +112,7 @@ def make_parser() -> Parser:
     add_top(commands, _add_command)
     add_bench(commands, _add_command)
     add_plan(commands, _add_command)
+    add_replay(commands, _add_command)
     return parser
 
 

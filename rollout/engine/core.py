@@ -20,10 +20,12 @@ from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
+from rollout.engine.facts import engine_facts
 from rollout.engine.found_model import FoundModel
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
+from rollout.engine.journal import Journal
 from rollout.engine.kv_cache import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import Call, OutputProcessor, Sink
@@ -80,6 +82,7 @@ class EngineCore:
         self.adapters = AdapterTable(config.max_adapters, self._adapters_in_use)
         self.grammars: Grammars | None = None
         self.images: ImageProcessor | None = None
+        self.journal: Journal | None = None
         self._encoder: EncoderCache | None = None
         self._executor = executor
         self._loop: StepLoop | None = None
@@ -98,6 +101,8 @@ class EngineCore:
         config = self.config
         if config.resolved_executor != "ray":  # whose ranks have the devices of other machines
             check_graphs(config, choose_device(config.device))
+        if config.journal is not None:
+            self.journal = Journal(Path(config.journal).expanduser(), config.journal_bytes)
         found = FoundModel.of(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
@@ -127,6 +132,8 @@ class EngineCore:
         with self._closing:
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
+            if self.journal is not None:
+                self.journal.start(engine_facts(config, self.epoch, self.rank_info))
             self.loop.start()
 
     def _build(self, executor: Executor) -> None:
@@ -171,7 +178,7 @@ class EngineCore:
         )  # fmt: skip
         self.outputs = OutputProcessor(
             self.scheduler, self.counters, epoch=self.epoch, eos_ids=self.eos_ids,
-            live_ids=self.inputs.live_ids,
+            live_ids=self.inputs.live_ids, journal=self.journal,
         )  # fmt: skip
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
@@ -217,6 +224,8 @@ class EngineCore:
             running = self._loop is not None and self._loop.started
             if self._loop is not None and running:
                 self._loop.stop()
+            if self.journal is not None:
+                self.journal.close()
             if self.grammars is not None:
                 self.grammars.close()
             if self._executor is not None:

@@ -10,6 +10,7 @@ from math import isnan
 
 from torch import Tensor
 
+from rollout.engine.journal import Finished, Journal
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.score_builder import ScoreBuilder
@@ -268,12 +269,14 @@ class OutputProcessor:
         epoch: int,
         eos_ids: frozenset[int],
         live_ids: set[str],
+        journal: Journal | None = None,
     ) -> None:
         self.requests: dict[str, RequestState] = {}
         self._scheduler = scheduler
         self._counters = counters
         self._epoch = epoch
         self._eos_ids = eos_ids
+        self._journal = journal
         self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
@@ -392,8 +395,15 @@ class OutputProcessor:
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)
+                self._note(state, snapshot)
             if not _deliver(state.call, snapshot):
                 self._drop(state.call)
+
+    def _note(self, state: RequestState, snapshot: Snapshot) -> None:
+        if self._journal is None:
+            return
+        request, seeds = state.request, tuple(seq.seed for seq in state.sequences)
+        self._journal.add(Finished(snapshot, request.params, seeds, len(request.images)))
 
     def _book_hidden(self, batch: ScheduledBatch, hidden: Tensor) -> None:
         states, first = hidden.numpy(), 0

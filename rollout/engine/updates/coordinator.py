@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -79,6 +79,7 @@ class Coordinator:
         prefixes: Mapping[str, str] | None = None,
         quantized: Sequence[str] = (),
         grid: QuantizationGrid | None = None,
+        note_version: Callable[[int, Mapping[str, int]], None] | None = None,
     ) -> None:
         self.engine, self.switch = engine, Switch(engine)
         self.metadata = {meta.name: meta for meta in metadata}
@@ -92,7 +93,7 @@ class Coordinator:
         self._host = host_id() if engine.one_host else ""  # that of all ranks
         self._dtype = next(iter(self.metadata.values())).dtype
         self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
-        self.limits = UpdateLimits()
+        self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None
         self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
         self._free = threading.Condition()
@@ -350,6 +351,8 @@ class Coordinator:
             del self._committed[next(iter(self._committed))]
         self._receipts.append(receipt)
         self.held_before, self.switch.held = self.switch.held, held
+        if self._note_version is not None:
+            self._note_version(receipt.version, held)
         self._label = label
         self.can_roll_back = reversible
         self.engine.mark_broken(None)

@@ -1,0 +1,229 @@
+"""Run a request of a journal again, and say whether the same tokens come, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rollout.api.embedded import EmbeddedBackend
+from rollout.api.sync_rollout import Rollout
+from rollout.engine.facts import differing_facts, engine_facts
+from rollout.engine.journal import JournaledRequest, JournaledSample, find_request
+from rollout.errors import ConfigError
+from rollout.generation import Completion, SamplingParams
+
+# Settings that are not taken over: where things were, and what a replay has no use of.
+_LEFT_OUT = (
+    *("journal", "journal_bytes", "weight_dirs", "served_model_name", "components", "executor"),
+    *("undo", "staging", "max_staleness", "on_stale", "max_adapters", "progress"),
+)
+_NAMED = 8  # tensors that a line names
+_SIGNED = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReplay:
+    """One sample: ``compared`` of its ``recorded`` tokens were run again, from the first on.
+
+    ``first_difference``: the position of the first token that is another, and the two; None where
+    all are the same. ``logprob_difference``: the largest, of the same tokens' raw logprobs; 0.0 is
+    the same bits.
+    """
+
+    index: int
+    recorded: int
+    compared: int
+    first_difference: tuple[int, int | None, int | None] | None
+    logprob_difference: float
+    note: str = ""
+
+    @property
+    def same(self) -> bool:
+        return self.first_difference is None
+
+    def __str__(self) -> str:
+        if self.first_difference is not None:
+            at, then, now = self.first_difference
+            text = f"token {at} differs: {_token(then)} then, {_token(now)} now"
+        else:
+            bits = "bit for bit" if not self.logprob_difference else "the same tokens"
+            text = f"{self.compared} of {self.recorded} tokens again: {bits}"
+        if self.logprob_difference:
+            text += f"; logprobs before it differ by at most {self.logprob_difference:.3g}"
+        return f"sample {self.index}: {text}" + (f"; {self.note}" if self.note else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What came of a replay. ``weights``: what the live weights are to those of the record;
+    ``differing``: the tensors that differ; ``settings``: a line for each that may change bits.
+    """
+
+    request_id: str
+    samples: tuple[SampleReplay, ...]
+    weights: str
+    differing: tuple[str, ...]
+    settings: tuple[str, ...]
+    deterministic: bool
+
+    @property
+    def same(self) -> bool:
+        return all(sample.same for sample in self.samples)
+
+    def lines(self) -> list[str]:
+        lines = [f"request {self.request_id}", f"weights: {self.weights}"]
+        lines += [f"  {name}" for name in self.differing[:_NAMED]]
+        if len(self.differing) > _NAMED:
+            lines.append(f"  and {len(self.differing) - _NAMED} more")
+        lines += [f"setting differs: {line}" for line in self.settings] or ["settings: the same"]
+        lines += [str(sample) for sample in self.samples]
+        if not self.same:
+            lines.append(f"because: {self._because()}")
+        return lines
+
+    def _because(self) -> str:
+        if self.differing:
+            return "the weights are others: give their checkpoint with --checkpoint"
+        if self.settings:
+            return "settings that decide bits are others, see above"
+        if not self.deterministic:
+            return (
+                "without deterministic=True bits depend on the batch, and a near tie between two "
+                "tokens may fall the other way"
+            )
+        return "weights, settings and kernels are the same: this should not be, please report it"
+
+
+def replay(
+    journal: str | Path,
+    request_id: str,
+    *,
+    checkpoint: str | Path | None = None,
+    **settings: Any,
+) -> ReplayReport:
+    """Start an engine as the journal's was, or on ``checkpoint``, and run the request again.
+
+    ``settings``: of ``EngineConfig``, in place of the recorded ones. Each sample is drawn with the
+    seed that it had, up to the first token of a version whose weights are not the checkpoint's.
+    ``ConfigError`` for an unknown request, or one that cannot be run again (images).
+    """
+    found = find_request(Path(journal).expanduser(), request_id)
+    if found.images:
+        raise ConfigError(f"request {request_id!r} had images, which the journal does not keep")
+    if found.params.adapter is not None:
+        raise ConfigError(
+            f"request {request_id!r} had adapter {found.params.adapter!r}, which the journal does "
+            "not keep"
+        )
+    given = {k: v for k, v in found.facts["settings"].items() if k not in _LEFT_OUT}
+    given |= {"staging": "none", **settings}
+    if checkpoint is not None:
+        given |= {"model": str(checkpoint), "revision": None}
+    with Rollout(**given) as engine:
+        backend = engine._async.backend
+        assert isinstance(backend, EmbeddedBackend), "it was started here"
+        live = backend.digests(backend.config.start_timeout)
+        facts = engine_facts(backend.config, 0, backend.core.rank_info)
+        weights, differing, usable = _compared(found, live)
+        samples = [_again(engine, found, index, usable) for index in range(len(found.samples))]
+    return ReplayReport(
+        request_id=request_id,
+        samples=tuple(samples),
+        weights=weights,
+        differing=differing,
+        settings=tuple(differing_facts(found.facts, facts)),
+        deterministic=bool(facts["deterministic"]),
+    )
+
+
+def _compared(
+    found: JournaledRequest, live: Mapping[str, int]
+) -> tuple[str, tuple[str, ...], set[int] | None]:
+    """What the live weights are to the record's; the versions that they are, None: any."""
+    if not found.digests:
+        return "the journal has no digests of them, so nothing is known", (), None
+    wrong = {
+        version: [n for n in digests if digests[n] != live.get(n)]
+        for version, digests in found.digests.items()
+    }
+    equal = {version for version, names in wrong.items() if not names}
+    if equal:
+        told = ", ".join(map(str, sorted(equal)))
+        return f"those of version {told} ({len(live)} tensors, by digest)", (), equal
+    version = min(wrong, key=lambda v: len(wrong[v]))
+    count = f"{len(wrong[version])} of {len(found.digests[version])}"
+    return f"{count} tensors differ from version {version}'s", tuple(wrong[version]), None
+
+
+def _again(
+    engine: Rollout, found: JournaledRequest, index: int, usable: set[int] | None
+) -> SampleReplay:
+    then, count, note = found.samples[index], _reach(found.samples[index], usable), ""
+    if count < len(then.token_ids):
+        note = f"what follows token {count} was computed by a version with other weights"
+    if not count:
+        return SampleReplay(
+            index=index, recorded=len(then.token_ids), compared=0, first_difference=None,
+            logprob_difference=0.0, note=note or "it has no token",
+        )  # fmt: skip
+    [output] = engine.generate(found.prompt_token_ids, _params(found, index, count))
+    return _judged(index, then, output.outputs[0], count, note)
+
+
+def _judged(
+    index: int, then: JournaledSample, now: Completion, count: int, note: str
+) -> SampleReplay:
+    old, new = then.token_ids[:count], now.token_ids[:count]
+    same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
+    if same is None and len(old) != len(new):
+        same = min(len(old), len(new))
+    reach = count if same is None else same
+    gaps = zip(then.logprobs[:reach], now.logprobs.raw[:reach], strict=True)
+    difference = None
+    if same is not None:
+        difference = (same, _at(old, same), _at(new, same))
+    return SampleReplay(
+        index=index,
+        recorded=len(then.token_ids),
+        compared=count,
+        first_difference=difference,
+        logprob_difference=max((abs(a - b) for a, b in gaps), default=0.0),
+        note=note,
+    )
+
+
+def _reach(sample: JournaledSample, usable: set[int] | None) -> int:
+    """How many tokens one of the ``usable`` versions has given, with the KV before them."""
+    total = len(sample.token_ids)
+    if usable is None:
+        return total
+    if any(span.version not in usable for span in sample.kv_spans[:1]):
+        return 0
+    return min((s.start for s in sample.weight_versions if s.version not in usable), default=total)
+
+
+def _params(found: JournaledRequest, index: int, count: int) -> SamplingParams:
+    """Of one sample alone, with its own seed."""
+    params, seed = found.params, found.seeds[index]
+    return replace(
+        params,
+        n=1,
+        seed=seed - 2 * _SIGNED if seed >= _SIGNED else seed,
+        max_tokens=count,
+        min_tokens=min(params.min_tokens, count),
+        min_version=None,
+        max_staleness=None,
+        prompt_logprobs=None,
+        hidden_state=False,
+        pooling="last",
+    )
+
+
+def _at(tokens: list[int], index: int) -> int | None:
+    return tokens[index] if index < len(tokens) else None
+
+
+def _token(token: int | None) -> str:
+    return "none" if token is None else str(token)

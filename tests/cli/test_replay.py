@@ -1,0 +1,111 @@
+"""A journal of requests, and running one of them again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny
+
+from rollout import Rollout, SamplingParams
+from rollout.api.replay import replay
+from rollout.cli.main import main
+from rollout.engine.journal import Journal, journal_files, read_journal
+from rollout.errors import ConfigError
+
+PROMPT = [3, 1, 4, 1, 5]
+DRAWN = SamplingParams(n=2, max_tokens=12, temperature=0.9, top_p=0.95, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def journaled(tmp_path_factory):
+    """A journal with a request of two samples drawn without a seed, one of version 1, and ids."""
+    where = tmp_path_factory.mktemp("journal")
+    model = write_tiny(where / "tiny", "qwen3", seed=1)
+    weights = {name: value + 0.01 for name, value in model.state_dict().items()}
+    with Rollout(
+        where / "tiny", device="cpu", num_threads=1, skip_tokenizer_init=True,
+        deterministic=True, journal=str(where / "journal"),
+    ) as engine:  # fmt: skip
+        [first] = engine.generate(PROMPT, DRAWN)
+        engine.update_weights(weights)
+        [second] = engine.generate(PROMPT, DRAWN)
+    return where, first, second
+
+
+def test_a_replay_gives_the_same_tokens_bit_for_bit_though_no_seed_was_given(journaled, capsys):
+    where, first, _ = journaled
+    assert main(["replay", first.request_id, "--journal", str(where / "journal")]) == 0
+    said = capsys.readouterr().out
+    assert "weights: those of version 0" in said
+    assert "settings: the same" in said
+    assert said.count("12 of 12 tokens again: bit for bit") == 2
+    assert main(["replay", "--journal", str(where / "journal")]) == 0
+    listed = capsys.readouterr().out
+    assert first.request_id in listed
+    assert "12+12" in listed
+
+
+def test_other_weights_and_settings_are_named_where_tokens_differ(journaled, capsys, tmp_path):
+    where, first, second = journaled
+    report = replay(where / "journal", second.request_id)  # the checkpoint is version 0
+    assert not report.same
+    assert "differ from version 1's" in report.weights
+    changed = tmp_path / "changed"
+    shutil.copytree(where / "tiny", changed)
+    weights = load_file(changed / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name] * 3
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    report = replay(where / "journal", first.request_id, checkpoint=changed, deterministic=False)
+    assert report.differing == (name,)
+    assert any(line.startswith("deterministic: True then, False now") for line in report.settings)
+    assert not report.same
+    assert "because: the weights are others" in "\n".join(report.lines())
+    with pytest.raises(ConfigError, match="no request 'nobody'"):
+        replay(where / "journal", "nobody")
+    assert main(["replay", "x"]) == 2
+    assert "--journal DIR" in capsys.readouterr().err
+
+
+def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts_drops(
+    journaled, tmp_path
+):
+    first = journaled[1]
+    directory = tmp_path / "bounded"
+    journal = Journal(directory, 1 << 20)
+    journal.start({"settings": {}})
+    again = _Again(first)
+    for _ in range(6000):
+        journal.add(again.finished())
+        if journal.dropped:
+            break
+    journal.close()
+    assert journal.written + journal.dropped > 0
+    files = journal_files(directory)
+    assert 0 < sum(path.stat().st_size for path in files) <= (1 << 20) + (1 << 17)
+    whole = sum(1 for _ in read_journal(directory))
+    with files[-1].open("r+b") as file:
+        file.truncate(files[-1].stat().st_size - 7)
+    assert sum(1 for _ in read_journal(directory)) == whole - 1
+    with pytest.raises(ConfigError, match="has no journal"):
+        list(read_journal(Path(tmp_path)))
+    with pytest.raises(ConfigError, match="journal_bytes"):
+        Journal(directory, 1000)
+
+
+class _Again:
+    """A finished request, as often as wanted."""
+
+    def __init__(self, output) -> None:
+        self._output = output
+
+    def output(self):
+        return self._output
+
+    def finished(self):
+        from rollout.engine.journal import Finished
+
+        return Finished(self, DRAWN, (1, 2), 0)
