@@ -37,6 +37,7 @@ _HOME = {
     "RequestOutput": "generation",
     "Rollout": "api",
     "RolloutError": "errors",
+    "SamplingMask": "generation",
     "SamplingParams": "generation",
     "ScoreOutput": "generation",
     "Session": "api",
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from rollout.generation import EmbeddingOutput as EmbeddingOutput
     from rollout.generation import Logprobs as Logprobs
     from rollout.generation import RequestOutput as RequestOutput
+    from rollout.generation import SamplingMask as SamplingMask
     from rollout.generation import SamplingParams as SamplingParams
     from rollout.generation import ScoreOutput as ScoreOutput
     from rollout.generation import VersionSpan as VersionSpan

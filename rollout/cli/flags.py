@@ -21,7 +21,7 @@ ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(
     f
     for f in fields(SamplingParams)
-    if f.metadata["served"] and f.name not in ("logit_bias", "structured_outputs")
+    if f.metadata["served"] and f.name not in ("logit_bias", "structured_outputs", "routed_experts")
 )
 # Flag, what follows it (a name: N is an integer, X a float; what may follow it; "" nothing),
 # default, help.

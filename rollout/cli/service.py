@@ -53,6 +53,11 @@ LISTENING: tuple[Row, ...] = (
     ("--logprobs-mode", ("raw_logprobs", "processed_logprobs"), "raw_logprobs",
      "what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's own) or "
      "processed_logprobs (of the distribution sampled from, as TRL wants them)"),
+    ("--enable-return-routed-experts", "", False,
+     "of a mixture: bring the experts of each token with every completion, chat and "
+     "/inference/v1/generate, as vLLM's servers do that were told so"),
+    ("--return-sampling-mask", "", False,
+     "bring with them which tokens top_p, top_k and min_p left to draw from"),
     ("--tool-call-parser", "NAME", None,
      "how this model writes calls of tools, for chats that offer some: hermes (Hermes, Qwen2.5, "
      "Qwen3), llama3_json, mistral, pythonic (Llama 3.2) or qwen3_coder"),
@@ -152,6 +157,8 @@ def _answers(args: argparse.Namespace) -> AnswerDefaults:
         logprobs_mode=args.logprobs_mode,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        routed_experts=args.enable_return_routed_experts,
+        sampling_mask=args.return_sampling_mask,
     )
 
 

@@ -18,7 +18,8 @@ from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
-_FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name != "visual")
+_NOT_SENT = ("visual", "expert_pages")
+_FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name not in _NOT_SENT)
 
 
 def encode_batch(
@@ -30,7 +31,8 @@ def encode_batch(
     will be when that step is booked; the ranks put the tokens in. Rows of logits: first one per
     entry that samples, then the prompt positions that are scored, then those that bring hidden
     states alone, all in the order of the entries. ``hidden_sums``, where there are any: to which
-    sum each of these is added.
+    sum each of these is added. ``expert_slots``: the places in the KV cache whose experts are
+    wanted, of what the step computes and of what was found there.
     """
     entries = batch.entries
     count = len(entries)
@@ -66,10 +68,42 @@ def encode_batch(
     if len(sums):
         tensors["hidden_sums"] = torch.from_numpy(sums)
     tensors |= _adapter_tensors(sequences, query_starts)
+    tensors |= _expert_tensors(batch, positions, tables, block_size)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
     tensors |= SamplingMetadata.of(drawing, coming, targets, scored_settings).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
+
+
+def _expert_tensors(
+    batch: ScheduledBatch, positions: Ints, tables: NDArray[np.int32], block_size: int
+) -> dict[str, Tensor]:
+    """Of a mixture: whose experts the step brings, and int16 [tokens, layers, experts of a token]
+    of those that are told, -1 where the router chooses."""
+    tensors: dict[str, Tensor] = {}
+    slots: list[Ints] = []
+    forced: NDArray[np.int16] | None = None
+    row = 0
+    for index, entry in enumerate(batch.entries):
+        seq, count = entry.sequence, entry.num_new
+        if seq.experts is not None:
+            wanted = np.array(entry.expert_positions, np.int64)
+            if batch.previous_rows is not None:  # the step ahead of it brings what comes before
+                wanted = positions[row : row + 1]
+            pages = tables[index, wanted // block_size].astype(np.int64)
+            slots.append(pages * block_size + wanted % block_size)
+        told = seq.forced_experts
+        if told is not None and int(positions[row]) < len(told):
+            if forced is None:
+                forced = np.full((len(positions), *told.shape[1:]), -1, np.int16)
+            part = told[int(positions[row]) : int(positions[row]) + count]
+            forced[row : row + len(part)] = part
+        row += count
+    if slots:
+        tensors["expert_slots"] = torch.from_numpy(np.concatenate(slots))
+    if forced is not None:
+        tensors["forced_experts"] = torch.from_numpy(forced)
+    return tensors
 
 
 def _hidden_rows(entries: list[ScheduledEntry], query_starts: Ints) -> tuple[Ints, Ints]:

@@ -226,6 +226,8 @@ class BlockManager:
                 return  # there was no slot to save it in: the child computes all
             self.states.hold(child, parent.held_state)
         child.block_table = parent.block_table[:count]
+        if child.experts is not None and parent.experts is not None:
+            child.experts.take_prefix(parent.experts, count * self.block_size)
         for block in child.block_table:
             self._take(block)
         child.num_computed = count * self.block_size
@@ -237,7 +239,7 @@ class BlockManager:
     def publish(self, seq: Sequence) -> None:
         """Make newly full blocks of ``seq`` addressable; called after each of its steps."""
         full = seq.num_computed // self.block_size
-        if full == seq.hashed_blocks or not self.prefix_caching:
+        if full == seq.hashed_blocks or not (self.prefix_caching and seq.shares_kv):
             return
         if seq.kv_spans.single_version() != self.version:
             return
@@ -257,7 +259,7 @@ class BlockManager:
         """By what ``publish`` will make the next full block of ``seq`` addressable, if it will."""
         start = seq.hashed_blocks * self.block_size
         known = seq.cache_ids(start, start + self.block_size)
-        if not self.prefix_caching or len(known) < self.block_size:
+        if not (self.prefix_caching and seq.shares_kv) or len(known) < self.block_size:
             return None
         if seq.num_computed and seq.kv_spans.single_version() != self.version:
             return None

@@ -160,6 +160,7 @@ class EngineCore:
             hidden_states=all(reply["hidden_states"] for reply in self.rank_info),
             adapters=self.adapters,
             image_token=None if vision is None else vision.image_token,
+            experts=self._experts(),
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size
@@ -179,6 +180,7 @@ class EngineCore:
         self.outputs = OutputProcessor(
             self.scheduler, self.counters, epoch=self.epoch, eos_ids=self.eos_ids,
             live_ids=self.inputs.live_ids, journal=self.journal,
+            sparse_layers=self._sparse_layers,
         )  # fmt: skip
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
@@ -381,6 +383,15 @@ class EngineCore:
     def _adapters_in_use(self) -> set[int]:
         live = (seq.adapter for seq in self.scheduler.sequences())
         return {adapter.slot for adapter in live if adapter is not None}
+
+    @property
+    def _sparse_layers(self) -> tuple[bool, ...]:
+        return tuple(self.rank_info[0].get("sparse_layers", ()))
+
+    def _experts(self) -> tuple[int, int, int] | None:
+        """Layers with experts, experts of a token, experts; None: they cannot be told."""
+        moe, layers = self.model_config.moe, sum(self._sparse_layers)
+        return (layers, moe.experts_per_token, moe.num_experts) if moe and layers else None
 
     def _eos_ids(self) -> frozenset[int]:
         eos = set(self.model_config.eos_token_ids)

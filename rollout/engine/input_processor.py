@@ -17,6 +17,7 @@ from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
 from rollout.generation import TOKEN_PARAMS, Request, SamplingParams
+from rollout.generation.packed import experts_of
 
 _SEED_BITS = 63
 
@@ -27,7 +28,8 @@ class InputProcessor:
     ``live_ids`` are the request ids between the two and until the last output. ``num_waiting()``
     counts the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be.
     ``hidden_states``: whether the model gives them. ``image_token``: what stands for images in a
-    prompt of a model that sees them.
+    prompt of a model that sees them. ``experts``: of a mixture, its layers that have some,
+    how many a token has of them, and how many there are.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class InputProcessor:
         hidden_states: bool,
         adapters: AdapterTable,
         image_token: int | None = None,
+        experts: tuple[int, int, int] | None = None,
     ) -> None:
         self.live_ids: set[str] = set()
         self._max_queued, self._num_waiting = max_queued, num_waiting
         self._hidden_states, self._image_token = hidden_states, image_token
         self._adapters = adapters
+        self._experts = experts
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -77,6 +81,7 @@ class InputProcessor:
             self._check_delivered(request)
             if request.params.adapter is not None:
                 self._adapters.resolve(request.params.adapter)
+            self._check_experts(request)
         count = sum(request.params.n for request in requests)
         with self._taking:
             waiting = self._coming + self._num_waiting()
@@ -206,6 +211,8 @@ class InputProcessor:
             count, logs = len(one.token_ids), one.logprobs
             columns: list[Sequence[object]] = [logs.raw, logs.processed, logs.log_kept_mass]
             columns += [] if params.logprobs is None else [logs.top or []]
+            mask = one.sampling_mask
+            columns += [mask.rows() if mask else []] if params.return_sampling_mask else []
             spans = one.weight_versions
             if (
                 any(len(column) != count for column in columns)
@@ -217,6 +224,36 @@ class InputProcessor:
                 raise InvalidRequest(f"{name}: sample {one.index} is none that can be continued")
         if all(one.finish_reason is not None for one in given):
             raise InvalidRequest(f"{name}: all its samples have finished")
+
+    def _check_experts(self, request: Request) -> None:
+        params, name = request.params, f"request {request.request_id!r}"
+        told = params.routed_experts
+        if told is None and not params.return_routed_experts:
+            return
+        if self._experts is None:
+            raise InvalidRequest(
+                f"{name}: this model has no experts that could be told (it is dense, or its layers "
+                "are not this package's): leave out return_routed_experts and routed_experts"
+            )
+        length = len(request.prompt_token_ids)
+        if params.routed_experts_prompt_start >= length:
+            raise InvalidRequest(
+                f"{name}: routed_experts_prompt_start {params.routed_experts_prompt_start} must be "
+                f"below the prompt's {length} tokens"
+            )
+        if told is None:
+            return
+        layers, chosen, count = self._experts
+        array = experts_of(told)
+        if array.shape[1:] != (layers, chosen) or array.shape[0] not in (length - 1, length):
+            raise InvalidRequest(
+                f"{name}: routed_experts have shape {list(array.shape)}; this model and prompt "
+                f"need [{length - 1} or {length}, {layers}, {chosen}]"
+            )
+        if array.size and int(array.max()) >= count:
+            raise InvalidRequest(
+                f"{name}: routed_experts name expert {int(array.max())}, but there are {count}"
+            )
 
     def _check_length(self, request: Request) -> None:
         length, answerless = len(request.prompt_token_ids), request.params.max_tokens == 0

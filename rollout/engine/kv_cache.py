@@ -21,6 +21,8 @@ class KVShape:
 
     ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing.
     ``tensors``: 2, or 1 where values are a part of the keys.
+    ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
+    of them a token has: those are kept beside its keys and values.
     """
 
     num_layers: int
@@ -30,22 +32,40 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     without: tuple[int, ...] = ()
+    experts: tuple[int, int] = (0, 0)
+    expert_dtype: torch.dtype = torch.uint8
 
     @classmethod
-    def of(cls, model: ModelConfig, ranks: int, block_size: int, dtype: torch.dtype) -> Self:
+    def of(
+        cls,
+        model: ModelConfig,
+        ranks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        sparse_layers: int = 0,
+    ) -> Self:
         """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
         model.check_blocks(block_size)
         tensors, heads, elements = model.cached_heads(ranks)
+        moe = model.moe if sparse_layers else None
         return cls(
             num_layers=model.num_layers - len(model.recurrent_layers) - len(model.feeding_layers),
             without=model.feeding_layers, tensors=tensors,
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
+            experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
+            expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
         )  # fmt: skip
 
     @property
-    def block_bytes(self) -> int:
+    def page_bytes(self) -> int:
+        """Of the keys and values alone, which attention reads."""
         elements = self.kv_heads * self.block_size * self.head_dim
         return self.tensors * self.num_layers * elements * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
+        return self.page_bytes + self.block_size * kept
 
 
 class KVCache:
@@ -60,6 +80,7 @@ class KVCache:
         self.shape, self.device, self.states = shape, device, states
         self.num_blocks = 0
         self._layers: list[LayerKV] = []
+        self.experts: torch.Tensor | None = None  # [slots + 1, *shape.experts]
 
     @property
     def layers(self) -> list[LayerKV]:
@@ -78,6 +99,11 @@ class KVCache:
                 k = torch.empty(pages, dtype=shape.dtype, device=self.device)
                 v = k if shape.tensors == 1 else torch.empty_like(k)
                 self._layers.append(LayerKV(k, v))
+            if shape.experts[0]:
+                rows = num_blocks * shape.block_size + 1  # the last: of what has no place
+                self.experts = torch.zeros(
+                    rows, *shape.experts, dtype=shape.expert_dtype, device=self.device
+                )
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.free()
             need = num_blocks * shape.block_bytes
@@ -94,7 +120,7 @@ class KVCache:
 
     def free(self) -> None:
         """Drop the pages; ``num_blocks`` remembers how many to take again."""
-        self._layers = []
+        self._layers, self.experts = [], None
         if self.states is not None:
             self.states.free()
 

@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import isnan
+from typing import Any
 
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.journal import Finished, Journal
@@ -24,6 +27,7 @@ from rollout.generation import (
     Logprobs,
     Request,
     RequestOutput,
+    SamplingMask,
     VersionSpan,
 )
 from rollout.metrics import EngineCounters
@@ -63,7 +67,15 @@ class SampleSnapshot:
             weight_versions=self.weight_versions,
             kv_spans=self.kv_spans,
             staleness=self.staleness,
+            routed_experts=self._experts(),
+            sampling_mask=None if seq.kept is None else SamplingMask.of(seq.kept[:count]),
         )
+
+    def _experts(self) -> NDArray[Any] | None:
+        seq = self.sequence
+        if seq.experts is None:
+            return None
+        return seq.experts.array(seq.prompt_len + self.count - seq.draws)  # not of the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,7 @@ class Snapshot:
     epoch: int
     hidden_state: list[float] | None
     answered: bool  # whether tokens follow the prompt
+    sparse_layers: tuple[bool, ...]
 
     def output(self) -> RequestOutput:
         """Everything up to then, cumulative; its lists belong to the caller."""
@@ -102,6 +115,7 @@ class Snapshot:
             epoch=self.epoch,
             hidden_state=None if hidden is None else list(hidden),
             scores=None if self.answered else scores,
+            sparse_layers=self.sparse_layers,
         )
 
 
@@ -159,6 +173,8 @@ class Sample:
             seq.append(token, span.version, raw, processed, mass)
         if seq.top is not None:
             seq.top += logs.top or []
+        if seq.kept is not None and delivered.sampling_mask is not None:
+            seq.kept += delivered.sampling_mask.rows()
         seq.finish_reason, seq.stop_reason = delivered.finish_reason, delivered.stop_reason
         if self.text is not None and self.stepwise:
             self.text.feed(delivered.token_ids, final=seq.finish_reason is not None)
@@ -235,7 +251,7 @@ class RequestState:
     def sequences(self) -> list[Sequence]:
         return [sample.sequence for sample in self.samples]
 
-    def snapshot(self, epoch: int, live: int) -> Snapshot:
+    def snapshot(self, epoch: int, live: int, sparse_layers: tuple[bool, ...]) -> Snapshot:
         """Everything so far; copies no list."""
         first = self.samples[0].sequence
         scores = first.scores
@@ -251,6 +267,7 @@ class RequestState:
             epoch=epoch,
             hidden_state=first.hidden_state,
             answered=first.draws,
+            sparse_layers=() if first.experts is None else sparse_layers,
         )
 
 
@@ -270,7 +287,9 @@ class OutputProcessor:
         eos_ids: frozenset[int],
         live_ids: set[str],
         journal: Journal | None = None,
+        sparse_layers: tuple[bool, ...] = (),
     ) -> None:
+        self._sparse_layers = sparse_layers
         self.requests: dict[str, RequestState] = {}
         self._scheduler = scheduler
         self._counters = counters
@@ -304,14 +323,17 @@ class OutputProcessor:
             self._book_hidden(batch, output.hidden)
         if len(output.processed) < len(output.tokens):
             self._book_scores(batch, output)
+        _book_experts(batch, output)
         self._scheduler.advance(batch)
         self._end_answerless(batch)
         now, no_tokens = time.monotonic(), self._counters.nan_logits
         columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)
+        kept = iter(output.kept())
         drawn = zip(*(column[: len(drawing)].tolist() for column in columns), strict=True)
         for row, (seq, (token, raw, processed, mass)) in enumerate(
             zip(drawing, drawn, strict=True)
         ):
+            left = None if seq.kept is None else next(kept)
             if seq.seq_id not in self._samples:
                 continue  # of a call that ended a moment ago, with another of its samples
             state, sample = self._samples[seq.seq_id]
@@ -319,6 +341,8 @@ class OutputProcessor:
                 self._end_for_nan(state, sample, batch.version)
                 continue
             seq.append(token, batch.version, raw, processed, mass)
+            if seq.kept is not None and left is not None:
+                seq.kept.append(left)
             if seq.top is not None:
                 seq.top.append(output.top(row, seq.params.logprobs or 0))
             self._observe(state, sample, now)
@@ -391,7 +415,8 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            snapshot = state.snapshot(self._epoch, self._scheduler.blocks.version)
+            live = self._scheduler.blocks.version
+            snapshot = state.snapshot(self._epoch, live, self._sparse_layers)
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)
@@ -493,7 +518,34 @@ def _of_the_running(
     if len(rows) == len(batch.entries):
         return batch, output
     entries = [batch.entries[row] for row in rows]
-    return replace(batch, entries=entries), output.rows(rows)
+    left = output.rows(rows)
+    if output.experts is not None:  # one place of each that wants them
+        wanting = [row for row, e in enumerate(batch.entries) if e.sequence.experts is not None]
+        places = [place for place, row in enumerate(wanting) if row in rows]
+        left = replace(left, experts=output.experts[places])
+    if output.kept_counts is not None:
+        asking = [row for row, e in enumerate(batch.entries) if e.sequence.kept is not None]
+        kept = [ids for row, ids in zip(asking, output.kept(), strict=True) if row in rows]
+        mask = SamplingMask.of(kept)
+        left = replace(
+            left,
+            kept_counts=torch.from_numpy(mask.counts),
+            kept_ids=torch.from_numpy(mask.token_ids),
+        )
+    return replace(batch, entries=entries), left
+
+
+def _book_experts(batch: ScheduledBatch, output: SamplerOutput) -> None:
+    """To each sequence that wants them what its tokens were routed to; before it goes on."""
+    if output.experts is None:
+        return
+    rows, start = output.experts.numpy(), 0
+    for entry in batch.entries:
+        if entry.sequence.experts is not None:
+            count = len(entry.expert_positions)
+            entry.sequence.experts.append(rows[start : start + count])
+            start += count
+    assert start == len(rows), "experts of other places than were asked for"
 
 
 def _deliver(call: Call, item: Snapshot | BaseException) -> bool:

@@ -10,10 +10,12 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.expert_rows import ExpertRows
 from rollout.engine.images.positions import ImagePositions
 from rollout.engine.score_builder import ScoreBuilder
 from rollout.engine.snapshot import Snapshot
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
+from rollout.generation.packed import experts_of
 from rollout.weights.adapters import AdapterVersion
 
 
@@ -38,6 +40,8 @@ class Sequence:
     first that is wanted on. ``target``: the token after the last one that is computed, of a prompt
     that is scored and not answered; ``draws``: whether tokens follow the prompt at all.
     ``hidden_state``: of the prompt's last token, once it is computed, or of all of them.
+    ``experts``: those that its tokens were routed to, where asked for; ``forced_experts``: those
+    that its prompt has to be routed to.
 
     Of a model with recurrent states: ``state_slot`` is this sequence's while it runs,
     ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
@@ -82,6 +86,9 @@ class Sequence:
     log_kept_mass: list[float] = field(default_factory=list)
     top: list[dict[int, float]] | None = None
     scores: ScoreBuilder | None = None
+    kept: list[NDArray[np.int32]] | None = None  # of each output token, where asked for
+    experts: ExpertRows | None = None
+    forced_experts: NDArray[np.int16] | None = None
     hidden_state: list[float] | None = None
     hidden_part: NDArray[np.float32] | None = None  # of the prompt so far: a sum, or one by one
     cumulative_logprob: float = 0.0
@@ -97,7 +104,18 @@ class Sequence:
         self.penalised = penalties != (1, 0, 0)
         self.draws = params.max_tokens != 0
         self.top = None if params.logprobs is None else []
+        if params.return_sampling_mask:
+            self.kept = []
+        if params.return_routed_experts:
+            self.experts = ExpertRows(params.routed_experts_prompt_start)
+        if params.routed_experts is not None:
+            self.forced_experts = experts_of(params.routed_experts)
         self._begin_scores()
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether its KV is what any sequence of the same tokens would have."""
+        return self.forced_experts is None
 
     def _begin_scores(self) -> None:
         params = self.params
@@ -161,7 +179,8 @@ class Sequence:
     def cacheable(self) -> int:
         """How many leading positions may come from a cache: the others have to be computed."""
         most = self.num_tokens - 1
-        if self.needs_hidden_state and self.params.pooling != "last":
+        whole = self.needs_hidden_state and self.params.pooling != "last"
+        if whole or not self.shares_kv:
             return 0
         if self.needs_hidden_state:
             most = min(most, self.prompt_len - 1)
@@ -272,6 +291,12 @@ class ScheduledEntry:
         """As how many rows they come: one by one, or as one sum."""
         count = len(self.hidden_positions)
         return count if self.sequence.params.pooling == "all" else min(count, 1)
+
+    @property
+    def expert_positions(self) -> range:
+        """Positions whose experts the step brings: of what it computes, and what a cache had."""
+        experts = self.sequence.experts
+        return range(0) if experts is None else range(experts.stop, max(experts.stop, self.stop))
 
     @property
     def prompt_rows(self) -> range:

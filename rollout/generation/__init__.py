@@ -13,6 +13,7 @@ from rollout.generation.outputs import (
     VersionSpan,
 )
 from rollout.generation.packed_scores import PackedScores
+from rollout.generation.sampling_mask import SamplingMask
 from rollout.generation.sampling_params import (
     GREEDY_BELOW,
     TOKEN_PARAMS,
@@ -43,6 +44,7 @@ __all__ = [
     "PromptInput",
     "Request",
     "RequestOutput",
+    "SamplingMask",
     "SamplingParams",
     "ScoreOutput",
     "VersionSpan",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from rollout.generation.packed_scores import PackedScores
+from rollout.generation.sampling_mask import SamplingMask
 
 NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 MAX_STALENESS = "max_staleness"  # the stop_reason of a sample that ended for its age
@@ -53,6 +57,10 @@ class Completion:
     ``weight_versions``: spans over output tokens, the weights whose forward gave the logits.
     ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV.
     ``staleness``: how many versions its oldest token was behind the live one when this was made.
+    ``routed_experts``: where asked for, [tokens, layers with experts, experts of a token] of uint8
+    (int16 above 256 experts), of the prompt and then the output, from position
+    ``routed_experts_prompt_start`` on. No row for the last token, which nothing was computed of.
+    ``sampling_mask``: where asked for, which tokens each was drawn from. ``==`` compares neither.
     """
 
     index: int
@@ -65,6 +73,8 @@ class Completion:
     weight_versions: tuple[VersionSpan, ...]
     kv_spans: tuple[VersionSpan, ...]
     staleness: int = 0
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
+    sampling_mask: SamplingMask | None = field(default=None, compare=False)
 
     @property
     def is_cut_short(self) -> bool:
@@ -81,6 +91,8 @@ class RequestOutput:
     ``prompt_logprobs_start``. ``scores``: the same of a request with max_tokens=0, in its place.
     ``hidden_state``: None, or what the model's last norm gave for the prompt's last token, [hidden
     size] float32, by the weights that computed its KV; with pooling "all" of one after the other.
+    ``sparse_layers``: of a mixture, for each layer of the model, whether it has experts; where
+    ``routed_experts`` were asked for.
     """
 
     request_id: str
@@ -93,3 +105,4 @@ class RequestOutput:
     epoch: int = 0
     hidden_state: list[float] | None = None
     scores: PackedScores | None = None
+    sparse_layers: tuple[bool, ...] = ()

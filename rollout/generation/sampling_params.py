@@ -13,6 +13,7 @@ from rollout.errors import InvalidRequest
 from rollout.generation.grammar import grammar
 from rollout.generation.images import ImagePrompt, PlacedImage
 from rollout.generation.outputs import Completion
+from rollout.generation.packed import read_experts
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
@@ -264,6 +265,27 @@ class SamplingParams:
         "them, which are all computed then",
         served=False,
     )
+    return_routed_experts: bool = _param(
+        False,
+        _flag,
+        "of a mixture: bring the experts that each token was routed to, as `routed_experts`",
+    )
+    routed_experts_prompt_start: int = _param(
+        0,
+        _whole(0, MAX_INT, "at least 0, in 64 bits"),
+        "bring those of the tokens from this position on: a caller has the ones before",
+    )
+    routed_experts: Mapping[str, Any] | None = _param(
+        None,
+        read_experts,
+        "route the prompt's tokens to these experts, integers [tokens, layers with experts, "
+        "experts of a token] (or base64 data, shape and dtype); with `prompt_logprobs`",
+    )
+    return_sampling_mask: bool = _param(
+        False,
+        _flag,
+        "bring the tokens that top_p, top_k, min_p and masks left to draw from, as `sampling_mask`",
+    )
     detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", served=False)
     skip_special_tokens: bool = _param(True, _flag, "leave them out of `text`")
 
@@ -319,6 +341,10 @@ class SamplingParams:
             raise InvalidRequest(f'pooling "{self.pooling}" needs hidden_state=True')
         if self.max_tokens == 0:
             self._check_answerless()
+        if self.routed_experts is not None and self.prompt_logprobs is None:
+            raise InvalidRequest(
+                "routed_experts route a prompt that is scored: set prompt_logprobs (0)"
+            )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids instead")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.forward import ForwardBatch, LayerKV, RoutedExperts
 from rollout.models.layers.attention import Attention, Turn
 from rollout.models.layers.base import Build
 from rollout.models.layers.delta_net import GatedDeltaNet
@@ -45,7 +45,8 @@ class GatedMLP(nn.Module):
         linear: RowLinear = getattr(self, self.names[1])
         return linear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: RoutedExperts | None = None) -> Tensor:
+        """``experts``: of a mixture whose layer this is, too; not used."""
         out: Tensor = self.down(self.gate_up.gated(x))
         return out
 
@@ -63,7 +64,8 @@ class SquaredMLP(nn.Module):
         self.up_proj = MergedColumnLinear(build, hidden, [("up_proj", inner)], bias)
         self.down_proj = RowLinear(build, inner, hidden, bias, reduce)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: RoutedExperts | None = None) -> Tensor:
+        """``experts``: as of a ``GatedMLP``."""
         out: Tensor = self.down_proj(relu(self.up_proj(x)).square())
         return out
 
@@ -104,16 +106,23 @@ class DecoderBlock(nn.Module):
                 self.add_module(norm, make_norm(build, build.config.hidden_size))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, turn: Turn, batch: ForwardBatch, kv: LayerKV
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        turn: Turn,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        experts: RoutedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
+        told = () if experts is None else (experts,)
         names = self.names
         x, residual = self._before(names.before_attention, x, residual)
         out = getattr(self, self.mixer_name)(x, turn, batch, kv)
         if self.parallel:
-            return self._scaled(out + getattr(self, self.mlp_name)(x)), residual
+            return self._scaled(out + getattr(self, self.mlp_name)(x, *told)), residual
         x = self._scaled(self._after(names.after_attention, out))
         x, residual = self._before(names.before_mlp, x, residual)
-        out = getattr(self, self.mlp_name)(x)
+        out = getattr(self, self.mlp_name)(x, *told)
         return self._scaled(self._after(names.after_mlp, out)), residual
 
     def _before(
@@ -159,10 +168,17 @@ class LoneBlock(nn.Module):
         self.mixer = make_mixer(build, index)[1] if feed_forward is None else feed_forward
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, turn: Turn, batch: ForwardBatch, kv: LayerKV
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        turn: Turn,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        experts: RoutedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
+        told = () if experts is None else (experts,)
         x, residual = (self.norm(x), x) if residual is None else self.norm.add(x, residual)
-        return self.mixer(x, turn, batch, kv) if self.mixes else self.mixer(x), residual
+        return self.mixer(x, turn, batch, kv) if self.mixes else self.mixer(x, *told), residual
 
 
 class Decoder(nn.Module):
@@ -196,12 +212,16 @@ class Decoder(nn.Module):
 
         ``turns``, ``batches``, ``kv``: each layer's.
         """
+        experts = RoutedExperts.of(batches[0])
+        told = () if experts is None else (experts,)
         residual: Tensor | None = None
         visual = batches[0].visual
         levels = [] if visual is None else list(visual.features[:, 1:].unbind(1))
         for block, turn, batch, pages in zip(self.layers, turns, batches, kv, strict=True):
-            x, residual = block(x, residual, turn, batch, pages)
+            x, residual = block(x, residual, turn, batch, pages, *told)
             if levels and visual is not None:
                 x = x.index_add(0, visual.rows, levels.pop(0))
         assert residual is not None
+        if experts is not None:
+            experts.write(batches[0])
         return x, residual

@@ -62,6 +62,8 @@ class CausalLM(Model):
             self.embedding_scale = torch.tensor(self.embedding_scale, dtype=build.dtype).item()
         blocks = [self.make_block(build, index) for index in range(config.num_layers)]
         self.model = Decoder(build, blocks)
+        if all(type(block) in (DecoderBlock, LoneBlock) for block in blocks):
+            self.sparse_layers = tuple(map(_is_sparse, blocks))
         self.lm_head = None if config.tied else Head(build)
         self.make_parts(build)
         self.table = build_table(
@@ -164,3 +166,9 @@ class CausalLM(Model):
 
     def empty_like(self) -> Self:
         return type(self)(self.build, self.max_len, self.rotaries)
+
+
+def _is_sparse(block: nn.Module) -> bool:
+    """Whether a block of ours has experts."""
+    name = "mixer" if isinstance(block, LoneBlock) else block.mlp_name
+    return isinstance(getattr(block, str(name)), SparseMoE)

@@ -40,6 +40,10 @@ class ComponentModels(Model):
     def gives_hidden_states(self) -> bool:  # type: ignore[override]
         return self.policy.gives_hidden_states
 
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:  # type: ignore[override]
+        return self.policy.sparse_layers
+
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         logits: Tensor = self.policy(batch, kv)
         return logits

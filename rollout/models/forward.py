@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,8 @@ class ForwardBatch:
     Sequence ``s`` owns rows ``query_starts[s]:query_starts[s+1]``: the last tokens of a context of
     ``context_lens[s]`` tokens (this step's included). ``block_tables[s]`` lists the KV blocks of
     its positions in order; ``slot_mapping[t]`` is ``block * block_size + offset`` of token ``t``.
+    Of a mixture: ``forced_experts`` says what tokens are routed to (-1: as the router chooses), and
+    what they were routed to is written to ``expert_pages`` by their slots; slot -1 is the last row.
     """
 
     input_ids: Tensor  # [tokens] int64
@@ -32,9 +35,39 @@ class ForwardBatch:
     block_tables: Tensor  # [sequences, max_blocks] int32, padded with 0
     logit_rows: Tensor  # [rows] int64: the tokens whose logits are wanted
     visual: VisualRows | None = None
+    forced_experts: Tensor | None = None  # [tokens, sparse layers, experts of a token] int16
+    expert_pages: Tensor | None = None  # [slots + 1, sparse layers, experts of a token]
     state_slots: Tensor | None = None  # [sequences] int32: of recurrent states, where there are any
     adapter_rows: Tensor | None = None  # int32: the tokens that have adapters, where there are any
     adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
+
+
+class RoutedExperts:
+    """The experts of one forward pass, handed from one layer that has some to the next."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._forced, self._chosen = batch.forced_experts, list[Tensor]()
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> RoutedExperts | None:
+        """None where nobody tells experts, or asks for them."""
+        wanted = batch.forced_experts is not None or batch.expert_pages is not None
+        return cls(batch) if wanted else None
+
+    @property
+    def forced(self) -> Tensor | None:
+        """[tokens, experts of a token] int64 of the next layer, -1 where its router chooses."""
+        return None if self._forced is None else self._forced[:, len(self._chosen)].long()
+
+    def add(self, chosen: Tensor) -> None:
+        """What the next layer's tokens were routed to, [tokens, experts of a token]."""
+        self._chosen.append(chosen)
+
+    def write(self, batch: ForwardBatch) -> None:
+        """Those of all layers to their pages."""
+        pages = batch.expert_pages
+        if pages is not None:
+            pages[batch.slot_mapping] = torch.stack(self._chosen, 1).to(pages.dtype)
 
 
 @dataclass(frozen=True, slots=True)

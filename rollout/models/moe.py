@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.models.blocks import make_mlp
+from rollout.models.forward import RoutedExperts
 from rollout.models.layers.base import Build
 from rollout.models.layers.experts import make_experts
 from rollout.models.layers.linear import ReplicatedLinear
@@ -40,10 +41,13 @@ class SparseMoE(nn.Module):
                 gate = ReplicatedLinear(build, config.hidden_size, 1)
                 self.add_module(f"{self.shared.name}_gate", gate)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: RoutedExperts | None = None) -> Tensor:
         router = self.get_submodule(self.moe.arch.router)
         assert isinstance(router, Router)
-        chosen, weights = route(router(x), self.moe, router.e_score_correction_bias)
+        forced = None if experts is None else experts.forced
+        chosen, weights = route(router(x), self.moe, router.e_score_correction_bias, forced)
+        if experts is not None:
+            experts.add(chosen)
         if not self.moe.arch.wide_weights:
             weights = weights.to(x.dtype)
         run = self._of_scaled if self.moe.arch.scaled_inputs else self.experts
@@ -74,22 +78,27 @@ class SparseMoE(nn.Module):
         return out.view(*chosen.shape, -1).sum(dim=1)
 
 
-def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The chosen experts of each token and their float32 weights, both [T, experts per token].
 
     logits: [T, experts]; ``bias`` [experts] counts in the choice alone. Scores in float32 over all
     experts, then the choice, within the best groups where there are groups, then (where the config
     says so) the chosen scores are made to sum to one, then scaled: the order of transformers. On
-    every rank the same, as the logits are.
+    every rank the same, as the logits are. ``forced``: what is chosen instead, where it is not -1;
+    the weights are the router's scores of those.
     """
     wide = logits.float()
     if moe.arch.scores == "mixer":
-        return _mixed(wide, moe)
+        return _mixed(wide, moe, forced)
     scores = wide.sigmoid() if moe.arch.scores == "sigmoid" else wide.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
     if moe.groups > 1:
         choice = _within_groups(choice, moe)
     chosen = choice.topk(moe.experts_per_token, dim=-1).indices
+    if forced is not None:
+        chosen = torch.where(forced < 0, chosen, forced)
     weights = scores.gather(1, chosen)
     if moe.norm_topk_prob:
         # Softmax scores of the likeliest are never all zero; sigmoids may be.
@@ -98,15 +107,19 @@ def route(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> tuple[T
     return chosen, weights if moe.scaling == 1.0 else weights * moe.scaling
 
 
-def _mixed(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+def _mixed(logits: Tensor, moe: MoEConfig, forced: Tensor | None) -> tuple[Tensor, Tensor]:
     """The likeliest, then the next; each weighs by its softmax among the experts near to it.
 
     Near: (its logit - theirs) / max(|theirs|, its) is at most ``nearness``. Source: SparseMixer
     (arXiv 2409.12136) without its sampling, as transformers' Phi-MoE has it.
     """
     left, chosen, weights = logits, [], []
-    for _ in range(moe.experts_per_token):
+    for place in range(moe.experts_per_token):
         best, index = left.max(dim=-1, keepdim=True)
+        if forced is not None:
+            told = forced[:, place, None]
+            index = torch.where(told < 0, index, told)
+            best = left.gather(-1, index)
         far = (best - logits) / logits.abs().clamp(min=best) > moe.nearness
         weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, index))
         chosen.append(index)

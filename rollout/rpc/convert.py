@@ -12,6 +12,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import (
@@ -23,6 +24,7 @@ from rollout.generation import (
     Logprobs,
     PackedScores,
     RequestOutput,
+    SamplingMask,
     SamplingParams,
     VersionSpan,
 )
@@ -30,6 +32,7 @@ from rollout.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc import rollout_pb2 as pb
 from rollout.wire.version import ServerInfo
 
+_EXPERTS = ("uint8", "int16")
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": ..., "content": ...}
 
 
@@ -133,6 +136,7 @@ def output_to_proto(output: RequestOutput) -> Any:
         epoch=output.epoch,
         hidden_state=output.hidden_state or (),
         scores=None if output.scores is None else _scores_to_proto(output.scores),
+        sparse_layers=output.sparse_layers,
     )
 
 
@@ -152,6 +156,7 @@ def output_from_proto(message: Any) -> RequestOutput:
         epoch=message.epoch,
         hidden_state=list(message.hidden_state) or None,
         scores=_scores_from_proto(message.scores) if message.HasField("scores") else None,
+        sparse_layers=tuple(message.sparse_layers),
     )
 
 
@@ -208,6 +213,8 @@ def _completion_to_proto(completion: Completion) -> Any:
         weight_versions=_spans_to_proto(completion.weight_versions),
         kv_spans=_spans_to_proto(completion.kv_spans),
         staleness=completion.staleness,
+        routed_experts=_array_to_proto(completion.routed_experts),
+        sampling_mask=_mask_to_proto(completion.sampling_mask),
     )
 
 
@@ -230,6 +237,14 @@ def _completion_from_proto(message: Any) -> Completion:
         weight_versions=_spans_from_proto(message.weight_versions),
         kv_spans=_spans_from_proto(message.kv_spans),
         staleness=message.staleness,
+        routed_experts=(
+            _array_from_proto(message.routed_experts, _EXPERTS)
+            if message.HasField("routed_experts")
+            else None
+        ),
+        sampling_mask=(
+            _mask_from_proto(message.sampling_mask) if message.HasField("sampling_mask") else None
+        ),
     )
 
 
@@ -255,6 +270,35 @@ def _scores_from_proto(message: Any) -> PackedScores:
         )
     except ValueError as error:
         raise TransferFailed(f"scores whose arrays do not fit: {error}") from error
+
+
+def _mask_to_proto(mask: SamplingMask | None) -> Any:
+    if mask is None:
+        return None
+    return pb.SamplingMask(counts=mask.counts, token_ids=mask.token_ids)
+
+
+def _mask_from_proto(message: Any) -> SamplingMask:
+    counts, ids = np.array(message.counts, np.int32), np.array(message.token_ids, np.int32)
+    if (counts < 0).any() or counts.sum() != len(ids):
+        raise TransferFailed("a sampling mask's counts are not those of its tokens")
+    return SamplingMask(counts, ids)
+
+
+def _array_to_proto(array: NDArray[Any] | None) -> Any:
+    if array is None:
+        return None
+    data = np.ascontiguousarray(array).tobytes()
+    return pb.PackedArray(data=data, shape=array.shape, dtype=array.dtype.name)
+
+
+def _array_from_proto(message: Any, dtypes: tuple[str, ...]) -> NDArray[Any]:
+    if message.dtype not in dtypes:
+        raise TransferFailed(f"an array of {message.dtype!r} has come; {', '.join(dtypes)} may")
+    try:
+        return np.frombuffer(message.data, message.dtype).reshape(tuple(message.shape)).copy()
+    except ValueError as error:
+        raise TransferFailed(f"an array's bytes are not of its shape: {error}") from error
 
 
 def _tops_to_proto(rows: Iterable[Mapping[int, float] | None]) -> list[Any]:

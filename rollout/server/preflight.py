@@ -69,7 +69,13 @@ def check(config: EngineConfig) -> Preflight:
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     tables = _tables(config, found, dtype)
     weight_bytes = max(_rank_bytes(table, dtype) for table in tables)
-    kv = KVShape.of(model, ranks, config.block_size, dtype)
+    moe = model.moe if model.hf_values is None else None
+    sparse = 0
+    if moe is not None and model.arch.lone:
+        sparse = sum(layer.feeds == "moe" for layer in model.layers[: model.num_layers])
+    elif moe is not None:
+        sparse = sum(map(moe.is_sparse, range(model.num_layers)))
+    kv = KVShape.of(model, ranks, config.block_size, dtype, sparse)
     free = available_bytes(device)
     taken = weight_bytes * (ranks if device.type == "cpu" else 1)
     if taken > free:

@@ -23,8 +23,8 @@ def make_sampler(device: torch.device) -> Sampler | FusedSampler:
 class FusedSampler:
     """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once.
 
-    Batches with allowed tokens, edits, penalties, alternatives or rows that score at a temperature
-    go to a ``Sampler``. A row's draw
+    Batches with allowed tokens, edits, penalties, alternatives, kept sets to tell or rows that
+    score at a temperature go to a ``Sampler``. A row's draw
     is the same function of its seed and position; the order of float sums differs, so a draw right
     at the edge of two tokens may fall on the other side.
     """
@@ -51,7 +51,8 @@ class FusedSampler:
 
 def _is_special(sampling: SamplingMetadata) -> bool:
     """Whether a row has what no kernel does, or there is none."""
-    edited = any(map(len, sampling.processed_rows)) or len(sampling.target_temperatures) > 0
+    edited = any(map(len, (*sampling.processed_rows, sampling.kept_rows)))
+    edited = edited or len(sampling.target_temperatures) > 0
     return edited or not sampling.num_rows or int(sampling.num_top.max()) > 0
 
 

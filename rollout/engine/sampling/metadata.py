@@ -67,6 +67,8 @@ class SamplingMetadata:
     mask_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [masked]
     mask_bits: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
     target_temperatures: Floats = field(default_factory=_none)  # [P]; empty: 1 for all
+    # [rows] that tell what is left to them
+    kept_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def num_sampled(self) -> int:
@@ -115,6 +117,7 @@ class SamplingMetadata:
             mask_rows=np.array([row for row, _ in masked], np.int64),
             mask_bits=np.stack([m for _, m in masked]) if masked else np.empty((0, 0), np.int32),
             target_temperatures=np.array([t for _, t in scored if tempered], np.float32),
+            kept_rows=np.array([i for i, s in enumerate(drawing) if s.kept is not None], np.int64),
         )
 
     @property
@@ -147,6 +150,7 @@ class SamplingMetadata:
         edits = slice(*np.searchsorted(self.edit_rows, (start, stop)))
         allowed = slice(*np.searchsorted(self.allowed[:, 0], (start, stop)))
         masked = slice(*np.searchsorted(self.mask_rows, (start, stop)))
+        kept = slice(*np.searchsorted(self.kept_rows, (start, stop)))
         first, last = np.searchsorted(self.history_rows, (start, stop))
         starts = self.history_starts[first : last + 1]
         return SamplingMetadata(
@@ -167,6 +171,7 @@ class SamplingMetadata:
             mask_rows=self.mask_rows[masked] - start,
             mask_bits=self.mask_bits[masked],
             target_temperatures=self.target_temperatures[scored],
+            kept_rows=self.kept_rows[kept] - start,
         )
 
 

@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 TopLogprobs = dict[int, float]
+_KEPT = ("kept_counts", "kept_ids")
+_SIDE = ("hidden", "experts", *_KEPT)
 _ROWS = ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs")
 
 
@@ -19,7 +23,9 @@ class SamplerOutput:
 
     Logprobs as in ``Logprobs``. ``top_ids`` and ``top_logprobs``: the k most likely tokens by raw
     logprob, k the largest number that a row asked for. ``hidden``: of the rows that draw and want
-    it, in their order.
+    it, in their order. ``experts``: of the places in the KV cache that the step was asked about.
+    ``kept_counts`` and ``kept_ids``: of the rows that draw and ask how many tokens were left to
+    each, and those, one row's after the other's; 0 where that was the whole vocabulary.
     """
 
     tokens: Tensor  # [R] int64
@@ -29,6 +35,9 @@ class SamplerOutput:
     top_ids: Tensor  # [R, k] int32
     top_logprobs: Tensor  # [R, k] float32
     hidden: Tensor | None = None  # [H, hidden size] float32
+    kept_counts: Tensor | None = None  # [K] int32
+    kept_ids: Tensor | None = None  # [sum of kept_counts] int32
+    experts: Tensor | None = None  # [E, sparse layers, experts of a token] uint8 or int16
 
     @classmethod
     def cat(cls, parts: list[SamplerOutput]) -> SamplerOutput:
@@ -44,7 +53,9 @@ class SamplerOutput:
                 tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
             return torch.cat(tensors)
 
-        return cls(*map(column, _ROWS))
+        told = [part for part in parts if part.kept_counts is not None]
+        kept = {name: torch.cat([getattr(part, name) for part in told]) for name in _KEPT if told}
+        return cls(*map(column, _ROWS), **kept)
 
     def to_host(self) -> Callable[[], SamplerOutput]:
         """Start the copy to the host, of everything at once; the result waits for it, in any
@@ -53,7 +64,10 @@ class SamplerOutput:
         device = self.tokens.device
         if device.type == "cpu":
             return lambda: self
-        named = self._columns()
+        named, experts = self._columns(), None
+        if (kept := named.pop("experts", None)) is not None:  # bytes, and many: as they are
+            experts = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
+            experts.copy_(kept, non_blocking=True)
         columns = list(named.values())
         packed = torch.cat([column.double().flatten() for column in columns])  # exact for all
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -67,7 +81,7 @@ class SamplerOutput:
             parts = torch.split(host, [column.numel() for column in columns])
             pairs = zip(parts, columns, strict=True)
             found = [part.view(c.shape).to(c.dtype) for part, c in pairs]
-            return SamplerOutput(**dict(zip(named, found, strict=True)))
+            return SamplerOutput(**dict(zip(named, found, strict=True)), experts=experts)
 
         return wait
 
@@ -79,7 +93,13 @@ class SamplerOutput:
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> SamplerOutput:
         none = torch.empty(0)
         rows = {name: tensors.get(name, none) for name in _ROWS}
-        return cls(**rows, hidden=tensors.get("hidden"))
+        return cls(
+            **rows,
+            hidden=tensors.get("hidden"),
+            kept_counts=tensors.get("kept_counts"),
+            kept_ids=tensors.get("kept_ids"),
+            experts=tensors.get("experts"),
+        )
 
     def rows(self, rows: list[int]) -> SamplerOutput:
         """The rows ``rows`` alone, of a step that only draws."""
@@ -95,6 +115,14 @@ class SamplerOutput:
         found.setdefault(int(self.tokens[row]), float(self.raw[row]))
         return found
 
+    def kept(self) -> list[NDArray[np.int32]]:
+        """The ids that were left, of each row that asked."""
+        if self.kept_counts is None:
+            return []
+        counts, ids = self.kept_counts.numpy(), self.kept_ids
+        flat = np.empty(0, np.int32) if ids is None else ids.numpy()
+        return np.split(flat, np.cumsum(counts)[:-1])
+
     def _columns(self) -> dict[str, Tensor]:
-        columns = {name: getattr(self, name) for name in (*_ROWS, "hidden")}
+        columns = {name: getattr(self, name) for name in (*_ROWS, *_SIDE)}
         return {name: column for name, column in columns.items() if column is not None}

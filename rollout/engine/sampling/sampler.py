@@ -118,7 +118,7 @@ def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -
     raw = _Scan.of(logits, scale)
     source = logits[:count] if values is None else values[:count]
     scan = raw.first(count) if values is None else _Scan.of(source)
-    tokens, processed, log_kept = _draw(source, scan, sampling)
+    tokens, processed, log_kept, kept = _draw(source, scan, sampling)
     targets = torch.from_numpy(sampling.targets).to(device)
     chosen = torch.cat([tokens, targets]) if len(targets) else tokens
     scores = raw.scores(logits, chosen, scale)
@@ -126,14 +126,15 @@ def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -
         processed = scores[:count] if values is None else scan.scores(source, tokens)
     top_ids, top_logprobs = _alternatives(logits, raw.lse, sampling.num_top, scale)
     return SamplerOutput(
-        chosen, scores.float(), processed.float(), log_kept.float(), top_ids, top_logprobs
+        chosen, scores.float(), processed.float(), log_kept.float(), top_ids, top_logprobs, **kept
     )
 
 
 def _draw(
     values: Tensor, scan: _Scan, sampling: SamplingMetadata
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S].
+) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S]; and
+    what was left of the rows that ask.
 
     No logprobs where neither temperature nor filter changed them: they are those of ``scan``.
     """
@@ -152,12 +153,34 @@ def _draw(
         draws = torch.from_numpy(uniforms(sampling.seeds, sampling.counters)).to(device)
         drawn = draw_logits(values, scale, edges, scan.best, sums.double(), draws)
         tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
+    kept = _kept(values, scale, edges, sampling) if len(sampling.kept_rows) else {}
     if scale is None and edges is None:
-        return tokens, None, log_kept
+        return tokens, None, log_kept, kept
     scores = values.gather(1, tokens[:, None])[:, 0].float()
     if scale is not None:
         scores = scores / scale
-    return tokens, scores.double() - scan.lse - log_kept, log_kept
+    return tokens, scores.double() - scan.lse - log_kept, log_kept, kept
+
+
+def _kept(
+    values: Tensor, scale: Tensor | None, edges: Tensor | None, sampling: SamplingMetadata
+) -> dict[str, Tensor]:
+    """``SamplerOutput.kept_counts`` and ``kept_ids``: what ``draw_logits`` may draw."""
+    counts, ids = [], []
+    asking = torch.from_numpy(sampling.kept_rows).to(values.device)
+    for rows in torch.split(asking, max(1, _slice_of(values.device) // values.shape[1])):
+        x = values[rows].float()
+        if scale is not None:
+            x = x / scale[rows, None]
+        left = x > float("-inf")
+        if edges is not None:
+            left &= x >= edges[rows, None]
+        count = left.sum(-1)
+        count = torch.where(count == left.shape[1], 0, count)
+        left &= count[:, None] > 0
+        counts.append(count.int())
+        ids.append(left.nonzero()[:, 1].int())
+    return {"kept_counts": torch.cat(counts), "kept_ids": torch.cat(ids)}
 
 
 def _filter(

@@ -97,8 +97,8 @@ class DecodeInputs:
 
     def fits(self, batch: ForwardBatch) -> bool:
         count, width = batch.block_tables.shape
-        plain = batch.positions.dim() == 1 and batch.visual is None and batch.state_slots is None
-        plain = plain and batch.adapter_rows is None
+        told = (batch.visual, batch.state_slots, batch.adapter_rows, batch.forced_experts)
+        plain = batch.positions.dim() == 1 and all(one is None for one in told)
         return plain and count <= self.rows and width <= self.max_blocks
 
     def fill(self, batch: ForwardBatch, size: int) -> None:

@@ -94,7 +94,9 @@ class ModelRunner:
             may_flip=lambda shadow: shadow in self._graphs,
             forget=self._forget_graphs,
         )
-        shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype)
+        self.sparse_layers = live.sparse_layers
+        kept = 0 if tp.rank else sum(self.sparse_layers)
+        shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype, kept)
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         self.kv = KVCache(shape, self.device, self.states)
         self.sampler = make_sampler(self.device)
@@ -140,6 +142,9 @@ class ModelRunner:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
                 return lambda: ({"version": version}, {})
             self._drawn[number] = output.tokens[: sampling.num_sampled]
+            if "expert_slots" in tensors and self.kv.experts is not None:
+                slots = to_device(tensors["expert_slots"], self.device)
+                output = replace(output, experts=self.kv.experts[slots])
             on_host = output.to_host()
             return lambda: ({"version": version}, on_host().tensors())
 
@@ -216,11 +221,11 @@ class ModelRunner:
                 self._graphs[model] = self._capture_over(model)
 
     def _capture_over(self, model: Model) -> DecodeGraphs:
-        config, pages = self.config, self.kv.layers
+        config, pages, experts = self.config, self.kv.layers, self.kv.experts
         longest = min(model.max_len, self.kv.num_blocks * config.block_size)
         with torch.inference_mode():
             return DecodeGraphs(
-                lambda batch: model(batch, pages),
+                lambda batch: model(replace(batch, expert_pages=experts), pages),
                 self._graph_sizes,
                 -(-longest // config.block_size),
                 self.device,
@@ -265,17 +270,18 @@ class ModelRunner:
         release_unused(self.device)
 
     def _to_device(self, batch: ForwardBatch) -> ForwardBatch:
+        batch = replace(batch, expert_pages=self.kv.experts)
         if self.device.type == "cpu":
             return batch
         moved = {
             f.name: getattr(batch, f.name).to(self.device, non_blocking=True)
             for f in fields(ForwardBatch)
-            if f.name != "visual" and getattr(batch, f.name) is not None
+            if f.name not in ("visual", "expert_pages") and getattr(batch, f.name) is not None
         }
         visual = batch.visual
         if visual is not None:
             visual = replace(visual, rows=to_device(visual.rows, self.device))
-        return ForwardBatch(**moved, visual=visual)
+        return ForwardBatch(**moved, visual=visual, expert_pages=batch.expert_pages)
 
     def _build(self, device: torch.device) -> Model:
         policy = self._built(self.model_config, device)

@@ -135,7 +135,7 @@ class RankProfile:
             rows, lengths = len(tensors["positions"]), tensors["context_lens"]
             kind = DECODE if rows == len(lengths) else PREFILL
             shape = self._runner.kv.shape
-            kv = int(lengths.sum()) * shape.block_bytes // shape.block_size
+            kv = int(lengths.sum()) * shape.page_bytes // shape.block_size
             self._spans.end_step(kind, weight_bytes=self._read, kv_bytes=kv)
             return reply
 

@@ -229,6 +229,7 @@ class Worker:
             "nonfinite": list(self._nonfinite),
             "kept_bytes": self.runner.instances.kept_bytes,
             "hidden_states": self.runner.gives_hidden_states,
+            "sparse_layers": list(self.runner.sparse_layers),
             "all_reduces": self.tp.all_reduces,
             "shared_memory": isinstance(self.tp.group, SharedMemoryGroup),
             **self.runner.sizes(),

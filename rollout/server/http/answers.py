@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.config import check_known
-from rollout.generation import Completion, RequestOutput
+from rollout.generation import Completion, RequestOutput, SamplingParams
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
 from rollout.server.http.echo import best_of, prepend_prompt, without_answer
 from rollout.server.http.finite import finite
 from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
+from rollout.server.http.side_channels import beside_tokens
 from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
 
 TokenText = Callable[[int], str]  # how one token reads in "logprobs"
@@ -25,16 +26,29 @@ class AnswerDefaults:
     ``logprobs_mode``: which logprobs fill OpenAI's field. ``tool_call_parser`` and
     ``reasoning_parser``: how chats are read, by their names in ``TOOL_PARSERS`` and
     ``REASONING_PARSERS``; None: they are not. Raises ``ConfigError`` for another name.
+    ``routed_experts``, ``sampling_mask``: every answer has them, as by vLLM's flags.
     """
 
     logprobs_mode: str = "raw_logprobs"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    routed_experts: bool = False
+    sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("tool_call", TOOL_PARSERS), ("reasoning", REASONING_PARSERS)):
             if (given := getattr(self, f"{name}_parser")) is not None:
                 check_known(given, list(known), f"{name}_parser")
+
+    def asked(self, params: SamplingParams) -> SamplingParams:
+        """``params`` of a request that may leave to the server what comes beside its tokens."""
+        if not (self.routed_experts or self.sampling_mask):
+            return params
+        return replace(
+            params,
+            return_routed_experts=params.return_routed_experts or self.routed_experts,
+            return_sampling_mask=params.return_sampling_mask or self.sampling_mask,
+        )
 
     @property
     def tools(self) -> ToolParser | None:
@@ -194,7 +208,7 @@ def _choice(
     if style.token_ids:
         choice["prompt_token_ids"] = output.prompt_token_ids
         choice["token_ids"] = completion.token_ids
-    return choice
+    return choice | beside_tokens(output, completion)
 
 
 def _message(output: RequestOutput, completion: Completion, style: AnswerStyle) -> Message:
@@ -225,7 +239,7 @@ def _part(
         choice["token_ids"] = completion.token_ids[tokens:]
         if first:
             choice["prompt_token_ids"] = output.prompt_token_ids
-    return choice
+    return choice | beside_tokens(output, completion, tokens)
 
 
 def _common(completion: Completion, index: int, start: int, style: AnswerStyle) -> dict[str, Any]:

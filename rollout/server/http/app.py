@@ -170,8 +170,8 @@ async def version(rollout: Engine) -> dict[str, str]:
 
 @routes.on("POST", "/v1/completions", Access.GENERATION)
 async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
-    prompts = body.prompts()
-    model, params = await sampled_by(rollout, body.model, body.sampling())
+    prompts, defaults = body.prompts(), request.app.state.defaults
+    model, params = await sampled_by(rollout, body.model, defaults.asked(body.sampling()))
     style = replace(
         _style(body, params, model, request, chat=False),
         echo=body.echo,
@@ -216,7 +216,7 @@ def _read_by(
     if (tokenizer := tokenizer_of(rollout)) is not None:
         decode = partial(tokenizer.decode, skip_special_tokens=False)
         reader = replace(reader, decode=decode)
-    return reader, body.sampling(keep_special=reader.special)
+    return reader, defaults.asked(body.sampling(keep_special=reader.special))
 
 
 async def _chat_outputs(

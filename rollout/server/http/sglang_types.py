@@ -18,6 +18,7 @@ from rollout.errors import InvalidRequest
 from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutput, SamplingParams
 from rollout.server.http.answers import TokenText
 from rollout.server.http.finite import finite
+from rollout.server.http.side_channels import sglang_experts, sglang_mask
 
 MAX_NEW_TOKENS = 128  # where a request says nothing
 TokenIds = list[Annotated[int, Field(ge=0)]]
@@ -42,11 +43,11 @@ _WITHOUT_EFFECT = frozenset((
     "session_id", "log_metrics", "conversation_id", "routing_key", "routed_dp_rank",
     "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "priority", "modalities",
     "no_logs", "custom_labels", "received_time", "external_trace_header", "background",
-    "use_audio_in_video", "model", "routed_experts_start_len", "return_text_in_logprobs",
+    "use_audio_in_video", "model", "return_text_in_logprobs",
 ))  # fmt: skip
 _NOT_SERVED = (
     "input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob",
-    "return_sampling_mask", "return_hidden_states", "return_routed_experts", "return_entropy",
+    "return_hidden_states", "return_entropy",
     "return_indexer_topk", "session_params", "custom_logit_processor", "watermark",
     "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
     "positional_embed_overrides", "bootstrap_host", "require_reasoning", "max_thinking_tokens",
@@ -67,6 +68,9 @@ class GenerateBody(BaseModel):
     top_logprobs_num: int | list[int] = 0
     lora_path: str | list[str | None] | None = None  # the name of a loaded adapter
     return_text_in_logprobs: bool = False
+    return_sampling_mask: bool | list[bool] = False
+    return_routed_experts: bool | list[bool] = False
+    routed_experts_start_len: int | list[int] = 0
     return_prompt_token_ids: bool = False
     stream: bool = False
 
@@ -104,7 +108,8 @@ class GenerateBody(BaseModel):
         columns = {
             name: self._each(name, count)
             for name in ("sampling_params", "return_logprob", "logprob_start_len",
-                         "top_logprobs_num", "lora_path")
+                         "top_logprobs_num", "lora_path", "return_routed_experts",
+                         "routed_experts_start_len", "return_sampling_mask")
         }  # fmt: skip
         rows = zip(prompts, self._rids(count), *columns.values(), strict=True)
         return [_ask(*row) for row in rows]
@@ -151,8 +156,15 @@ def _ask(
     start: int,
     top: int,
     adapter: str | None,
+    experts: bool,
+    experts_start: int,
+    mask: bool,
 ) -> Ask:
     values = _sampling(sampling) | {"adapter": adapter or None}
+    if mask:
+        values["return_sampling_mask"] = True
+    if experts:
+        values |= {"return_routed_experts": True, "routed_experts_prompt_start": experts_start}
     prefill_only = values["max_tokens"] == 0
     if prefill_only:
         values["max_tokens"] = 1
@@ -256,6 +268,9 @@ def _meta_info(
         "staleness": completion.staleness,
         "num_retractions": 0,
     }
+    if completion.routed_experts is not None:
+        meta["routed_experts"] = sglang_experts(output, completion)
+    meta |= sglang_mask(completion, stop)
     if ask.logprobs:
         meta |= _logprobs(output, completion, ask, text, stop)
     return meta

@@ -52,6 +52,11 @@ from rollout.server.http.responses import (
     tokenizer_of,
     unless_disconnected,
 )
+from rollout.server.http.side_channels import (
+    beside_tokens,
+    skyrl_experts,
+    skyrl_support,
+)
 from rollout.server.http.types import StreamOptions
 
 routes = Routes()
@@ -104,6 +109,7 @@ class GenerateBody(BaseModel):
     features: ImageFeatures | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_sample_support: bool = False  # SkyRL's name
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +134,8 @@ class GenerateBody(BaseModel):
     def params(self) -> SamplingParams:
         """vLLM's names are ours; without ``max_tokens`` up to the model's length."""
         asked: Document = {"max_tokens": None}
+        if self.return_sample_support:
+            asked["return_sampling_mask"] = True
         for name, value in self.sampling_params.items():
             if name in _KNOWN:
                 asked |= {} if value is None and name != "max_tokens" else {name: value}
@@ -152,24 +160,31 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
 
 @routes.on("POST", "/skyrl/v1/generate", Access.GENERATION)
 async def skyrl_generate(rollout: Engine, body: GenerateBody, request: Request) -> Response:
-    """As SkyRL's own servers answer it; no routes of experts are kept here."""
+    """As SkyRL's own servers answer it: experts and kept sets as packed arrays."""
     if body.stream:
         raise InvalidRequest("/skyrl/v1/generate does not stream: /inference/v1/generate does")
+    defaults: AnswerDefaults = request.app.state.defaults
+    params = defaults.asked(body.params())
+    if body.return_sample_support and (params.top_k <= 0 or params.greedy):
+        raise InvalidRequest("return_sample_support needs top_k and a temperature: it is as wide")
     style, outputs = await _begun(rollout, body, request)
     done = await unless_disconnected(request, in_order(outputs))
     if done is None:
         return Response(status_code=499)
     whole = _answer(done[0], style, body)
-    for choice in whole["choices"]:
-        choice |= {"routed_experts": None, "rollout_sample_support": None}
+    for choice, completion in zip(whole["choices"], done[0].outputs, strict=True):
+        choice["routed_experts"] = skyrl_experts(done[0], completion)
+        wanted = body.return_sample_support
+        choice["rollout_sample_support"] = skyrl_support(completion, params) if wanted else None
+        choice.pop("sampling_mask", None)
     return JSONResponse(whole)
 
 
 async def _begun(
     rollout: AsyncRollout, body: GenerateBody, request: Request
 ) -> tuple[AnswerStyle, Outputs]:
-    model, params = await sampled_by(rollout, body.model, body.params())
     defaults: AnswerDefaults = request.app.state.defaults
+    model, params = await sampled_by(rollout, body.model, defaults.asked(body.params()))
     style = AnswerStyle(
         model=model,
         chat=True,
@@ -206,7 +221,7 @@ async def _events(
                     sent[completion.index] = now
                     always = options.include_usage and options.continuous_usage_stats
                     used = {"usage": usage_of([output])} if always else {}
-                    choice = _choice(completion, start, style)
+                    choice = _choice(output, completion, start, style)
                     yield event({"request_id": style.request_id, "choices": [choice], **used})
                 item = await anext(outputs, None)
         except RolloutError as error:
@@ -218,7 +233,9 @@ async def _events(
         yield "data: [DONE]\n\n"
 
 
-def _choice(completion: Completion, start: int, style: AnswerStyle) -> Document:
+def _choice(
+    output: RequestOutput, completion: Completion, start: int, style: AnswerStyle
+) -> Document:
     """From token ``start`` on."""
     return {
         "index": completion.index,
@@ -228,11 +245,12 @@ def _choice(completion: Completion, start: int, style: AnswerStyle) -> Document:
         "logprobs": chat_logprobs(completion, start, style) if style.logprobs else None,
         "weight_versions": [asdict(span) for span in completion.weight_versions],
         "staleness": completion.staleness,
+        **beside_tokens(output, completion, start),
     }
 
 
 def _answer(output: RequestOutput, style: AnswerStyle, body: GenerateBody) -> Document:
-    choices = [_choice(completion, 0, style) for completion in output.outputs]
+    choices = [_choice(output, completion, 0, style) for completion in output.outputs]
     return {
         "request_id": style.request_id,
         "model": style.model,
