@@ -157,7 +157,8 @@ class KVSize:
 class MemoryPlan:
     """Bytes of the largest rank. ``undo`` is the most it can be, and always in host memory.
 
-    ``states``: of the recurrent states of ``running`` sequences and of ``snapshots``.
+    ``states``: of the recurrent states of ``running`` sequences and of ``snapshots``; ``adapters``:
+    of all their slots.
     """
 
     weights: int
@@ -167,21 +168,26 @@ class MemoryPlan:
     states: int
     running: int
     snapshots: int
+    adapters: int
     where: str  # the device of the weights
     staging_where: str
     undo_by: str
 
     def to_dict(self) -> dict[str, int]:
-        names = ("weights", "staging", "undo", "kv", *(("states",) if self.states else ()))
-        return {name: getattr(self, name) for name in names}
+        few = [name for name in ("states", "adapters") if getattr(self, name)]
+        return {name: getattr(self, name) for name in ("weights", "staging", "undo", "kv", *few)}
 
     def __str__(self) -> str:
         undo = f"{mib(self.undo)} of host memory at most" if self.undo else "nothing more"
         return (
             f"of each rank: {mib(self.weights)} of weights on {self.where}, {mib(self.staging)} "
             f"for staging on {self.staging_where}, undo={self.undo_by!r} takes {undo}, "
-            f"{mib(self.kv)} of KV cache" + self._of_states
+            f"{mib(self.kv)} of KV cache" + self._of_states + self._of_adapters
         )
+
+    @property
+    def _of_adapters(self) -> str:
+        return f", {mib(self.adapters)} of slots for adapters" if self.adapters else ""
 
     @property
     def _of_states(self) -> str:
@@ -209,6 +215,7 @@ def plan_memory(
         states=size.num_states * _slot_bytes(ranks),
         running=size.running,
         snapshots=size.snapshots,
+        adapters=max(int(reply.get("adapter_bytes", 0)) for reply in ranks),
         where=where,
         staging_where="cpu" if host or on_cpu else where,
         undo_by=config.undo,

@@ -110,6 +110,7 @@ def test_one_batch_answers_with_many_adapters_as_peft_and_merged_models_do(
     answers = dict(zip(names, said(engine, names), strict=True))
     check(answers[None], AutoModelForCausalLM.from_pretrained(base))
     assert len({tuple(each.token_ids) for each in answers.values()}) == 4
+    assert engine.weight_info().memory["adapters"] > 0
     for name, folder in folders.items():
         peft = read(base, folder)
         check(answers[name], peft)

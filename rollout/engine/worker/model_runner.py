@@ -111,6 +111,7 @@ class ModelRunner:
             "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.shape.block_bytes,
             "graph_bytes": self._graph_bytes(),
+            "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
             "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
             "host_free_bytes": available_bytes(torch.device("cpu")),
