@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "input_ids": IDS}, "exactly one of"),
     ({"input_ids": []}, "prompt"),
     ({"input_ids": IDS, "image_data": ["x"]}, "image_data is not served"),
-    ({"input_ids": IDS, "lora_path": "x"}, "lora_path is not served"),
+    ({"input_ids": IDS, "lora_path": "x"}, "there is no adapter 'x'"),
     ({"input_ids": IDS, "retrun_logprob": True}, "did you mean 'return_logprob'"),
     ({"input_ids": IDS, "sampling_params": {"max_tokens": 3}}, "did you mean"),
     ({"input_ids": IDS, "sampling_params": {"stop_regex": "a"}}, "stop_regex is not served"),

@@ -148,6 +148,24 @@ def test_told_experts_give_the_same_scores_in_the_engine_and_in_the_trainer(tmp_
     assert gap(again, plain) < 1e-4
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "arch", ["gpt_oss", "llama4", "phimoe", "minimax_m2", "nemotron_h", "qwen3_next"]
+)
+def test_every_kind_of_mixture_tells_and_takes_experts(tmp_path, arch):
+    """Those that no trainer's helper knows, too; some have layers without experts."""
+    write_tiny(tmp_path, arch)
+    with Rollout(str(tmp_path), **{**ENGINE, "block_size": 16}) as engine:
+        [output] = engine.generate(PROMPTS[:1], replace(WANTED, n=1, max_tokens=6))
+        experts = output.outputs[0].routed_experts
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        assert experts.shape[:2] == (len(ids) - 1, sum(output.sparse_layers))
+        plain = scores(engine, ids, SCORED)
+        assert gap(scores(engine, ids, replace(SCORED, routed_experts=experts)), plain) < 1e-4
+        other = (experts.astype(int) + 1) % 6
+        assert gap(scores(engine, ids, replace(SCORED, routed_experts=other)), plain) > 0.1
+
+
 def test_what_was_told_stays_out_of_the_prefix_cache(engine):
     ids = [250, *PROMPTS[0]]
     told = np.zeros((len(ids), 2, 2), np.uint8) + np.array([4, 5], np.uint8)
