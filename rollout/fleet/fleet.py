@@ -50,7 +50,8 @@ class Link:
     token: str | None
     calls: int = 0
     met: bool = False  # whether ``client`` knows what it can do
-    receipts: dict[str, Future[UpdateReceipt]] = field(default_factory=dict)
+    # By update: what it answered to the commit, and when.
+    receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
 
     def close(self) -> None:
         self.client.close()
@@ -310,7 +311,7 @@ class Fleet:
                 self._feed(lambda now: told(of, name, why, now, final=final))
             return
         if receipt is not None and not kept.done():
-            kept.set_result(receipt)
+            kept.set_result((time.monotonic(), receipt))
         while len(link.receipts) > KEPT:
             link.receipts.pop(next(iter(link.receipts)))
         if self._links.get(name) is link:

@@ -19,12 +19,14 @@ import heapq
 import itertools
 import random
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from rollout.errors import RolloutError
 from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.coordinator import DRIFT, Coordinator
+from rollout.fleet.findings import Findings, Violation, Weather
 from rollout.fleet.member import Phase, Status
 from rollout.fleet.simulated_member import SimulatedMember, Staged
 from rollout.weight_sync.protocol.membership import Standing
@@ -33,38 +35,6 @@ LEASE = 2.0
 TICK = LEASE / 8
 ROLLBACKS = 0.1  # the share of updates that only go back
 CALM = 60.0  # seconds without faults at the end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
-    """``delay``: mean seconds of a message. ``loss``: the share that is lost. ``stage``: mean
-    seconds in which a member takes an update's bytes. ``disk``: mean seconds of a durable write.
-    """
-
-    delay: float = 0.002
-    loss: float = 0.0
-    stage: float = 0.5
-    disk: float = 0.005
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a run came to. ``skew``: seconds between the first and the last member of a commit."""
-
-    commits: int = 0
-    aborts: int = 0
-    faults: int = 0
-    reads: int = 0
-    refused: int = 0
-    refounded: int = 0
-    rollbacks: int = 0
-    seconds: float = 0.0
-    skew: list[float] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
-
-
-class Violation(AssertionError):  # noqa: N818
-    """A promise was broken."""
 
 
 class Simulation:
@@ -97,18 +67,24 @@ class Simulation:
         self._outcome: Callable[[Ended], None] | None = None
         self._commit_times: dict[str, list[float]] = {}
         self._numbers = itertools.count(1)  # of updates
+        self._resting = False
         self._begin_life()
 
     # ---- a course ----
 
-    def run(self, updates: int, faults: int) -> Findings:
-        """So many updates, one after the other, while faults happen; then calm."""
+    def run(self, updates: int, faults: int, limit: float = float("inf")) -> Findings:
+        """So many updates, one after the other, while faults happen; then calm. ``limit``: seconds
+        of this machine's time after which no more begin.
+        """
+        deadline = time.monotonic() + limit
         if faults:
             self._later(self.rng.expovariate(self.fault_rate or 1.0), self._fault, faults)
         self._later(LEASE, self._updates, updates)
         self._later(0.01, self._read)
         while self._events and (self.found.commits + self.found.aborts) < updates:
             self._step()
+            if time.monotonic() > deadline:
+                break
         self.rest()
         return self.found
 
@@ -121,6 +97,7 @@ class Simulation:
     def rest(self) -> None:
         """No more faults: at the end all members serve what was promised, or ``Violation``."""
         self.fault_rate, self.weather = 0.0, replace(self.weather, loss=0.0)
+        self._resting = True
         for engine in self.engines.values():
             engine.cut = False
         self.pass_time(CALM)
@@ -323,6 +300,8 @@ class Simulation:
         def again(committed: bool) -> None:
             self._later(self._some(0.2), self._updates, left - 1)
 
+        if self._resting:
+            return
         if left and not self.update(again, back=self.rng.random() < ROLLBACKS):
             self._later(0.5, self._updates, left)
 
@@ -347,6 +326,8 @@ class Simulation:
                 self.found.commits += 1
                 self.found.rollbacks += back
                 self.floor = (self.durable.epoch, version)
+                for name in self.engines:  # from now on: at no moment is a breach likelier
+                    self.read(name)
                 times = self._commit_times.pop(update_id, [self.now])
                 self.found.skew.append(max(times) - min(times))
                 self.found.total.append(self.now - began)
@@ -372,21 +353,25 @@ class Simulation:
 
     def _read(self) -> None:
         """Somebody asks a member, whichever, as a front that knows nothing would."""
-        engine = self.rng.choice(list(self.engines.values()))
+        self.read(self.rng.choice(list(self.engines)))
+        self._later(self._some(0.02), self._read)
+
+    def read(self, name: str) -> None:
+        """Ask a member; ``Violation`` where what it serves breaks a promise."""
+        engine = self.engines[name]
         self.found.reads += 1
         if not engine.serves(self.now):
             self.found.refused += 1
-        else:
-            epoch, floor = self.floor
-            if epoch == self.durable.epoch and engine.version < floor:
-                raise Violation(
-                    f"at {self.now:.3f} {engine.name} serves {engine.version}, below the "
-                    f"{floor} that was answered"
-                )
-            known = self.contents.get((self.durable.epoch, engine.version))
-            if known is not None and known != engine.digest and engine.version >= floor:
-                raise Violation(f"{engine.name} serves other contents as {engine.version}")
-        self._later(self._some(0.02), self._read)
+            return
+        epoch, floor = self.floor
+        if epoch == self.durable.epoch and engine.version < floor:
+            raise Violation(
+                f"at {self.now:.3f} {engine.name} serves {engine.version}, below the "
+                f"{floor} that was answered"
+            )
+        known = self.contents.get((self.durable.epoch, engine.version))
+        if known is not None and known != engine.digest and engine.version >= floor:
+            raise Violation(f"{engine.name} serves other contents as {engine.version}")
 
     # ---- faults ----
 
@@ -448,6 +433,8 @@ class Simulation:
         idle = [m for m in state.members.values() if m.status is not Status.SERVING]
         if idle:
             raise Violation(f"at rest {idle[0].name} does not serve: {idle[0].why}")
+        if self.floor[0] == self.durable.epoch and self.durable.version < self.floor[1]:
+            raise Violation(f"version {self.floor[1]} was answered, and is lost")
         for engine in self.engines.values():
             if (engine.version, engine.digest) != (state.promise.version, state.promise.digest):
                 raise Violation(f"at rest {engine.name} holds {engine.version}")
@@ -457,27 +444,24 @@ class Simulation:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--members", type=int, default=64)
+    parser.add_argument("--members", default="64", help="several, by commas: a line for each")
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--fault-rate", type=float, default=1.0, help="faults a second")
     parser.add_argument("--loss", type=float, default=0.01)
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    course = Simulation(
-        members=args.members, seed=args.seed, quorum=args.quorum,
-        weather=Weather(loss=args.loss), fault_rate=args.fault_rate,
-    )  # fmt: skip
-    found = course.run(args.updates, args.faults)
-    skew, total = sorted(found.skew), sorted(found.total)
-    print(  # noqa: T201
-        f"{found.commits} commits, {found.aborts} aborts, {found.faults} faults, {found.reads} "
-        f"reads ({found.refused} refused), {found.rollbacks} rollbacks, {found.refounded} epochs "
-        f"lost, {found.seconds:.0f} s; "
-        f"commit skew p50 {skew[len(skew) // 2]:.4f} p99 {skew[len(skew) * 99 // 100]:.4f} s, "
-        f"update p50 {total[len(total) // 2]:.3f} p99 {total[len(total) * 99 // 100]:.3f} s"
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no update begins"
     )
+    args = parser.parse_args(argv)
+    for members in map(int, args.members.split(",")):
+        course = Simulation(
+            members=members, seed=args.seed, quorum=min(members, args.quorum),
+            weather=Weather(loss=args.loss), fault_rate=args.fault_rate,
+        )  # fmt: skip
+        found = course.run(args.updates, args.faults, args.limit)
+        print(f"{members} members: {found}", flush=True)  # noqa: T201
     return 0
 
 

@@ -113,12 +113,14 @@ class Transaction:
         }
         # Those that were slower than their lease are fenced, and commit nevertheless.
         wait(futures.values(), self.timeout, return_when=FIRST_COMPLETED)
-        found = {name: future.result() for name, future in futures.items() if future.done()}
+        answers = {name: future.result() for name, future in futures.items() if future.done()}
+        found = {name: receipt for name, (_, receipt) in answers.items()}
         if not found:
             raise TransferFailed(
                 f"version {self.version} is committed, but no member that holds it is left"
             )
         first = next(iter(found.values()))
+        answered = [when for when, _ in answers.values()]
         times = {k: max(r.timings.get(k, 0.0) for r in found.values()) for k in first.timings}
         rows = [replace(rank, rank=0) for one in found.values() for rank in one.ranks]
         members = dict.fromkeys(found, "committed")
@@ -130,7 +132,11 @@ class Transaction:
             timings=times,
             ranks=tuple(replace(row, rank=n) for n, row in enumerate(rows)),
             transport=transport,
-            details={**first.details, "members": members},
+            details={
+                **first.details,
+                "members": members,
+                "commit_skew_seconds": f"{max(answered) - min(answered):.6f}",
+            },
         )
 
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from rollout.fleet.simulator import Simulation, Violation, Weather
+from rollout.fleet.findings import Violation, Weather
+from rollout.fleet.simulator import Simulation
 
 
 def course(seed: int, updates: int, faults: int):

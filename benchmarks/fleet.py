@@ -1,0 +1,387 @@
+"""What a fleet costs beside one engine: updates, the front, a member's death, and routing.
+
+    python benchmarks/fleet.py update CHECKPOINT [--sizes 2,4]    FSDP2 over 2 ranks; seconds, skew
+    python benchmarks/fleet.py front CHECKPOINT [--streams 64,256]    requests with and without it
+    python benchmarks/fleet.py death CHECKPOINT    a member killed: noticed, and caught up, when
+    python benchmarks/fleet.py routing CHECKPOINT    conversations: by prefix, and round robin
+
+Real processes, started here, one thread each; what is compared takes turns. Prints JSON lines, of
+medians with least and most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trainer_group import TRAINERS
+
+SERVE = ("--port", "0", "--grpc-port", "0", "--exit-with-stdin")
+ENGINE = ("--device", "cpu", "--num-threads", "1", "--max-num-seqs", "256")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.rank is not None:
+        trainer(args)
+        return
+    found = {"update": update, "front": front, "death": death, "routing": routing}[args.what](args)
+    for line in found:
+        print(json.dumps({"checkpoint": Path(args.checkpoint).name, **line}), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("update", "front", "death", "routing"))
+    parser.add_argument("checkpoint")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", default="2,4", help="members of the fleets")
+    parser.add_argument("--streams", default="64,256")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--conversations", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--addresses", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# ---- processes ----
+
+
+@contextlib.contextmanager
+def service(*words: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """A ``rollout`` process: its HTTP and gRPC addresses once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollout", *words, *SERVE],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline().split()
+        if not ready:
+            sys.exit(f"rollout {' '.join(words)} did not start")
+        http, grpc = (word.partition("=")[2] for word in ready[1:])
+        yield http, grpc, process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def engine(checkpoint: str, *words: str) -> contextlib.AbstractContextManager[Any]:
+    return service("serve", checkpoint, *ENGINE, *words)
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Median, least and most."""
+    return [round(value, 5) for value in (median(values), min(values), max(values))]
+
+
+# ---- updates ----
+
+
+def update(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The same trainer updates one engine and a fleet in turns."""
+    for size in map(int, args.sizes.split(",")):
+        with contextlib.ExitStack() as stack:
+            one = stack.enter_context(engine(args.checkpoint, "--num-kv-blocks", "64"))[1]
+            several = stack.enter_context(
+                engine(args.checkpoint, "--num-kv-blocks", "64", "--replicas", str(size))
+            )[1]
+            command = [sys.executable, __file__, "update", args.checkpoint]
+            command += ["--rounds", str(args.rounds), "--addresses", f"{one},{several}"]
+            command += ["--scratch", stack.enter_context(tempfile.TemporaryDirectory())]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            ranks = []
+            for rank in map(str, range(TRAINERS)):
+                process = subprocess.Popen(
+                    [*command, "--rank", rank], stdout=subprocess.PIPE, text=True, env=environment
+                )
+                ranks.append(stack.enter_context(process))
+            lines = ranks[0].communicate(timeout=1200)[0].splitlines()
+        rounds = [json.loads(line) for line in lines if line.startswith("[")]
+        single, fleet = (list(column) for column in zip(*rounds[1:], strict=True))
+        yield {
+            "what": "update",
+            "members": size,
+            "transport": fleet[0]["transport"],
+            "bytes": fleet[0]["bytes"],
+            "one_s": spread([r["seconds"] for r in single]),
+            "fleet_s": spread([r["seconds"] for r in fleet]),
+            "of_one": spread(
+                [f["seconds"] / o["seconds"] for o, f in zip(single, fleet, strict=True)]
+            ),
+            "stall_s": spread([r["stall"] for r in fleet]),
+            "skew_s": spread([r["skew"] for r in fleet]),
+        }
+
+
+def trainer(args: argparse.Namespace) -> None:
+    """One of the ranks: an update of each address in each round."""
+    from trainer_group import sharded_checkpoint, trainer_group
+
+    from rollout import Rollout
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(trainer_group(Path(args.scratch) / "rendezvous", args.rank, 900.0))
+        model = sharded_checkpoint(args.checkpoint, "bfloat16")
+        clients = [
+            stack.enter_context(Rollout.connect(address)) for address in args.addresses.split(",")
+        ]
+        for _ in range(args.rounds + 1):  # the first builds the shadows
+            found = []
+            for client in clients:
+                began = time.perf_counter()
+                receipt = client.update_weights(model, encoding="full", timeout=300.0)
+                found.append(
+                    {
+                        "seconds": time.perf_counter() - began,
+                        "stall": receipt.timings["stall"],
+                        "skew": float(receipt.details.get("commit_skew_seconds", 0.0)),
+                        "transport": receipt.transport,
+                        "bytes": receipt.num_bytes,
+                    }
+                )
+            print(json.dumps(found), flush=True)
+
+
+# ---- the front ----
+
+
+def front(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One engine by itself, and the same one through a front, in turns."""
+    with contextlib.ExitStack() as stack:
+        direct = stack.enter_context(engine(args.checkpoint))[1]
+        record = stack.enter_context(tempfile.TemporaryDirectory())
+        through = stack.enter_context(service("fleet", "--engine", direct, "--record", record))[1]
+        yield from asyncio.run(_front(args, direct, through))
+
+
+async def _front(args: argparse.Namespace, *addresses: str) -> list[dict[str, Any]]:
+    from rollout import AsyncRollout
+
+    clients = [AsyncRollout.connect(address, timeout=300.0) for address in addresses]
+    numbers, lines = itertools.count(100), []
+
+    async def one(client: AsyncRollout, new_tokens: int) -> None:
+        prompt = [next(numbers) % 5000 + 10, *range(10, 41)]
+        await client.generate(
+            [prompt], {"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+        )
+
+    try:
+        seconds: list[list[float]] = [[], []]
+        for turn in range(40 * args.rounds + 10):
+            for client, into in zip(clients, seconds, strict=True):
+                began = time.perf_counter()
+                await one(client, 1)
+                into += [time.perf_counter() - began] if turn >= 10 else []
+        extra = [b - a for a, b in zip(*seconds, strict=True)]
+        lines.append(
+            {
+                "what": "front, one request",
+                "direct_s": round(median(seconds[0]), 5),
+                "front_s": round(median(seconds[1]), 5),
+                "extra_s": round(median(extra), 5),
+                "requests": len(extra),
+            }
+        )
+        for streams in map(int, args.streams.split(",")):
+            rates: list[list[float]] = [[], []]
+            for turn in range(args.rounds + 1):
+                for client, rate in zip(clients, rates, strict=True):
+                    began = time.perf_counter()
+                    await asyncio.gather(*(one(client, args.new_tokens) for _ in range(streams)))
+                    took = time.perf_counter() - began
+                    rate += [streams * args.new_tokens / took] if turn else []
+            lines.append(
+                {
+                    "what": "front, throughput",
+                    "streams": streams,
+                    "new_tokens": args.new_tokens,
+                    "direct_tokens_per_s": spread(rates[0]),
+                    "front_tokens_per_s": spread(rates[1]),
+                    "of_direct": spread([b / a for a, b in zip(*rates, strict=True)]),
+                }
+            )
+    finally:
+        for client in clients:
+            await client.shutdown()
+    return lines
+
+
+# ---- a death ----
+
+
+def death(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A member of three is killed: until it does not serve; until its successor, once heard of,
+    serves what was committed; beside an update.
+    """
+    from safetensors.torch import load_file
+
+    from rollout import Rollout
+
+    weights = load_file(Path(args.checkpoint) / "model.safetensors")
+    noticed, caught_up, updates = [], [], []
+    with contextlib.ExitStack() as stack:
+        three = engine(args.checkpoint, "--num-kv-blocks", "64", "--replicas", "3")
+        http, grpc, up = stack.enter_context(three)
+        client = stack.enter_context(Rollout.connect(grpc))
+        for _ in range(args.rounds):
+            began = time.perf_counter()
+            client.update_weights(weights, encoding="full")
+            updates.append(time.perf_counter() - began)
+            victim = members_of(up.pid)[0]
+            began = time.perf_counter()
+            os.kill(victim, signal.SIGKILL)
+            wait_for(http, lambda rows: sum(r["status"] == "serving" for r in rows) < 3)
+            noticed.append(time.perf_counter() - began)
+            wait_for(http, lambda rows: any(is_new(row) for row in rows))
+            began = time.perf_counter()
+            wait_for(http, lambda rows: all(r["status"] == "serving" for r in rows))
+            caught_up.append(time.perf_counter() - began)
+    yield {
+        "what": "death",
+        "members": 3,
+        "noticed_s": spread(noticed),
+        "update_s": spread(updates),
+        "caught_up_s": spread(caught_up),
+        "caught_up_of_update": round(median(caught_up) / median(updates), 3),
+    }
+
+
+def is_new(row: dict[str, Any]) -> bool:
+    """Heard of, with the weights that it was started with."""
+    return row["status"] == "joining" and row["version"] == 0
+
+
+def members_of(pid: int) -> list[int]:
+    """The engines that a front has started."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for file in children for child in file.read_text().split()]
+    return [c for c in found if b"serve" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def wait_for(http: str, holds: Any, limit: float = 300.0) -> None:
+    deadline = time.monotonic() + limit
+    while True:
+        with urllib.request.urlopen(f"http://{http}/fleet/members", timeout=30) as reply:
+            rows = json.load(reply)["members"]
+        if holds(rows):
+            return
+        if time.monotonic() > deadline:
+            sys.exit(f"not within {limit:g} s: {rows}")
+        time.sleep(0.005)
+
+
+# ---- routing ----
+
+
+class RoundRobin:
+    """In the place of the product's ``Router``: the members in turn."""
+
+    def __init__(self) -> None:
+        self._turn = itertools.count()
+
+    def choose(self, prompt: Any, loads: dict[str, float], extra: float = 1.0) -> str:
+        names = sorted(loads)
+        return names[next(self._turn) % len(names)]
+
+    def forget(self, member: str) -> None: ...
+
+
+def routing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Conversations over two members, each turn behind all earlier ones of its own."""
+    from rollout.fleet.fleet import Fleet
+    from rollout.fleet.record import Record
+
+    with contextlib.ExitStack() as stack:
+        record = stack.enter_context(tempfile.TemporaryDirectory())
+        fleet = Fleet(Record(record, 10.0), lease=10.0)
+        stack.callback(fleet.close)
+        for _ in range(2):
+            fleet.add(stack.enter_context(engine(args.checkpoint))[1])
+        fleet.wait_serving(2, 60.0)
+        yield from asyncio.run(_routing(args, fleet))
+
+
+async def _routing(args: argparse.Namespace, fleet: Any) -> list[dict[str, Any]]:
+    from rollout import AsyncRollout
+    from rollout.fleet.backend import FleetBackend
+    from rollout.fleet.router import Router
+
+    backend = FleetBackend(fleet)
+    rollout = AsyncRollout.over(backend)
+    await rollout.start()
+    kinds: dict[str, type[Any]] = {"prefix": Router, "round robin": RoundRobin}
+    rows: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
+    for turn in range(args.rounds + 1):
+        for kind, made in kinds.items():
+            await rollout.reset_prefix_cache()
+            backend.router = made()
+            row = await _conversations(args, rollout, turn)
+            rows[kind] += [row] if turn else []
+    await rollout.shutdown()
+    return [
+        {
+            "what": "routing",
+            "by": kind,
+            "members": 2,
+            "conversations": args.conversations,
+            "turns": args.turns,
+            "hit_rate": spread([row[0] for row in found]),
+            "tokens_per_s": spread([row[1] for row in found]),
+            "p99_s": spread([row[2] for row in found]),
+        }
+        for kind, found in rows.items()
+    ]
+
+
+async def _conversations(
+    args: argparse.Namespace, rollout: Any, seed: int
+) -> tuple[float, float, float]:
+    """Share of prompt tokens that were cached, tokens a second, the 99th percentile of turns."""
+    rng, seconds = random.Random(seed), []
+    counts = {"prompt": 0, "cached": 0, "new": 0}
+
+    async def talk(first: list[int]) -> None:
+        said = first
+        for _ in range(args.turns):
+            began = time.perf_counter()
+            [output] = await rollout.generate(
+                said, {"max_tokens": args.new_tokens, "temperature": 0.0, "ignore_eos": True}
+            )
+            seconds.append(time.perf_counter() - began)
+            counts["prompt"] += len(said)
+            counts["cached"] += output.num_cached_tokens
+            counts["new"] += len(output.outputs[0].token_ids)
+            heard = [rng.randrange(10, 5000) for _ in range(64)]
+            said = [*said, *output.outputs[0].token_ids, *heard]
+
+    began = time.perf_counter()
+    starts = [[rng.randrange(10, 5000) for _ in range(256)] for _ in range(args.conversations)]
+    await asyncio.gather(*map(talk, starts))
+    took = time.perf_counter() - began
+    last = sorted(seconds)[min(len(seconds) - 1, len(seconds) * 99 // 100)]
+    return counts["cached"] / counts["prompt"], counts["new"] / took, last
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What a simulated course goes through, and what it comes to; see ``simulator``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """``delay``: mean seconds of a message. ``loss``: the share that is lost. ``stage``: mean
+    seconds in which a member takes an update's bytes. ``disk``: mean seconds of a durable write.
+    """
+
+    delay: float = 0.002
+    loss: float = 0.0
+    stage: float = 0.5
+    disk: float = 0.005
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a run came to. ``skew``: seconds between the first and the last member of a commit."""
+
+    commits: int = 0
+    aborts: int = 0
+    faults: int = 0
+    reads: int = 0
+    refused: int = 0
+    refounded: int = 0
+    rollbacks: int = 0
+    seconds: float = 0.0
+    skew: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        skew, total = sorted(self.skew) or [0.0], sorted(self.total) or [0.0]
+        return (
+            f"{self.commits} commits, {self.aborts} aborts, {self.faults} faults, {self.reads} "
+            f"reads ({self.refused} refused), {self.rollbacks} rollbacks, {self.refounded} epochs "
+            f"lost, {self.seconds:.0f} s; "
+            f"commit skew p50 {skew[len(skew) // 2]:.4f} p99 {skew[len(skew) * 99 // 100]:.4f} s, "
+            f"update p50 {total[len(total) // 2]:.3f} p99 {total[len(total) * 99 // 100]:.3f} s"
+        )
+
+
+class Violation(AssertionError):  # noqa: N818
+    """A promise was broken."""
