@@ -140,8 +140,9 @@ class InputProcessor:
     def _sample(self, request: Request, index: int, stream: bool) -> Sample:
         params, prompt, target = request.params, request.prompt_token_ids, None
         adapter = params.adapter
-        if params.max_tokens == 0 and not (params.hidden_state or request.images):
-            *_, target = prompt
+        alone = params.max_tokens == 0 and not (params.hidden_state or request.images)
+        if alone and len(prompt) > 1:
+            target = prompt[-1]
             prompt = prompt[:-1]  # nothing is wanted of where its last token is
         longest = self._max_model_len
         if params.max_tokens is not None:
@@ -302,11 +303,6 @@ class InputProcessor:
             raise InvalidRequest(
                 f"request {request.request_id!r}: prompt_logprobs_start is "
                 f"{params.prompt_logprobs_start}, but the prompt has {length} tokens"
-            )
-        if params.max_tokens == 0 and length < 2 and not params.hidden_state:
-            raise InvalidRequest(
-                f"request {request.request_id!r}: the first token of a sequence has no logprob: "
-                "there is nothing to score"
             )
         if request.params.hidden_state and not self._hidden_states:
             raise InvalidRequest(

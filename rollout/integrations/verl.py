@@ -29,6 +29,7 @@ from verl.workers.rollout.replica import (
 from rollout.api import AsyncRollout, Rollout
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
+from rollout.integrations.teacher_rows import teacher_rows
 from rollout.integrations.verl_checkpoint import NAME, drain, pulled, server_name
 
 
@@ -73,7 +74,9 @@ class Server:
         where logits were not numbers.
 
         ``extra_fields``: ``min_global_steps`` and ``max_global_steps`` are those of the weights
-        that made the tokens, ``global_steps`` the last token's.
+        that made the tokens, ``global_steps`` the last token's. ``prompt_ids`` and
+        ``prompt_logprobs``, where ``prompt_logprobs`` were asked for: as its distillation reads
+        them (``teacher_rows``), at the temperature of the request.
         """
         if image_data or video_data or audio_data:
             raise InvalidRequest("this engine takes text alone, no images, videos or audio")
@@ -83,7 +86,7 @@ class Server:
         [output] = await self._rollout.generate(
             [list(prompt_ids)], params, request_ids=[request_id]
         )
-        return self._answer(output)
+        return self._answer(output, params.prompt_logprobs or 0)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         await self._rollout.wake_up(tags)
@@ -142,9 +145,11 @@ class Server:
         room = limits["max_model_len"] - len(prompt)
         top = given.pop("logprobs", None)
         given["logprobs"] = None if top in (None, False, True) else top
+        if given.get("prompt_logprobs") is not None and given.get("temperature", 1.0) >= 1e-5:
+            given.setdefault("prompt_temperature", given.get("temperature", 1.0))
         return SamplingParams.from_dict({**given, "max_tokens": max(1, min(asked, room))})
 
-    def _answer(self, output: RequestOutput) -> TokenOutput:
+    def _answer(self, output: RequestOutput, top: int) -> TokenOutput:
         [sample] = output.outputs
         steps = [self._steps.get(span.version) for span in sample.weight_versions]
         known = [step for step in steps if step is not None]
@@ -156,7 +161,8 @@ class Server:
             "weight_versions": [(s.version, s.start, s.stop) for s in sample.weight_versions],
         }
         if output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = output.prompt_logprobs
+            rows = teacher_rows(output.prompt_token_ids, output.prompt_logprobs, top)
+            fields["prompt_ids"], fields["prompt_logprobs"] = rows
         return TokenOutput(
             token_ids=sample.token_ids,
             log_probs=sample.logprobs.processed,

@@ -68,9 +68,10 @@ def test_a_prompt_is_scored_from_where_the_client_says(http: httpx.Client) -> No
             logprob_start_len=start, top_logprobs_num=2, return_text_in_logprobs=True,
         )  # fmt: skip
         meta = row["meta_info"]
-        assert [t[:2] for t in meta["input_token_logprobs"]] == [
-            [values[i], IDS[i]] for i in range(start, 4)
-        ]
+        told = meta["input_token_logprobs"]
+        assert [token for _, token, _ in told] == IDS[start:]
+        for (value, _, _), wanted in zip(told, values[start:], strict=True):
+            assert value == (wanted and pytest.approx(wanted, abs=1e-5))
         assert all(isinstance(t[2], str) for t in meta["input_token_logprobs"])
         assert (row["output_ids"], meta["completion_tokens"]) == ([], 0)  # none was asked for
         assert meta["output_token_logprobs"] == []

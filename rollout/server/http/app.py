@@ -26,6 +26,7 @@ from rollout.server.http import (
     dashboard,
     embeddings,
     fleet,
+    score,
     sessions,
     sglang,
     tinker,
@@ -67,6 +68,7 @@ routes = Routes()
 DIALECTS = (
     Dialect(name="openai", routes=routes),
     Dialect(name="embeddings", routes=embeddings.routes),
+    Dialect(name="score", routes=score.routes),
     Dialect(name="sessions", routes=sessions.routes),
     Dialect(name="vllm", routes=control.routes),
     Dialect(name="vllm-frameworks", routes=vllm.routes),
@@ -178,6 +180,8 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
         answerless=body.answerless,
     )
     ids = _ids(style, len(prompts))
+    if style.processed and not params.greedy:  # then vLLM's are of the prompt, too
+        params = replace(params, prompt_temperature=params.temperature)
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
     return await _respond(request, body, style, outputs)
 

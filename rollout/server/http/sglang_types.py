@@ -136,7 +136,8 @@ class GenerateBody(BaseModel):
 class Ask:
     """One prompt of a call; ``start``: of the prompt's logprobs, -1 for none.
 
-    ``prefill_only``: no new token was asked for. The one that is made anyway is not told.
+    ``prefill_only``: no new token was asked for. The one that is made where the prompt is not
+    scored is not told.
     """
 
     rid: str
@@ -175,7 +176,10 @@ def _ask(
     if logprobs:
         values["logprobs"] = top
         if start >= 0:
-            values["prompt_logprobs"] = top
+            values |= {"prompt_logprobs": top, "prompt_logprobs_start": start}
+        plain = values.get("n", 1) == 1 and "structured_outputs" not in values
+        if start >= 0 and prefill_only and plain:
+            values |= {"max_tokens": 0, "logprobs": None}
     params = SamplingParams.from_dict(values)
     return Ask(
         rid=rid, prompt=prompt, params=params, logprobs=logprobs, start=start if logprobs else -1,
@@ -263,7 +267,7 @@ def _meta_info(
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": stop,
         "cached_tokens": output.num_cached_tokens,
-        "weight_version": spans[-1]["version"] if spans else versions.name(versions.live),
+        "weight_version": spans[-1]["version"] if spans else _prefilled_by(completion, versions),
         "weight_versions": spans,
         "staleness": completion.staleness,
         "num_retractions": 0,
@@ -274,6 +278,11 @@ def _meta_info(
     if ask.logprobs:
         meta |= _logprobs(output, completion, ask, text, stop)
     return meta
+
+
+def _prefilled_by(completion: Completion, versions: Versions) -> str:
+    spans = completion.kv_spans
+    return versions.name(spans[-1].version if spans else versions.live)
 
 
 def _finish_reason(completion: Completion, made: int) -> dict[str, Any] | None:
@@ -303,9 +312,11 @@ def _logprobs(
         return [triple(value, token) for token, value in best]
 
     pairs: list[tuple[dict[int, float] | None, int]] = []
-    if ask.start >= 0 and output.prompt_logprobs is not None:
-        rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
-        pairs = list(rows)[ask.start :]
+    found, ids = output.prompt_logprobs, output.prompt_token_ids
+    if output.scores is not None:
+        found = output.scores.rows(ids)[: len(ids)]
+    if ask.start >= 0 and found is not None:
+        pairs = list(zip(found, ids, strict=False))[ask.start :]
     values = _reported(completion, greedy=ask.params.greedy)[:stop]
     meta: dict[str, Any] = {
         "input_token_logprobs": [triple(row[t] if row else None, t) for row, t in pairs],

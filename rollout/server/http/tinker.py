@@ -102,11 +102,13 @@ class SampleBody(_Body):
         texts = [stop] if isinstance(stop, str) else [s for s in stop or () if isinstance(s, str)]
         tokens = [t for t in stop or () if isinstance(t, int)]
         wanted = self.prompt_logprobs or self.topk_prompt_logprobs
+        count, last = len(self.token_ids()), self.prompt_logprobs_last_n
         return SamplingParams(
             n=self.num_samples, max_tokens=asked.max_tokens, seed=asked.seed,
             temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p,
             stop=tuple(texts), stop_token_ids=tuple(tokens), ignore_eos=stop == [],
             prompt_logprobs=self.topk_prompt_logprobs if wanted else None,
+            prompt_logprobs_start=max(count - last, 0) if wanted and last else 0,
             logprobs=self.topk_sample_logprobs,
         )  # fmt: skip
 

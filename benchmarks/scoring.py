@@ -1,0 +1,90 @@
+"""Scoring given tokens against plain prefill of the same sequences, in neighbouring rounds.
+
+    python benchmarks/scoring.py [--shape llama1b] [--tokens 4096] [--rounds 5] [--top 0,64]
+
+Weights are made up, in the sizes of ``make_checkpoint.py``; prefill is ``generate`` of one token.
+``all``: every token of the sequences is scored; ``half``: the second half of each, as completions.
+The prefix cache is emptied before each run. A ratio is that of one round, tokens per second of
+scoring over those of prefill; printed are the medians with their range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+from make_checkpoint import SHAPES
+
+from rollout import Rollout, SamplingParams
+
+PREFILL = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama1b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--num-threads", type=int, default=None)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a run, in all sequences")
+    parser.add_argument("--length", type=int, default=512, help="of a sequence")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--top", default="0,64", help="alternatives of each token, by commas")
+    args = parser.parse_args()
+    config = SHAPES[args.shape]()
+    config.architectures = {"llama": ["LlamaForCausalLM"], "qwen2": ["Qwen2ForCausalLM"]}.get(
+        config.model_type, ["Qwen3ForCausalLM"]
+    )
+    draw = random.Random(0)
+    rows = [
+        [draw.randrange(3, config.vocab_size) for _ in range(args.length)]
+        for _ in range(args.tokens // args.length)
+    ]
+    half = args.length // 2
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        with Rollout(
+            directory, load_format="dummy", dtype=args.dtype, device=args.device,
+            num_threads=args.num_threads, max_model_len=args.length + 1, skip_tokenizer_init=True,
+            check_finite=False,
+        ) as engine:  # fmt: skip
+            runs: dict[str, Callable[[], object]] = {
+                "prefill": lambda: engine.generate(rows, PREFILL)
+            }
+            prompts, completions = [r[:half] for r in rows], [r[half:] for r in rows]
+            for top in map(int, args.top.split(",")):
+                runs[f"all, top {top}"] = lambda top=top: engine.score(rows, top_logprobs=top)  # type: ignore[misc]
+                runs[f"half, top {top}"] = lambda top=top: engine.score(  # type: ignore[misc]
+                    prompts, completions, top_logprobs=top
+                )
+            measure(runs, engine, args.rounds, len(rows) * args.length)
+
+
+def measure(
+    runs: dict[str, Callable[[], object]], engine: Rollout, rounds: int, tokens: int
+) -> None:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):  # the first warms up
+        for name, run in runs.items():
+            engine.reset_prefix_cache()
+            start = time.perf_counter()
+            run()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    for name, found in seconds.items():
+        ratios = sorted(p / s for p, s in zip(seconds["prefill"], found, strict=True))
+        print(
+            f"{name:14} {tokens / statistics.median(found):8.0f} tokens/s, "
+            f"{statistics.median(ratios):.3f} of prefill ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
