@@ -4,6 +4,7 @@
 
 Makes a random bfloat16 checkpoint of each kind (8 to 16 M parameters), loads it in both, and lets
 them write by turns in one process: A B A B. Prints medians, and the ratios of the same round.
+Where it says int8, weights are quantised here, and bfloat16 there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,30 @@ BASE: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+DEEPSEEK = {
+    "intermediate_size": 512, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "kv_lora_rank": 64,
+    "q_lora_rank": 96, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_key_value_heads": 8, "head_dim": 16,
+}  # fmt: skip
+DELTA = {
+    **EXPERTS, "shared_expert_intermediate_size": 128, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+MAMBA = {
+    "num_local_experts": 0, "shared_intermediate_size": 512, "mamba_n_heads": 8,
+    "mamba_d_head": 64, "mamba_d_state": 128, "attention_multiplier": 0.18,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense (Llama)": ("Llama", {"intermediate_size": 768}),
     "windows (Gemma 2)": ("Gemma2", {"intermediate_size": 768, "sliding_window": 64}),
     "experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
+    "latent attention, experts (DeepSeek-V3)": ("DeepseekV3", DEEPSEEK),
+    "delta nets, experts (Qwen3-Next)": ("Qwen3Next", DELTA),
+    "Mamba-2 (Granite 4)": ("GraniteMoeHybrid", MAMBA),
+    "int8 here (Llama)": ("Llama", {"intermediate_size": 768}),
+    "int8 here, experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
 }  # fmt: skip
 PROMPT = 64  # tokens
 BATCHES = (1, 8)
@@ -53,6 +74,7 @@ def main() -> None:
     print("|---|" + "---|" * (3 + 2 * len(BATCHES)))
     for name, (stem, sizes) in KINDS.items():
         if not args.kinds or any(each in name for each in args.kinds):
+            args.quantization = "int8" if "int8" in name else "none"
             print(f"| {name} | {compare(stem, sizes, args)} |", flush=True)
 
 
@@ -95,7 +117,7 @@ def cell(rounds: list[tuple[float, float]], digits: int, ratio: Callable[..., fl
 def ours(where: str, args: argparse.Namespace) -> Rollout:
     return Rollout(
         where, device="cpu", num_threads=args.num_threads, num_kv_blocks=256, max_model_len=512,
-        enable_prefix_caching=False, check_finite=False,
+        enable_prefix_caching=False, check_finite=False, quantization=args.quantization,
     )  # fmt: skip
 
 

@@ -49,6 +49,9 @@ _STACKED = {
     "output_linear.weight": "experts.down_proj",
     "router.layer.weight": "router.weight",
 }
+# Stacked experts that a model holds one by one, as it does where they are quantised: both linears
+# of one -> whether files have them transposed, whatever their shapes.
+STACKED = {("gate_up_proj", "down_proj"): True, ("input_linear", "output_linear"): False}
 _MEMORY = {names.module: names.memory for names in EXPERT_NAMES}
 
 
@@ -60,7 +63,7 @@ class FusedExperts:
     expert i's part is the tensor ``prefix.i.component.weight``. ``sibling`` is the other fused
     tensor of the layer. Stored transposed, [E, columns, rows], it is recognised by its shape; where
     both shapes are one it is read as transformers 5 has it, and refused beside a sibling that
-    proves to be transposed.
+    proves to be transposed. ``transposed``: whether it always is; None where shapes tell.
     """
 
     name: str
@@ -68,21 +71,26 @@ class FusedExperts:
     prefix: str
     parts: tuple[tuple[str, int, int], ...]
     sibling: str
+    transposed: bool | None = None
 
     @property
     def ambiguous(self) -> bool:
-        return self.shape[1] == self.shape[2]
+        return self.transposed is None and self.shape[1] == self.shape[2]
 
     def is_transposed(self, shape: Shape) -> bool:
         """Whether a value of ``shape`` is stored transposed; ``WeightMismatch`` if neither."""
         experts, rows, columns = self.shape
-        if tuple(shape) == self.shape:
+        if self.transposed is not True and tuple(shape) == self.shape:
             return False
-        if tuple(shape) == (experts, columns, rows):
+        if self.transposed is not False and tuple(shape) == (experts, columns, rows):
             return True
+        needs = {
+            None: f"{self.shape} (or, transposed, {(experts, columns, rows)})",
+            True: f"{(experts, columns, rows)}",
+            False: f"{self.shape}",
+        }
         raise WeightMismatch(
-            f"{self.name}: has shape {tuple(shape)}, the model needs {self.shape} "
-            f"(or, transposed, {(experts, columns, rows)})"
+            f"{self.name}: has shape {tuple(shape)}, the model needs {needs[self.transposed]}"
         )
 
     def boxes(self, experts: range | None = None) -> Iterator[tuple[str, Box]]:
@@ -256,7 +264,7 @@ def is_expert(parts: list[str]) -> bool:
         and parts[-1] == "weight"
         and parts[-4] == "experts"
         and parts[-3].isdecimal()
-        and any(parts[-2] in names.linears for names in EXPERT_NAMES)
+        and any(parts[-2] in linears for linears in (*(n.linears for n in EXPERT_NAMES), *STACKED))
     )
 
 
@@ -271,6 +279,9 @@ def _stacked_name(name: str) -> str | None:
 
 def _fuse(prefix: str, linears: Mapping[str, Mapping[int, Shape]]) -> Iterable[FusedExperts]:
     """Both fused tensors of the layer ``prefix``, if its experts are numbered and shaped alike."""
+    for (both, down), transposed in STACKED.items():
+        if set(linears) == {both, down}:
+            return _restack(prefix, linears, both, down, transposed)
     for gate, up, down in (names.linears for names in EXPERT_NAMES):
         if set(linears) not in ({gate, up, down}, {up, down}):
             continue
@@ -292,6 +303,29 @@ def _fuse(prefix: str, linears: Mapping[str, Mapping[int, Shape]]) -> Iterable[F
             FusedExperts(names[1], (count, hidden, inner), prefix, ((down, 0, hidden),), names[0]),
         )
     return ()
+
+
+def _restack(
+    prefix: str,
+    linears: Mapping[str, Mapping[int, Shape]],
+    both: str,
+    down: str,
+    transposed: bool,
+) -> Iterable[FusedExperts]:
+    """The same of experts that are stacked in files: under the names of files and of memory."""
+    count = len(linears[both])
+    alike = all(len({*linears[part].values()}) == 1 for part in (both, down))
+    if not alike or any(set(linears[part]) != set(range(count)) for part in (both, down)):
+        return
+    spelt = {(f"{prefix}.gate_up_proj", f"{prefix}.down_proj")}
+    if both == "input_linear":
+        block = prefix.removesuffix("experts")
+        spelt.add((f"{block}{both}.weight", f"{block}{down}.weight"))
+    for names in sorted(spelt):
+        for part, name, sibling in ((both, *names), (down, *names[::-1])):
+            rows, columns = linears[part][0]
+            shape, parts = (count, rows, columns), ((part, 0, rows),)
+            yield FusedExperts(name, shape, prefix, parts, sibling, transposed)
 
 
 def _swapped(box: Box) -> Box:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_ranks import Engine, same
 from models.rank_threads import Session
+from safetensors.torch import load_file
 from tiny_models import write_tiny
 from trainer import DEADLINE, Trainer, nudged
 from trainer_ranks import DeltaTrainerRanks, TrainerRanks, rows
@@ -250,6 +251,62 @@ def test_experts_are_quantised_wherever_they_lie(tmp_path, scheme) -> None:
         assert wanted.keys() == held(live).keys()
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "scheme"),
+    [
+        ("gpt_oss", "int8"),
+        ("gpt_oss", "mxfp4"),
+        ("llama4", "fp8"),
+        ("granite_hybrid", "int8"),
+    ],
+)
+def test_experts_that_files_stack_are_quantised_one_by_one(tmp_path, arch, scheme) -> None:
+    """Whatever their shapes: what is square is read as this architecture's files have it."""
+    found, square = [], {"hidden_size": 64, "intermediate_size": 64, "num_layers": 2}
+    for seed in (0, 1):
+        model = write_tiny(tmp_path / str(seed), arch, seed=seed, **square)
+        found.append({n: t.clone() for n, t in model.state_dict().items()})
+    config = ModelConfig.from_directory(tmp_path / "0")
+    engine = Engine(config, 2, found[0], quantization=scheme)
+    try:
+        receipt = Trainer(engine, "inline").send(found[1])
+        live = [rank.instances.live for rank in engine.ranks]
+        alone = ranks_of_float(config, found[1], scheme)
+        assert held(live) == held(alone)
+        sparse = sum(config.moe.is_sparse(layer) for layer in range(config.num_layers))
+        assert sum(".experts.5." in name for name in held(live)) == 2 * sparse
+        assert total(engine.digests(DEADLINE).values()) == receipt.digest
+    finally:
+        engine.close()
+    [files] = ranks_of_float(config, load_file(tmp_path / "1" / "model.safetensors"), scheme)
+    assert held([files]) == held(alone)
+
+
+@pytest.mark.parametrize("arch", ["gpt_oss", "llama4", "granite_hybrid"])
+def test_stacked_experts_give_what_their_dequantised_weights_give(tmp_path, arch) -> None:
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "intermediate_size_mlp",
+        "shared_intermediate_size",
+    )
+    model = write_tiny(tmp_path, arch, **dict.fromkeys(sizes, 64))
+    config, weights = ModelConfig.from_directory(tmp_path), model.state_dict()
+    [quantised] = ranks_of_float(config, weights, "mxfp4")
+    plain = build_model(config, TensorParallel(), torch.float32, "cpu")
+    plain.load_weights(weights.items())
+    for slot in quantised.table.quantized:  # the floats that its codes stand for
+        own, values, put = plain.storages()[slot.param], quantised.read_slot(slot), slot.put
+        if ".experts." in slot.source and arch != "granite_hybrid":  # there they lie transposed
+            (e, a, b), (f, c, d) = put.starts, put.stops
+            put, values = Box((e, b, a), (f, d, c)), values.T
+        own[put.slices] = values.reshape(put.shape)
+    logits = [
+        Session(each, [[5, 9, 200, 31, 7, 7, 12]]).advance([7])[0] for each in (quantised, plain)
+    ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 
 
 def ranks_of_float(config, weights, scheme: str):

@@ -7,7 +7,7 @@ from torch import Tensor
 from rollout.kernels import fused_experts
 from rollout.models.layers.base import Build, Layer, sibling, storage_of
 from rollout.models.weight_table import SCALE
-from rollout.weights import PLAIN, Box, Shape, WeightSlot
+from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.quantization import Scheme
 
 
@@ -37,6 +37,52 @@ class _Placed(Layer):
             self.local = self.inner // tp.size
             self.first_inner = tp.rank * self.local
 
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The first expert here, and the one behind the last."""
+        return self.first, self.first + self.count
+
+
+class _Stacked(_Placed):
+    """What files have in two tensors, and their biases: ``b2`` is added by the first rank, or by
+    the rank that has the expert."""
+
+    b13: Tensor | None
+    b2: Tensor | None
+
+    def declare_biases(self) -> None:
+        assert self.moe.arch.stacked is not None
+        self.stacked = self.moe.arch.stacked
+        for name, width in (("b13", 2 * self.local), ("b2", self.hidden)):
+            self.register_parameter(name, None)
+            if self.stacked.bias:
+                self.declare(name, (self.count, width))
+
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        alone = self.build.expert_parallel or self.build.tp.rank == 0
+        return self.b13, self.b2 if alone else None
+
+    @property
+    def halves(self) -> list[tuple[int, int, int]]:
+        """Where gate and up lie: the first of the file's, the first here, how many."""
+        here, local = self.first_inner, self.local
+        if self.stacked.interleaved:
+            return [(2 * here, 0, 2 * local)]
+        return [(here, 0, local), (self.inner + here, local, local)]
+
+    def bias_slots(self, prefix: str) -> list[WeightSlot]:
+        if not self.stacked.bias:
+            return []
+        (start, stop), width, found = self.kept, 2 * self.inner, []
+        for at, to, many in self.halves:
+            take, put = Box((start, at), (stop, at + many)), Box((0, to), (self.count, to + many))
+            name = f"{prefix}.gate_up_proj_bias"
+            found.append(WeightSlot(name, (self.total, width), take, f"{prefix}.b13", put))
+        take, put = Box((start, 0), (stop, self.hidden)), Box.full((self.count, self.hidden))
+        shape = (self.total, self.hidden)
+        return [*found, WeightSlot(f"{prefix}.down_proj_bias", shape, take, f"{prefix}.b2", put)]
+
 
 class Experts(_Placed):
     """``w13`` [experts here, 2 inner here, hidden] (inner, of squared ones, which have no gate) and
@@ -62,7 +108,14 @@ class Experts(_Placed):
         first = self.first
         return fused_experts(x, self.w13, self.w2, experts, weights, first, squared=self.squared)
 
-    def _dequantized(self, x: Tensor, experts: Tensor, weights: Tensor, scheme: Scheme) -> Tensor:
+    def _dequantized(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        scheme: Scheme,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor:
         """The same of the experts that are wanted here, dequantised for this call."""
         local = experts - self.first
         outside = (local < 0) | (local >= self.count)
@@ -76,7 +129,9 @@ class Experts(_Placed):
             )
             for name in ("w13", "w2")
         )
-        return fused_experts(x, w13, w2, places, weights, kept, squared=self.squared)
+        b13, b2 = (None if bias is None else bias[wanted] for bias in biases)
+        clamped = self.moe.clamped
+        return fused_experts(x, w13, w2, places, weights, kept, b13, b2, clamped, self.squared)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         gate, up, down = self.moe.arch.names.linears
@@ -100,62 +155,69 @@ class Experts(_Placed):
         return result
 
 
-class StackedExperts(_Placed):
+class StackedExperts(_Stacked):
     """The same of a checkpoint that stacks them: ``w13`` [experts here, hidden, 2 inner here] and
     ``w2`` [experts here, inner here, hidden], as ``StackedArch`` has them.
 
     Parameters lie as the file's tensors do, so a fused tensor is one slot (two, where gate and up
-    are halves). ``b2`` is added by the first rank, or by the rank that has the expert.
+    are halves).
     """
-
-    b13: Tensor | None
-    b2: Tensor | None
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        assert self.moe.arch.stacked is not None
-        self.stacked = self.moe.arch.stacked
         self.declare("w13", (self.count, self.hidden, 2 * self.local))
         self.declare("w2", (self.count, self.local, self.hidden))
-        for name, width in (("b13", 2 * self.local), ("b2", self.hidden)):
-            self.register_parameter(name, None)
-            if self.stacked.bias:
-                self.declare(name, (self.count, width))
+        self.declare_biases()
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         w13, w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
-        alone = self.build.expert_parallel or self.build.tp.rank == 0
-        b13, b2 = self.b13, self.b2 if alone else None
-        clamped = self.moe.clamped
-        return fused_experts(x, w13, w2, experts, weights, self.first, b13, b2, clamped)
+        b13, b2 = self.biases
+        return fused_experts(x, w13, w2, experts, weights, self.first, b13, b2, self.moe.clamped)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        hidden, inner, local = self.hidden, self.inner, self.local
-        start, stop = self.first, self.first + self.count
-        here, width = self.first_inner, 2 * inner
-        # (first column of the file's tensor, first column here, columns)
-        columns = [(2 * here, 0, 2 * local)]
-        if not self.stacked.interleaved:
-            columns = [(here, 0, local), (inner + here, local, local)]
-        found = []
-
-        def slot(name: str, shape: Shape, take: Box, param: str, put: Box) -> None:
-            found.append(WeightSlot(f"{prefix}.{name}", shape, take, f"{prefix}.{param}", put))
-
-        for at, to, many in columns:
+        hidden, inner, local, here = self.hidden, self.inner, self.local, self.first_inner
+        (start, stop), found = self.kept, []
+        for at, to, many in self.halves:
             take = Box((start, 0, at), (stop, hidden, at + many))
             put = Box((0, 0, to), (self.count, hidden, to + many))
-            slot("gate_up_proj", (self.total, hidden, width), take, "w13", put)
-            if self.stacked.bias:
-                take = Box((start, at), (stop, at + many))
-                put = Box((0, to), (self.count, to + many))
-                slot("gate_up_proj_bias", (self.total, width), take, "b13", put)
+            shape, name = (self.total, hidden, 2 * inner), f"{prefix}.gate_up_proj"
+            found.append(WeightSlot(name, shape, take, f"{prefix}.w13", put))
         take = Box((start, here, 0), (stop, here + local, hidden))
-        put = Box.full((self.count, local, hidden))
-        slot("down_proj", (self.total, inner, hidden), take, "w2", put)
-        if self.stacked.bias:
-            take, put = Box((start, 0), (stop, hidden)), Box.full((self.count, hidden))
-            slot("down_proj_bias", (self.total, hidden), take, "b2", put)
+        put, shape = Box.full((self.count, local, hidden)), (self.total, inner, hidden)
+        found.append(WeightSlot(f"{prefix}.down_proj", shape, take, f"{prefix}.w2", put))
+        return [*found, *self.bias_slots(prefix)]
+
+
+class QuantizedStacked(Experts, _Stacked):
+    """``Experts`` of a checkpoint that stacks them, quantised: each expert has two tensors of its
+    own, [2 inner, hidden] and [hidden, inner], into which what comes stacked is split
+    (``weights.fused_experts.STACKED``): scales are of the rows that a product has."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.declare_biases()
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        assert self.scheme is not None
+        return self._dequantized(x, experts, weights, self.scheme, self.biases)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        both, down = self.stacked.rows or ("gate_up_proj", "down_proj")
+        here, local = self.first_inner, self.local
+        found = self.bias_slots(prefix)
+        for index in range(self.total):
+            at = index - self.first
+            kept = 0 <= at < self.count
+            for first, to, many in self.halves:
+                take = Box((first, 0), (first + many, self.hidden))
+                put = Box((at, to, 0), (at + 1, to + many, self.hidden)) if kept else _NOTHING_3D
+                name, shape = f"{prefix}.{index}.{both}.weight", (2 * self.inner, self.hidden)
+                take = take if kept else _NOTHING_2D
+                found.append(WeightSlot(name, shape, take, f"{prefix}.w13", put))
+            take = Box((0, here), (self.hidden, here + local)) if kept else _NOTHING_2D
+            put = Box((at, 0, 0), (at + 1, self.hidden, local)) if kept else _NOTHING_3D
+            name, shape = f"{prefix}.{index}.{down}.weight", (self.hidden, self.inner)
+            found.append(WeightSlot(name, shape, take, f"{prefix}.w2", put))
         return found
 
 
@@ -168,7 +230,7 @@ class StackedRows(Experts):
         assert stacked is not None
         assert stacked.rows is not None
         both, down = (sibling(prefix, f"{name}.weight") for name in stacked.rows)
-        start, stop, inner, local = self.first, self.first + self.count, self.inner, self.local
+        (start, stop), inner, local = self.kept, self.inner, self.local
         found = []
         for half in (0, 1):
             at = half * inner + self.first_inner
@@ -188,6 +250,8 @@ def make_experts(build: Build) -> Experts | StackedExperts:
     stacked = build.config.moe.arch.stacked
     if stacked is None:
         return Experts(build)
+    if build.quantization is not None:
+        return QuantizedStacked(build)
     return StackedRows(build) if stacked.rows else StackedExperts(build)
 
 
