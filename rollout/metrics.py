@@ -58,7 +58,8 @@ class EngineStats:
     ``nonfinite_tensors``:
     of the live weights, as a cold start found them; 0 where nothing looked. ``following`` is the
     directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
-    once a version has become live since. ``weight_update_errors``: "UPDATE_ID: REASON" of the last
+    once a version has become live since. ``adapters``: the newest version of each that is served
+    beside the weights. ``weight_update_errors``: "UPDATE_ID: REASON" of the last
     updates that failed, 8 at most, oldest first. ``encoder_cache_...``: images that steps needed,
     those whose features were there already, and what is kept on each rank. ``staleness``: of
     samples that ended, how many versions their oldest token was behind; ``stale_..._total``: how
@@ -100,6 +101,7 @@ class EngineStats:
     follow_error: str = ""
     follow_failures_total: int = 0
     weight_update_errors: tuple[str, ...] = ()
+    adapters: Mapping[str, int] = field(default_factory=dict)
     encoder_cache_queries_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_cache_bytes: int = 0

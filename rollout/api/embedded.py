@@ -317,8 +317,8 @@ class EmbeddedBackend:
             where = Path(path).expanduser().absolute()
             if not anywhere:
                 where = adapter_directory(name, path, self.config)
-            made = self.served_adapters.load(name, where, inplace=inplace)
-            return AdapterLoaded(name=name, version=made.version, merged=False)
+            version = self.served_adapters.load(name, where, self.link, inplace=inplace)
+            return AdapterLoaded(name=name, version=version, merged=False)
         receipt = self.adapters.load(name, path, self.link, inplace=inplace)
         version = self.core.version if receipt is None else receipt.version
         return AdapterLoaded(name=name, version=version, merged=True)
@@ -375,6 +375,8 @@ class EmbeddedBackend:
             staging=self.config.staging,
             memory=self.core.memory.to_dict(),
             note_version=None if journal is None else journal.version,
+            max_adapters=self.config.max_adapters,
+            max_lora_rank=self.config.max_lora_rank,
         )
         if journal is not None:
             found = self._coordinator.digests(self.config.start_timeout)

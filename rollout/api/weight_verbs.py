@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.shard_layout import PlanCache
+from rollout.weight_sync.trainer.sources.update import own_adapters
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.trainer.weight_report import check_weights as check
 from rollout.weight_sync.trainer.weight_report import preflight as preflight_source
@@ -45,6 +47,8 @@ class WeightVerbs:
         anchor_every: int = 0,
         max_stall: float | None = None,
         max_extra_memory: int | None = None,
+        adapters: Mapping[str, Any] | None = None,
+        adapters_only: bool = False,
     ) -> UpdateReceipt:
         """Make ``source`` live as one new version, or change nothing and say why.
 
@@ -61,6 +65,11 @@ class WeightVerbs:
         updates. ``max_stall`` (seconds in which no step may run) and ``max_extra_memory`` (bytes
         that a rank may take on its device beside what it holds): an update that is going to
         break one is refused before anything moves, with what it would need (``LimitExceeded``).
+        updates. ``adapters``: LoRA adapters by name (PEFT models, or directories that PEFT wrote)
+        that go with the source, or without one: their factors alone, into slots of the engine
+        (``max_adapters``), live at the same commit as ``name@version``. A source that is one of
+        them goes unmerged; any other PEFT model is sent merged. ``adapters_only``: of ``source``,
+        a PEFT model, its active adapters under their names there.
         The receipt's ``details`` say which of them was taken and why. Raises a
         ``WeightError`` (the old version serves on) or an ``EngineError``.
         """
@@ -79,8 +88,14 @@ class WeightVerbs:
             max_stall=max_stall,
             max_extra_memory=max_extra_memory,
         )
-        if (source is None) == (server_path is None):
-            raise ConfigError("update_weights takes a source, or server_path=, and not both")
+        if adapters_only:
+            if adapters or server_path is not None:
+                raise ConfigError("adapters_only=True takes a PEFT model as its source, alone")
+            source, adapters = None, own_adapters(source)
+        if (source is None and not adapters) == (server_path is None):
+            raise ConfigError(
+                "update_weights takes a source, adapters= or both; or server_path= alone"
+            )
         if update_id is not None and server_path is None:
             raise ConfigError("update_id goes with server_path=: other updates get their own")
         if server_path is not None:
@@ -92,8 +107,12 @@ class WeightVerbs:
             options=options,
             base=self._delta_base,
             plans=self._plans,
+            adapters=adapters,
         )
-        self._backend.committed(receipt, partial=partial)  # ranks that did not send learn it too
+        builds_on_live = partial or source is None
+        self._backend.committed(
+            receipt, partial=builds_on_live
+        )  # ranks that did not send learn it too
         return receipt
 
     def weight_info(self) -> WeightInfo:

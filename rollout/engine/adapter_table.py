@@ -12,8 +12,8 @@ class AdapterTable:
     """Names and their newest versions; a sequence that has begun keeps the slot it began with.
 
     A slot is free where no newest version lies in it, nobody has reserved it, ``kept`` has it not,
-    and no live sequence needs it, which ``in_use()`` says. ``names`` and ``newest`` may be read in
-    any thread; all else is the engine thread's.
+    and no live sequence needs it, which ``in_use()`` says. ``names``, ``versions`` and ``newest``
+    may be read in any thread; all else is the engine thread's.
     """
 
     def __init__(self, slots: int, in_use: Callable[[], Collection[int]]) -> None:
@@ -27,6 +27,11 @@ class AdapterTable:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._newest)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The newest version of each name."""
+        return {name: version.version for name, version in list(self._newest.items())}
 
     def newest(self, name: str) -> AdapterVersion | None:
         return self._newest.get(name)
@@ -74,6 +79,13 @@ class AdapterTable:
         made = AdapterVersion(name=name, version=self._last[name], slot=slot)
         self._newest[name] = made
         return made
+
+    def restore(self, name: str, version: AdapterVersion | None) -> None:
+        """What ``name`` was before: an earlier version, whose slot was ``kept``, or nothing."""
+        if version is None:
+            self._newest.pop(name, None)
+        else:
+            self._newest[name] = version
 
     def remove(self, name: str) -> AdapterVersion | None:
         """Forget a name; what runs goes on with it."""

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -180,7 +180,7 @@ class EngineCore:
         self.outputs = OutputProcessor(
             self.scheduler, self.counters, epoch=self.epoch, eos_ids=self.eos_ids,
             live_ids=self.inputs.live_ids, journal=self.journal,
-            sparse_layers=self._sparse_layers,
+            sparse_layers=self._sparse_layers, adapters=self.adapters,
         )  # fmt: skip
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
@@ -311,6 +311,7 @@ class EngineCore:
             epoch=self.epoch,
             seed=self.seed,
             weight_version=self.version,
+            adapters=self.adapters.versions,
             **counted,
         )
 
@@ -356,23 +357,58 @@ class EngineCore:
         """Run ``fn`` in the engine's thread between two steps; boundaries keep their order."""
         return self.loop.at_boundary(fn)
 
-    def on_commit(self, version: int, in_flight: str) -> None:
+    def on_commit(
+        self,
+        version: int,
+        in_flight: str,
+        *,
+        models: bool = True,
+        adapters: Collection[str] = (),
+        name: Callable[[int], None] = lambda version: None,
+    ) -> None:
         """Inside a boundary: the live weights are those of ``version``, a newer one, from now on.
 
-        ``in_flight`` says what becomes of the requests that the old version has begun.
+        ``in_flight`` says what becomes of the requests that the old version has begun. ``models``
+        False: ``adapters`` alone have changed, which ``name`` gives their new versions; the caches
+        of all else stay. What has begun with one goes on with the version that it has, but where it
+        is computed again.
         """
         if in_flight not in IN_FLIGHT:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
         assert self.loop.is_current_thread, "commit outside a step boundary"
         assert version > self.version, "versions only grow"
         if in_flight == "abort":  # what could fail comes first: then the version is as it was
-            self.outputs.abort({seq.request_id for seq in self.scheduler.begun()})
-        elif in_flight == "recompute":
+            begun = self.scheduler.begun()
+            if not models:
+                begun = [s for s in begun if s.adapter is not None and s.adapter.name in adapters]
+            self.outputs.abort({seq.request_id for seq in begun})
+        name(version)
+        self._follow_names(adapters, in_flight == "recompute")
+        if in_flight == "recompute" and models:
             self.scheduler.recompute()
-        self.outputs.end_stale(version, self.config.max_staleness, self.config.on_stale)
-        self.blocks.set_version(version)
+        stale = self.config.max_staleness, self.config.on_stale
+        self.outputs.end_stale(version, *stale, None if models else adapters)
+        if models:
+            self.blocks.set_version(version)
         self.version = version
         self.mark_broken(None)
+
+    def _follow_names(self, adapters: Collection[str], recompute: bool) -> None:
+        """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
+        again.
+        """
+        if not adapters:
+            return
+        begun = {seq.seq_id for seq in self.scheduler.begun()}
+        again = []
+        for seq in self.scheduler.sequences():
+            newest = None if seq.adapter is None else self.adapters.newest(seq.adapter.name)
+            if newest is None or newest.name not in adapters or newest == seq.adapter:
+                continue
+            if seq.seq_id not in begun or recompute:
+                seq.adapter = newest
+                again.append(seq)
+        self.scheduler.recompute([seq for seq in again if seq.seq_id in begun])
 
     def mark_broken(self, reason: str | None) -> None:
         """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.journal import Finished, Journal
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
@@ -31,6 +32,7 @@ from rollout.generation import (
     VersionSpan,
 )
 from rollout.metrics import EngineCounters
+from rollout.weights.adapters import AdapterVersion
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class SampleSnapshot:
     weight_versions: tuple[VersionSpan, ...]
     kv_spans: tuple[VersionSpan, ...]
     staleness: int
+    adapter: str
 
     def completion(self) -> Completion:
         seq, count = self.sequence, self.count
@@ -69,6 +72,7 @@ class SampleSnapshot:
             staleness=self.staleness,
             routed_experts=self._experts(),
             sampling_mask=None if seq.kept is None else SamplingMask.of(seq.kept[:count]),
+            adapter=self.adapter,
         )
 
     def _experts(self) -> NDArray[Any] | None:
@@ -202,8 +206,8 @@ class Sample:
         self._end("length" if policy == "finish" else "abort", None)
         self.sequence.stop_reason = MAX_STALENESS
 
-    def snapshot(self, live: int) -> SampleSnapshot:
-        """``live``: the version whose weights are."""
+    def snapshot(self, live: Callable[[Sequence], int]) -> SampleSnapshot:
+        """``live``: the version whose weights a sequence would get now."""
         seq = self.sequence
         finished = seq.finish_reason is not None
         return SampleSnapshot(
@@ -214,8 +218,9 @@ class Sample:
             seq.finish_reason,
             seq.stop_reason,
             seq.weight_versions.spans(),
-            seq.kv_spans.spans(),
-            seq.staleness(live),
+            seq.stamped_kv_spans(),
+            seq.staleness(live(seq)),
+            seq.adapter_name,
         )
 
     def _end(self, reason: str, stop: int | str | None) -> None:
@@ -251,7 +256,9 @@ class RequestState:
     def sequences(self) -> list[Sequence]:
         return [sample.sequence for sample in self.samples]
 
-    def snapshot(self, epoch: int, live: int, sparse_layers: tuple[bool, ...]) -> Snapshot:
+    def snapshot(
+        self, epoch: int, live: Callable[[Sequence], int], sparse_layers: tuple[bool, ...]
+    ) -> Snapshot:
         """Everything so far; copies no list."""
         first = self.samples[0].sequence
         scores = first.scores
@@ -288,6 +295,7 @@ class OutputProcessor:
         live_ids: set[str],
         journal: Journal | None = None,
         sparse_layers: tuple[bool, ...] = (),
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._sparse_layers = sparse_layers
         self.requests: dict[str, RequestState] = {}
@@ -296,6 +304,7 @@ class OutputProcessor:
         self._epoch = epoch
         self._eos_ids = eos_ids
         self._journal = journal
+        self._adapters = adapters
         self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
@@ -366,19 +375,29 @@ class OutputProcessor:
         sample.complete()
         self._close(state, sample)
 
-    def end_stale(self, version: int, default: int | None, on_stale: str) -> None:
+    def end_stale(
+        self,
+        version: int,
+        default: int | None,
+        on_stale: str,
+        adapters: Collection[str] | None = None,
+    ) -> None:
         """Before ``version`` goes live: judge every sample by how far that leaves it behind.
 
         ``default`` and ``on_stale``: the bound and the policy of requests that bring none.
+        ``adapters``: those that alone have changed, and are what they are now; None: the models.
         """
         for state, sample in list(self._samples.values()):
             seq, params = sample.sequence, sample.sequence.params
             most = default if params.max_staleness is None else params.max_staleness
+            if adapters is not None and (seq.adapter is None or seq.adapter.name not in adapters):
+                continue
             if most is None or seq.staleness(version) <= most:
                 continue
             policy = params.on_stale or on_stale
             self._counters.stale[policy] += 1
             if policy == "recompute":
+                seq.adapter = self._newest(seq)
                 self._scheduler.recompute([seq])
             else:
                 sample.end_for_staleness(policy)
@@ -415,8 +434,7 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            live = self._scheduler.blocks.version
-            snapshot = state.snapshot(self._epoch, live, self._sparse_layers)
+            snapshot = state.snapshot(self._epoch, self._version_for, self._sparse_layers)
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)
@@ -490,13 +508,25 @@ class OutputProcessor:
         del self._samples[seq.seq_id]
         assert seq.finish_reason is not None
         self._counters.finished[seq.finish_reason] += 1
-        live = self._scheduler.blocks.version if live is None else live
+        live = self._version_for(seq) if live is None else live
         self._counters.staleness.observe(seq.staleness(live))
         state.num_open -= 1
         if state.num_open == 0:
             del self.requests[state.request.request_id]
         if state.num_open == 0 or state.call.stream:
             self._changed[state.request.request_id] = state
+
+    def _newest(self, seq: Sequence) -> AdapterVersion | None:
+        """What its adapter is now; what it was where that has been unloaded."""
+        if seq.adapter is None or self._adapters is None:
+            return seq.adapter
+        return self._adapters.newest(seq.adapter.name) or seq.adapter
+
+    def _version_for(self, seq: Sequence) -> int:
+        """The version that it would be computed by, if it began now."""
+        newest = self._newest(seq)
+        base = self._scheduler.blocks.version
+        return base if newest is None else max(base, newest.version)
 
     def _drop(self, call: Call) -> None:
         for request_id in call.open:

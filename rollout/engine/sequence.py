@@ -203,6 +203,21 @@ class Sequence:
         oldest = self.weight_versions.oldest
         return 0 if oldest is None else max(live - oldest, 0)
 
+    def stamp(self, version: int) -> int:
+        """The newest commit that changed what it is computed by: the base, of ``version``, or its
+        adapter.
+        """
+        return version if self.adapter is None else max(version, self.adapter.version)
+
+    def stamped_kv_spans(self) -> tuple[VersionSpan, ...]:
+        """``kv_spans``, which are the base's versions, as ``stamp`` has them."""
+        if self.adapter is None:
+            return self.kv_spans.spans()
+        stamped = SpanBuilder()
+        for span in self.kv_spans.spans():
+            stamped.extend(self.stamp(span.version), span.stop - span.start)
+        return stamped.spans()
+
     def take_hidden(self, states: NDArray[np.float32], last: bool) -> None:
         """What a step brought of its part of the prompt: its last hidden state or their sum [1,
         size], or all of them.
@@ -218,14 +233,14 @@ class Sequence:
             self.hidden_state = found.ravel().tolist()
 
     def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
-        """Add one sampled token, whose logits the weights of ``version`` gave."""
+        """Add one sampled token, whose logits the base of ``version`` gave, with its adapter."""
         self.mask = None
         self.token_ids.append(token)
         self.raw.append(raw)
         self.processed.append(processed)
         self.log_kept_mass.append(mass)
         self.cumulative_logprob += raw
-        self.weight_versions.extend(version, 1)
+        self.weight_versions.extend(self.stamp(version), 1)
 
     def advance(self, count: int, version: int) -> None:
         """The KV of the next ``count`` positions was computed by ``version``."""

@@ -165,7 +165,10 @@ class CausalLM(Model):
                 module.after_load()
 
     def empty_like(self) -> Self:
-        return type(self)(self.build, self.max_len, self.rotaries)
+        fresh = type(self)(self.build, self.max_len, self.rotaries)
+        if self.adapters is not None:
+            self.adapters.attach(fresh)
+        return fresh
 
 
 def _is_sparse(block: nn.Module) -> bool:

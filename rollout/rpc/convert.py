@@ -215,6 +215,7 @@ def _completion_to_proto(completion: Completion) -> Any:
         staleness=completion.staleness,
         routed_experts=_array_to_proto(completion.routed_experts),
         sampling_mask=_mask_to_proto(completion.sampling_mask),
+        adapter=completion.adapter,
     )
 
 
@@ -245,6 +246,7 @@ def _completion_from_proto(message: Any) -> Completion:
         sampling_mask=(
             _mask_from_proto(message.sampling_mask) if message.HasField("sampling_mask") else None
         ),
+        adapter=message.adapter,
     )
 
 

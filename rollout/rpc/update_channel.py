@@ -80,7 +80,7 @@ class GrpcWeightChannel:
         self._ends: dict[int, int] = {}  # of the buckets under way: messages up to their last
 
     def begin(self, request: UpdateRequest) -> Begun:
-        if request.partial:
+        if request.builds_on_live:
             self._check_partial()
         self._open(request)
         self._send(begin=document(request))
@@ -144,7 +144,7 @@ class GrpcWeightChannel:
         event = self._reply("receipt", 6 * self._timeout + GRACE)
         receipt = from_json(UpdateReceipt, event.json)
         self._ended = True
-        self._committed(receipt, partial=self._request.partial)
+        self._committed(receipt, partial=self._request.builds_on_live)
         return receipt
 
     def abort(self, reason: str) -> None:

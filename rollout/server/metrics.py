@@ -80,6 +80,7 @@ class StatsCollector(Collector):
             for full in _names(ours, ours if shared else None):
                 yield self._histogram(full, text, getattr(stats, name))
         yield from self._by_reason(stats)
+        yield self._adapters(stats)
         yield self._state(stats)
 
     def _add(self, family: Simple, stats: EngineStats, name: str) -> Simple:
@@ -105,6 +106,16 @@ class StatsCollector(Collector):
             for reason, count in stats.requests_finished.items():
                 family.add_metric([self._model, reason], count)
             yield family
+
+    def _adapters(self, stats: EngineStats) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "rollout_adapter_version",
+            "Newest version of an adapter beside the weights",
+            labels=["model_name", "adapter"],
+        )
+        for name, version in stats.adapters.items():
+            family.add_metric([self._model, name], version)
+        return family
 
     def _state(self, stats: EngineStats) -> GaugeMetricFamily:
         family = GaugeMetricFamily(

@@ -43,7 +43,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoaded:
-    """``version``: of the adapter by itself, or, where it was ``merged``, of the weights."""
+    """``version``: of the weights, which is the adapter's, too, unless it was ``merged``."""
 
     name: str
     version: int

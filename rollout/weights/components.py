@@ -1,17 +1,21 @@
-"""Components of one update: the policy, and models that are served beside it.
+"""Components of one update: the policy, and models and adapters that are served beside it.
 
 A tensor of another component than the policy is called ``component:name`` wherever a tensor has a
 name: in metadata, buckets, plans, digests. One begin, seal, vote and commit is about all of them.
+An adapter is the component ``adapter/NAME``; a model's component has no "/" in its name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rollout.errors import WeightMismatch
+from rollout.errors import ConfigError, WeightMismatch
 
 POLICY = "policy"
 _MARK = ":"  # in no file's name of a tensor
+_ADAPTER = "adapter/"
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,255}")
 
 
 def qualified(component: str, name: str) -> str:
@@ -23,6 +27,21 @@ def component_of(name: str) -> str:
     """The component that a tensor of an update belongs to."""
     component, mark, _ = name.partition(_MARK)
     return component if mark else POLICY
+
+
+def adapter_component(name: str) -> str:
+    """The component of the adapter of this name; ``ConfigError`` where it cannot name one."""
+    if not _ADAPTER_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r:.80} cannot name an adapter: 1 to 256 letters, digits, _ . - and /, a letter "
+            "or digit first"
+        )
+    return _ADAPTER + name
+
+
+def adapter_of(component: str) -> str | None:
+    """The adapter that a component is; None of a model."""
+    return component.removeprefix(_ADAPTER) if component.startswith(_ADAPTER) else None
 
 
 def own_name(name: str) -> str:

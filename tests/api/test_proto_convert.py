@@ -114,6 +114,7 @@ completions = st.builds(
     weight_versions=spans,
     kv_spans=spans,
     staleness=st.integers(0, 1 << 40),
+    adapter=st.text(max_size=8),
 )
 
 
@@ -179,7 +180,7 @@ def test_figures_of_an_engine_survive():
         weight_version=8,
         weight_updates_total=9, weight_updates_failed_total=10, last_stall_seconds=0.25,
         time_to_first_token=histogram, inter_token=histogram, weight_update_errors=("u: why",),
-        staleness=histogram, stale_recomputed_total=1,
+        staleness=histogram, stale_recomputed_total=1, adapters={"math": 3},
     )  # fmt: skip
     assert stats_from_json(stats_to_json(stats)) == stats
     told = json.loads(stats_to_json(replace(stats, weight_update_errors=())))

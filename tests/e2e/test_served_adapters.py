@@ -134,7 +134,7 @@ def test_a_sequence_keeps_the_version_it_began_with(engine, base, folders, tmp_p
     next(running)
     other = saved(base, tmp_path / "other", 9, **ADAPTERS["every"])
     first, second = (engine.load_lora_adapter("every", path) for path in (folders["every"], other))
-    assert second.version == first.version + 1
+    assert second.version > first.version
     *_, last = running
     assert last.outputs[0].token_ids[:6] == before.token_ids
     [after] = said(engine, ["every"])
@@ -154,7 +154,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
         said(engine, [None, "nobody"])
     every = ADAPTERS["every"]
     large = saved(base, tmp_path / "large", 0, **(every | {"r": 9}))
-    with pytest.raises(ConfigError, match=r"rank 9, and slots are of rank 8: .*max_lora_rank=9"):
+    with pytest.raises(ConfigError, match=r"rank 9, and .* up to 8: .*max_lora_rank=9"):
         engine.load_lora_adapter("new", large)
     dora = saved(base, tmp_path / "dora", 0, **(every | {"use_dora": True}))
     with pytest.raises(ConfigError, match="use_dora=True"):
@@ -164,14 +164,14 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
         engine.load_lora_adapter("new", head)
     write_tiny(tmp_path / "wide", "qwen3", hidden_size=96)
     wide = saved(tmp_path / "wide", tmp_path / "of_wide", 0, **every)
-    with pytest.raises(WeightMismatch, match=r"q_proj\.lora_A\.weight: has shape \(4, 96\)"):
+    with pytest.raises(WeightMismatch, match=r"q_proj\.lora_A\.weight has shape \(4, 96\)"):
         engine.load_lora_adapter("new", wide)
     write_tiny(tmp_path / "long", "qwen3", num_layers=3)
     long = saved(tmp_path / "long", tmp_path / "of_long", 0, **every)
-    with pytest.raises(ConfigError, match=r"model\.layers\.2\..*max_adapters"):
+    with pytest.raises(WeightMismatch, match=r"model\.layers\.2\..*no linear layer here"):
         engine.load_lora_adapter("new", long)
     engine.load_lora_adapter("fourth", folders["every"])
-    with pytest.raises(ConfigError, match=r"all 4 adapter slots are taken \(every@"):
+    with pytest.raises(ConfigError, match=r"for fifth: 4 of 4 hold .*max_adapters=5"):
         engine.load_lora_adapter("fifth", folders["every"])
     assert engine.unload_lora_adapter("fourth")
     assert not engine.unload_lora_adapter("fourth")

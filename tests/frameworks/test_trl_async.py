@@ -179,3 +179,23 @@ def test_the_stock_async_trainer_sends_adapters_which_are_merged_as_they_are_loa
             assert post("/v1/unload_lora_adapter", lora_name="trl-policy-v4")[0] == 200
             assert rollout.weight_version == 5
             assert rollout.check_weights(str(model)).equal
+
+
+@pytest.mark.more
+def test_the_stock_async_trainer_sends_adapters_which_are_served_beside_the_weights(
+    tmp_path: Path,
+) -> None:
+    model, scratch = tmp_path / "tiny", tmp_path / "out"
+    write_tiny(model, "qwen3", tokenizer=True)
+    scratch.mkdir()
+    flags = ["--dtype", "float32", "--weight-dir", str(scratch), "--tensor-parallel-size", "2"]
+    with serve(model, *flags, "--max-adapters", "4") as served:
+        url = f"http://{served.http}"
+        syncs = run("trl_lora_job.py", str(model), url, served.grpc, str(scratch))["syncs"]
+        assert [sync["version"] for sync in syncs] == [1, 2, 3, 4]
+        assert [sync["adapter"] for sync in syncs] == [f"trl-policy-v{n}@{n}" for n in (1, 2, 3, 4)]
+        assert all(sync["named"] for sync in syncs)
+        assert "trl-policy-v1" not in syncs[3]["names"]  # TRL has unloaded what was stale
+        with Rollout.connect(served.grpc) as rollout:
+            assert rollout.check_weights(str(model)).equal  # the base has never changed
+            assert rollout.weight_info().adapters["trl-policy-v4"] == 4

@@ -35,6 +35,7 @@ class Watched(RolloutWorker):
         model = trained(trainer)
         syncs.append({
             "equal": rollout.check_weights(model).equal,
+            "adapter": choice.get("adapter"),
             "named": answer.json()["model"] == name,
             "version": choice["weight_versions"][0]["version"],
             "norm": norm(model),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
+from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.worker.rank_updates import RankUpdates
@@ -140,6 +141,7 @@ class Engine:
         self.epoch, self.version, self.broken = 7, 0, None
         self.control = self.counters = self
         self.one_host = True
+        self.adapters = AdapterTable(0, tuple)
         self.committed: list[tuple[int, str]] = []
         self.ended: list[bool] = []  # one per update: whether it failed
         self.held = False
@@ -196,7 +198,8 @@ class Engine:
             future.set_exception(error)
         return future
 
-    def on_commit(self, version: int, in_flight: str) -> None:
+    def on_commit(self, version: int, in_flight: str, *, name, **_) -> None:
+        name(version)
         self.version = version
         self.committed.append((version, in_flight))
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from weight_sync_source.jobs.launch import run_job
-from weight_sync_source.jobs.lora import adapted, merged
+from weight_sync_source.jobs.lora import adapted, factors, merged
+
+from rollout.weights.names import file_form, is_weight
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Job = tuple[Path, list[Any]]
@@ -64,6 +66,28 @@ def test_what_is_sent_is_the_merged_model_bit_for_bit(
     if first[name]["metadata"] is not None:
         sent = [[n, str(wire), list(found[n].shape)] for n in first[name]["names"]]
         assert first[name]["metadata"] == sent
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp1", "zero3", "zero2"])
+def test_of_an_adapter_its_factors_alone_are_gathered(job: Job, name: str) -> None:
+    """However the base is sharded, and whatever it weighs."""
+    out, (first, second) = job
+    wanted = {f"adapter/a:{name}": tensor for name, tensor in factors(adapted()).items()}
+    found = load_file(out / f"{name}_adapter.safetensors")
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    rows = [[n, str(FP32), list(t.shape)] for n, t in found.items()]
+    assert sorted(first[f"{name}_adapter"]["metadata"]) == sorted(rows)
+    assert second[f"{name}_adapter"]["metadata"] == first[f"{name}_adapter"]["metadata"]
+
+
+def test_a_base_whose_adapter_goes_beside_it_is_sent_unmerged(job: Job) -> None:
+    found = load_file(job[0] / "fsdp2_beside.safetensors")
+    state = adapted().base_model.model.state_dict()
+    base = {file_form(n): t for n, t in state.items() if "lora" not in n and is_weight(n)}
+    wanted = base | {f"adapter/a:{n}": t for n, t in factors(adapted()).items()}
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
 def test_what_is_merged_is_held_by_no_rank_before(job: Job) -> None:

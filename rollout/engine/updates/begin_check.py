@@ -22,7 +22,12 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weights import TensorMeta
-from rollout.weights.components import check_components, component_of
+from rollout.weights.components import (
+    adapter_component,
+    adapter_of,
+    check_components,
+    component_of,
+)
 
 MAX_VERSION = 1 << 53  # exact in every JSON reader, and never reached by counting
 MAX_ID = 256  # characters
@@ -62,6 +67,12 @@ def check_request(
         _seconds("max_stall", request.max_stall, 0.0, MAX_TIMEOUT)
     if request.encoding == "delta" and (request.base is None or request.staging == "none"):
         raise ConfigError("a delta needs a base, and a shadow to be staged in")
+    if {adapter_component(name) for name in request.adapters} != {
+        part for part in request.components if adapter_of(part) is not None
+    }:
+        raise ConfigError("adapters and components of a request name the same adapters")
+    if request.adapters and request.encoding == "delta":
+        raise ConfigError("adapters travel whole: send them with encoding full")
     accepted = find(request.transport, device).check(request, num_ranks, device)
     check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted))))
     if request.metadata is not None:

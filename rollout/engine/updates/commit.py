@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from rollout.errors import (
 )
 from rollout.weight_sync.protocol.digests import check_finite, combine, total
 from rollout.weight_sync.protocol.messages import (
+    AdapterReceipt,
     ComponentReceipt,
     RankReceipt,
     Seal,
@@ -27,7 +28,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
 )
 from rollout.weights import TensorMeta
-from rollout.weights.components import component_of
+from rollout.weights.components import adapter_component, adapter_of, component_of
 
 T = TypeVar("T")
 
@@ -74,6 +75,7 @@ class Sealed:
         assert request.version is not None
         return UpdateReceipt(
             components=self._components(metadata, names),
+            adapters=self._adapters(metadata, names, request),
             version=request.version,
             epoch=epoch,
             digest=total(seal.digests[name] for name in names),
@@ -110,13 +112,33 @@ class Sealed:
         self, metadata: Mapping[str, TensorMeta], names: list[str]
     ) -> dict[str, ComponentReceipt]:
         """What was sent, by component; nothing where the engine has but one."""
-        if len({component_of(name) for name in metadata}) == 1:
+        models = {c for c in map(component_of, metadata) if adapter_of(c) is None}
+        if len(models) == 1:
             return {}
         parts: dict[str, list[str]] = {}
         for name in names:
-            parts.setdefault(component_of(name), []).append(name)
+            if component_of(name) in models:
+                parts.setdefault(component_of(name), []).append(name)
         return {
             component: ComponentReceipt(
+                digest=total(self.seal.digests[name] for name in found),
+                num_tensors=len(found),
+                num_bytes=sum(metadata[name].nbytes for name in found),
+            )
+            for component, found in parts.items()
+        }
+
+    def _adapters(
+        self, metadata: Mapping[str, TensorMeta], names: list[str], request: UpdateRequest
+    ) -> dict[str, AdapterReceipt]:
+        assert request.version is not None
+        parts: dict[str, list[str]] = {adapter_component(name): [] for name in request.adapters}
+        for name in names:
+            if (component := component_of(name)) in parts:
+                parts[component].append(name)
+        return {
+            str(adapter_of(component)): AdapterReceipt(
+                version=request.version,
                 digest=total(self.seal.digests[name] for name in found),
                 num_tensors=len(found),
                 num_bytes=sum(metadata[name].nbytes for name in found),
@@ -136,7 +158,7 @@ class Sealed:
 class Switch:
     """Exchanges the two instances of every rank; for the holder of the lease.
 
-    ``held``: digest per tensor of what is live, None where that is not known.
+    ``held``: digest per tensor of the models that are live, None where that is not known.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -150,6 +172,10 @@ class Switch:
         in_flight: str,
         timeout: float,
         held: dict[str, int] | None,
+        *,
+        models: bool = True,
+        adapters: Collection[str] = (),
+        name: Callable[[int], None] = lambda version: None,
     ) -> tuple[float, dict[str, int]]:
         """Make what was staged live on all ranks between two steps, or what was live before
         (no ``request``); returns the stall in seconds, and the digest per tensor of what is live.
@@ -157,6 +183,9 @@ class Switch:
         ``held``: what has to be live then, None if that is not known. Where a rank moved bytes for
         it, or nothing was loaded (no ``request``), it is read again before a step can run. Any
         failure takes all ranks back and raises; where that fails too the engine is broken.
+
+        ``models`` False: no instance changes, and the ranks have nothing to do. ``name`` says
+        at that boundary which slots the names of ``adapters`` mean in this version.
         """
         base = self._engine.version
         given_up = threading.Event()
@@ -168,6 +197,11 @@ class Switch:
             # A rank that fails does not say how far it came; without staging, live is overwritten
             # already, and looked at once what was kept has been brought back.
             moved = request is None or request.staging != "none"
+            if not models:
+                self._engine.on_commit(
+                    version, in_flight, models=False, adapters=adapters, name=name
+                )
+                return time.perf_counter() - started, self.held or {}
             try:
                 replies = gather_replies(self._engine.call("commit", args), "commit", timeout)
                 moved = any(reply["moved"] for reply, _ in replies)
@@ -176,7 +210,7 @@ class Switch:
                     live = self._read_live(held, timeout)
                 if given_up.is_set():
                     raise EngineBroken("the commit did not end at its deadline")
-                self._engine.on_commit(version, in_flight)
+                self._engine.on_commit(version, in_flight, adapters=adapters, name=name)
             except Exception as error:
                 self._revert(base, timeout, error, moved)
                 raise

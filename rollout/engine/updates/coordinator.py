@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
+from rollout.engine.updates.adapters import AdapterUpdates
 from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
@@ -30,8 +31,10 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.protocol import zstd
+from rollout.weight_sync.protocol.adapters import adapter_tensors, check_room
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import (
+    AdapterReceipt,
     Decision,
     QuantizationGrid,
     UpdateReceipt,
@@ -42,6 +45,7 @@ from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
+from rollout.weights.adapters import AdapterVersion
 from rollout.weights.components import component_of
 
 T = TypeVar("T")
@@ -80,8 +84,12 @@ class Coordinator:
         quantized: Sequence[str] = (),
         grid: QuantizationGrid | None = None,
         note_version: Callable[[int, Mapping[str, int]], None] | None = None,
+        max_adapters: int = 0,
+        max_lora_rank: int = 0,
     ) -> None:
         self.engine, self.switch = engine, Switch(engine)
+        self.adapters = AdapterUpdates(engine)
+        self._max_adapters, self._max_lora_rank = max_adapters, max_lora_rank
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
         self.quantized, self.grid = tuple(quantized), grid
@@ -101,7 +109,8 @@ class Coordinator:
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
-        self.can_roll_back = False
+        self.can_roll_back = self.models_changed = False  # by the last commit
+        self.adapter_receipts: dict[str, AdapterReceipt] = {}  # by name@version
         self.prepared: Prepared | None = None
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen
         # What the ranks voted to hold, by tensor, of the version before the live one.
@@ -137,7 +146,24 @@ class Coordinator:
             prefixes=self.prefixes,
             grid=self.grid,
             quantized=self.quantized,
+            max_adapters=self._max_adapters,
+            max_lora_rank=self._max_lora_rank if self._max_adapters else 0,
+            adapters=self.engine.adapters.versions if self._max_adapters else {},
         )
+
+    def _newest(self) -> dict[str, AdapterVersion]:
+        return self.adapters.newest if self._max_adapters else {}
+
+    def wanted(self, request: UpdateRequest) -> dict[str, TensorMeta]:
+        """All that may be sent in an update: the models' tensors, and its adapters'.
+
+        ``WeightMismatch`` names what an adapter changes that the model has not.
+        """
+        found = self.metadata
+        for name, spec in request.adapters.items():
+            own = adapter_tensors(name, spec, self.metadata, self.aliases)
+            found = {**found, **{meta.name: meta for meta in own}}
+        return found
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]:
@@ -267,6 +293,8 @@ class Coordinator:
         Then an update goes straight into what is live, as the engine was started to. A delta needs
         a shadow: ``VersionConflict``, upon which its sender sends everything.
         """
+        if not request.models:
+            return replace(request, staging="device")  # their slots are beside what is live
         if request.staging != "auto" or self._staging != "none":
             return request
         if request.encoding == "delta":
@@ -280,6 +308,8 @@ class Coordinator:
         """
         if request.max_stall is None and request.max_extra_memory is None:
             return None
+        if not request.models:
+            return None  # adapters go where their memory is, and a commit of them moves nothing
         asked = self.engine.call("stage_foresee", {})
         plans = [reply for reply, _ in gather_replies(asked, "foresee", request.timeout)]
         sent = self.metadata.values() if request.metadata is None else request.metadata
@@ -288,7 +318,8 @@ class Coordinator:
 
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""
-        if self.undo == "shadow" or request.staging == "none":
+        overwrites = self.undo == "shadow" or request.staging == "none"
+        if overwrites and request.models and self.models_changed:
             self.can_roll_back = False
 
     def restore(self, timeout: float) -> str | None:
@@ -306,12 +337,13 @@ class Coordinator:
 
     def check_fields(self, request: UpdateRequest, transports: tuple[str, ...]) -> Accepted:
         """Raise what is wrong with the request itself, whatever is live; needs no lease."""
+        check_room(request.adapters, self._max_adapters, self._max_lora_rank)
         return check_request(
             request,
             transports=transports,
             num_ranks=self.num_ranks,
             device=self._device,
-            wanted=self.metadata,
+            wanted=self.wanted(request),
             aliases=self.aliases,
         )
 
@@ -339,8 +371,12 @@ class Coordinator:
         label: str | None,
         held: dict[str, int],
         reversible: bool = False,
+        models: bool = True,
     ) -> None:
-        """Remember a commit; ``held``: digest per tensor of all that is live now."""
+        """Remember a commit; ``held``: digest per tensor of the models that are live now.
+
+        ``models``: whether it changed any of them.
+        """
         log.info(
             "version %d is live: %s, %d tensors by %s, stalled %.4f s",
             *(receipt.version, receipt.update_id or "rolled back", receipt.num_tensors),
@@ -350,10 +386,18 @@ class Coordinator:
         if len(self._committed) > KEPT_RECEIPTS:
             del self._committed[next(iter(self._committed))]
         self._receipts.append(receipt)
-        self.held_before, self.switch.held = self.switch.held, held
-        if self._note_version is not None:
+        if models:
+            self.held_before, self.switch.held = self.switch.held, held
+        if self._note_version is not None and held:
             self._note_version(receipt.version, held)
         self._label = label
-        self.can_roll_back = reversible
+        self.can_roll_back, self.models_changed = reversible, models
+        for name, found in receipt.adapters.items():
+            self.adapter_receipts[f"{name}@{found.version}"] = found
+        live = {
+            *map(str, self._newest().values()),
+            *map(str, (self.adapters.before or {}).values()),
+        }
+        self.adapter_receipts = {k: v for k, v in self.adapter_receipts.items() if k in live}
         self.engine.mark_broken(None)
         self.engine.counters.record_update(receipt.timings.get("stall", 0.0))

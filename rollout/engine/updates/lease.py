@@ -32,6 +32,7 @@ from rollout.weight_sync.protocol.messages import (
     Wants,
 )
 from rollout.weight_sync.transports.base import Accepted
+from rollout.weights import TensorMeta
 from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import Reply
@@ -68,6 +69,8 @@ class Lease:
         self._drained = self._base_is_whole = False
         self._held_since: float | None = None  # no step runs since then (staging="none")
         self._touched = False  # ranks may have begun to overwrite what they hold
+        self._slots: dict[str, int] = {}  # where its adapters are staged
+        self._wanted: dict[str, TensorMeta] = {}  # all that may be sent
         # Closing can come from another thread at any time. While ``begin`` runs, that thread
         # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
         self._lock = threading.Lock()
@@ -90,7 +93,7 @@ class Lease:
                 return self._replay(request, outcome)
             self._started = time.perf_counter()
             request = replace(of.staged_in(request), version=of.check(request))
-            self._request = request
+            self._request, self._wanted = request, of.wanted(request)
             self._not_ended("begin")
             self._foreseen = of.foresee(request)
             layout, wants = self._stage(request)
@@ -157,15 +160,18 @@ class Lease:
 
     def seal(self, seal: Seal) -> None:
         if self._replays is not None:
-            self._replays.check_same(seal, self._of.metadata)
+            assert self._asked is not None
+            self._replays.check_same(seal, self._of.wanted(self._asked))
             return
         request, of = self._live("seal"), self._of
         if self._sealed is not None and self._sealed.seal == seal:
             return
 
+        wanted = self._wanted
+
         def judge(held: Mapping[str, int]) -> Seal:
             whole = {*request.components, *map(component_of, seal.digests)}
-            missing = {n for n in of.metadata if component_of(n) in whole} - set(seal.digests)
+            missing = {n for n in wanted if component_of(n) in whole} - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
             compare(seal.digests, held, of.aliases)
@@ -222,11 +228,16 @@ class Lease:
         try:
             self._drain(request)
             # Nothing may fail once it is live.
-            receipt = self._sealed.receipt(of.metadata, of.engine.epoch, request)
+            receipt = self._sealed.receipt(self._wanted, of.engine.epoch, request)
             self._enter("committing")
             of.advance(self, "committing")
-            held = self._sealed.held
-            stall, _ = of.switch.run(request, request.in_flight, request.timeout, held)
+            held = {n: v for n, v in self._sealed.held.items() if n in of.metadata}
+            stall, held = of.switch.run(
+                *(request, request.in_flight, request.timeout, held),
+                models=bool(request.models),
+                adapters=request.adapters,
+                name=lambda version: of.adapters.commit(self._slots, version),
+            )
         except BaseException as error:
             self._leave()
             self.abort(str(error))
@@ -238,7 +249,8 @@ class Lease:
         limits = self._against_limits(request, stall, receipt.num_bytes)
         details = {**receipt.details, **limits}
         receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
-        of.record(receipt, request.label, held, reversible=self._base_is_whole)
+        of.record(receipt, request.label, held, self._base_is_whole, models=bool(request.models))
+        self._slots = {}
         self._committed = receipt
         self._leave()
         self._end("committed")
@@ -267,7 +279,8 @@ class Lease:
         """Note the stall for the estimates of later updates; what the receipt says of it."""
         of, foreseen = self._of, self._foreseen
         moves = "exchange" if of.switch.moved else "flip"
-        of.limits.measured("held" if request.staging == "none" else moves, stall, num_bytes)
+        if request.models:  # a commit of adapters alone says nothing of theirs
+            of.limits.measured("held" if request.staging == "none" else moves, stall, num_bytes)
         if foreseen is None:
             return {}
         told = {"foreseen_stall": f"{foreseen.stall:.6f}", "foreseen_basis": foreseen.basis}
@@ -300,9 +313,12 @@ class Lease:
             self._held_since = time.perf_counter()
         self._touched = True
         # What a rollback would bring back: not there if nothing keeps it, no version if broken.
-        kept = request.staging != "none" or of.undo != "shadow"
+        kept = not request.models or request.staging != "none" or of.undo != "shadow"
         self._base_is_whole = kept and of.engine.broken is None
-        args = {"request": to_plain(replace(request, metadata=None))}
+        args: dict[str, Any] = {"request": to_plain(replace(request, metadata=None))}
+        if request.adapters:
+            self._slots = of.adapters.reserve(tuple(request.adapters), request.timeout)
+            args["slots"] = self._slots
         replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
         # The ranks go on to meet the sender; their replies are due before the first bucket's.
         self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
@@ -399,6 +415,7 @@ class Lease:
                 of.engine.control.release()
             if self._drained:
                 of.engine.control.undrain()
+            of.adapters.release(self._slots)
         of.free(self, broken)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
+from rollout.engine.updates.adapters import AdapterUpdates
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates, Outcome
 from rollout.errors import VersionConflict
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.membership import PrepareRollback
-from rollout.weight_sync.protocol.messages import Begun, Decision, UpdateReceipt
+from rollout.weight_sync.protocol.messages import AdapterReceipt, Begun, Decision, UpdateReceipt
 from rollout.weights import TensorMeta
 
 _TWICE = (
@@ -37,6 +38,9 @@ class Coordinator(Protocol):
     prepared: Any
     can_roll_back: bool
     held_before: dict[str, int] | None
+    adapters: AdapterUpdates
+    models_changed: bool
+    adapter_receipts: dict[str, AdapterReceipt]
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
@@ -49,7 +53,14 @@ class Coordinator(Protocol):
 
     def free(self, lease: object) -> None: ...
 
-    def record(self, receipt: UpdateReceipt, label: str | None, held: dict[str, int]) -> None: ...
+    def record(
+        self,
+        receipt: UpdateReceipt,
+        label: str | None,
+        held: dict[str, int],
+        *,
+        models: bool,
+    ) -> None: ...
 
 
 class Rollback:
@@ -101,7 +112,13 @@ class Rollback:
         of = self._of
         check_possible(of)
         started, version = time.perf_counter(), of.engine.version + 1
-        stall, held = of.switch.run(None, "keep", timeout, of.held_before)
+        adapters, models = of.adapters.before or {}, of.models_changed
+        stall, held = of.switch.run(
+            *(None, "keep", timeout, of.held_before),
+            models=models,
+            adapters=adapters,
+            name=lambda version: of.adapters.go_back(),
+        )
         receipt = UpdateReceipt(
             version=version,
             epoch=of.engine.epoch,
@@ -113,9 +130,14 @@ class Rollback:
             ranks=(),
             update_id=self.update_id,
             transport="rollback",
+            adapters={
+                name: of.adapter_receipts[str(before)]
+                for name, before in adapters.items()
+                if before is not None
+            },
         )
         labels = [kept.label for kept in of.receipts if kept.version < version - 1]
-        of.record(receipt, labels[-1] if labels else None, held)
+        of.record(receipt, labels[-1] if labels else None, held, models=models)
         return receipt
 
     def _check(self, request: PrepareRollback) -> None:
@@ -139,7 +161,7 @@ class Rollback:
 
 def check_possible(of: Coordinator) -> None:
     """``VersionConflict`` where the engine knows that nothing is kept to go back to."""
-    if of.can_roll_back:
+    if of.can_roll_back and of.adapters.before is not None:
         return
     again = bool(of.receipts) and of.receipts[-1].transport == "rollback"
     raise VersionConflict(
@@ -153,6 +175,8 @@ def _digest_before(of: Coordinator, timeout: float) -> int:
     """Of what every rank would go back to: read there, where it is an instance; else as it was
     when it went live.
     """
+    if not of.models_changed and of.switch.held is not None:
+        return total(of.switch.held.values())  # adapters alone would go back
     asked = of.engine.call("stage_digests_before", {})
     replies = [reply for reply, _ in gather_replies(asked, "digest", timeout)]
     if not all(reply["possible"] for reply in replies):

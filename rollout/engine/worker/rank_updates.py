@@ -7,15 +7,16 @@ in the order in which the engine announced them; steps go on meanwhile on its ma
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout.engine.worker.staged_load import StagedLoad
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
-from rollout.models.weight_load import WeightLoad
+from rollout.models.adapter_slots import AdapterSlots
 from rollout.weight_sync.protocol.bucket import Unpacked, read_in_place, unpack
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
@@ -25,7 +26,6 @@ from rollout.weight_sync.transports.vllm import make_member
 from rollout.weight_sync.transports.vllm_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot
 from rollout.weights.box import disjoint
-from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 
 
@@ -33,9 +33,16 @@ class RankUpdates:
     """At most one update at a time on this rank; a failed call leaves none."""
 
     def __init__(
-        self, instances: ModelInstances, rank: int, device: str, *, check_finite: bool = True
+        self,
+        instances: ModelInstances,
+        rank: int,
+        device: str,
+        *,
+        check_finite: bool = True,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._instances, self._rank, self._device = instances, rank, device
+        self._adapters = adapters
         self._check_finite = check_finite
         self._update: _Staging | None = None
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
@@ -82,24 +89,20 @@ class RankUpdates:
         return dict(self._instances.foresee())
 
     def begin(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Open the shadow for the update described by ``args["request"]``."""
+        """Open the shadow for the update described by ``args["request"]``, and ``args["slots"]``
+        for its adapters.
+        """
         self._drop()
         request = UpdateRequest.read(args["request"])
-        live, before = request.staging == "none", self._instances.device_bytes
-        builds_on_live = request.partial or request.encoding == "delta"
+        before = self._instances.device_bytes
         with self._dropping_on_error():  # there may be no memory for it
             transport = find(request.transport, self._device)
             here = EngineRank(self._rank, self._device, lambda: self._members.get(self._using))
             receiver = transport.receiver(request, here)
-            if live:
-                session = self._instances.open_live(request.components)
-            else:
-                session = self._instances.open_shadow(
-                    builds_on_live, request.staging, request.components
-                )
-        self._update = _Staging(request, session, receiver, live, before)
+            load = StagedLoad(self._instances, self._adapters, request, args.get("slots", {}))
+        self._update = _Staging(request, load, receiver, before)
         if transport.senders == "all":
-            return {"wants": to_plain(self._wants(session, request.components))}
+            return {"wants": to_plain(_wants(load))}
         return {}
 
     def connect(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +124,7 @@ class RankUpdates:
                 )
             values = update.values(header, tensors)
             started = time.perf_counter()
-            update.session.feed(values, together=True)
+            update.load.feed(values)
             update.seconds += time.perf_counter() - started
             update.next_index += 1
         return {"index": header.index}
@@ -135,15 +138,15 @@ class RankUpdates:
                     f"rank {self._rank}: {update.next_index} of {args['num_buckets']} buckets "
                     "arrived before the seal"
                 )
-            request = update.request
-            report = update.session.finish(partial=request.partial, components=request.components)
+            load = update.load
+            num_bytes = load.finish()
             started = time.perf_counter()
             bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
-            rows = slot_rows(self._instances.digest_slots(update.live, nonfinite=bad))
-            held = slot_rows(self._instances.live_digests(update.live))
+            rows = slot_rows(load.digest_slots(bad))
+            held = slot_rows(load.live_digests())
             verify = time.perf_counter() - started
             extra = max(0, self._instances.device_bytes - update.before) + update.largest
-            self._instances.finish_load(update.live)
+            load.keep()
         update.receiver.close()
         self._update = None
         return {
@@ -151,7 +154,7 @@ class RankUpdates:
             "quantized": held,
             "scheme": self._instances.scheme,
             "nonfinite": slot_rows(bad or ()),
-            "num_bytes": report.nbytes,
+            "num_bytes": num_bytes,
             "stage_seconds": update.seconds,
             "verify_seconds": verify,
             "extra_bytes": extra,
@@ -174,25 +177,6 @@ class RankUpdates:
         update = self._update
         if update is not None and update.request.update_id == update_id:
             update.receiver.close()
-
-    def _wants(self, session: WeightLoad, components: Sequence[str]) -> dict[str, tuple[Box, ...]]:
-        """The boxes that trainer ranks have to send here, by tensor.
-
-        A tensor of which this rank takes nothing is never sent to it: it is complete as it is.
-        """
-        boxes: dict[str, list[Box]] = {}
-        nothing: dict[str, TensorPiece] = {}
-        for slot in self._instances.slots():
-            if component_of(slot.source) not in components:
-                continue
-            boxes.setdefault(slot.source, []).append(slot.take)
-            empty = Box((0,) * len(slot.shape), (0,) * len(slot.shape))
-            nothing[slot.source] = TensorPiece(
-                slot.shape, torch.float32, empty, torch.empty(empty.shape)
-            )
-        wants = {name: disjoint(takes) for name, takes in boxes.items()}
-        session.feed((name, nothing[name]) for name, found in wants.items() if not found)
-        return {name: found for name, found in wants.items() if found}
 
     def _current(self, args: Mapping[str, Any]) -> _Staging:
         update = self._update
@@ -219,14 +203,9 @@ class _Staging:
     """One update being staged on this rank."""
 
     def __init__(
-        self,
-        request: UpdateRequest,
-        session: WeightLoad,
-        receiver: Receiver,
-        live: bool,
-        before: int,
+        self, request: UpdateRequest, load: StagedLoad, receiver: Receiver, before: int
     ) -> None:
-        self.request, self.session, self.receiver, self.live = request, session, receiver, live
+        self.request, self.load, self.receiver = request, load, receiver
         self.before = before  # bytes that the instances took on the device
         self.largest = 0  # bytes of a bucket that were received
         self.next_index = 0
@@ -245,6 +224,24 @@ class _Staging:
         if not isinstance(receiver, InPlaceReceiver):
             raise TransferFailed(f"{request.transport} carries buckets, and reads nothing in place")
         return read_in_place(header, receiver.regions(header, carried))
+
+
+def _wants(load: StagedLoad) -> dict[str, tuple[Box, ...]]:
+    """The boxes that trainer ranks have to send here, by tensor.
+
+    A tensor of which this rank takes nothing is never sent to it: it is complete as it is.
+    """
+    boxes: dict[str, list[Box]] = {}
+    nothing: dict[str, TensorPiece] = {}
+    for slot in load.slots():
+        boxes.setdefault(slot.source, []).append(slot.take)
+        empty = Box((0,) * len(slot.shape), (0,) * len(slot.shape))
+        nothing[slot.source] = TensorPiece(
+            slot.shape, torch.float32, empty, torch.empty(empty.shape)
+        )
+    wants = {name: disjoint(takes) for name, takes in boxes.items()}
+    load.feed((name, nothing[name]) for name, found in wants.items() if not found)
+    return {name: found for name, found in wants.items() if found}
 
 
 class _DropOnError:

@@ -23,9 +23,8 @@ from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
 from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
-from rollout.errors import EngineClosed, InvalidRequest, VersionConflict, WeightMismatch
+from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import save_shard
-from rollout.loader.peft_adapter import PeftAdapter
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.transports.cuda_memory import gpu_uuid
 from rollout.weights import WeightSlot
@@ -90,7 +89,6 @@ class Worker:
             "stage_digests_before": self._plain(self.digests_before),
             "digests": self._plain(self.digests),
             "stage_read": lambda args, _: self.read(args),
-            "stage_adapter": self._plain(self.load_adapter),
         }
 
     def begin(self, method: str, args: Args, tensors: Tensors) -> Callable[[], Reply]:
@@ -160,7 +158,9 @@ class Worker:
             self._runner = ModelRunner(config, found, self.tp, self.device)
             device = str(self.device)
             self._updates = RankUpdates(
-                self._runner.instances, self.tp.rank, device, check_finite=config.check_finite
+                *(self._runner.instances, self.tp.rank, device),
+                check_finite=config.check_finite,
+                adapters=self._runner.adapters,
             )
             if config.check_finite and config.load_format != "dummy":
                 self._nonfinite = self._runner.instances.nonfinite()
@@ -306,22 +306,6 @@ class Worker:
             rows.append([slot.source, list(slot.take.starts), list(slot.take.stops)])
             tensors[str(len(tensors))] = values
         return {"boxes": rows, "version": self.version}, tensors
-
-    def load_adapter(self, args: Args) -> dict[str, Any]:
-        """Read a PEFT directory into a free slot; replies digests as ``digests`` does."""
-        adapters = self.runner.adapters
-        assert adapters is not None, "an engine without max_adapters has no slots"
-        read = PeftAdapter.read(Path(args["path"]))
-        model = adapters.view(int(args["slot"]), read.spec)
-        model.load_weights(read.items())
-        slots = [slot for found in model.table.slots.values() for slot in found]
-        digested = model.digest_slots(slots)
-        if self.config.check_finite:
-            bad = [slot.source for slot, (_, n) in zip(slots, digested, strict=True) if n]
-            if bad:
-                raise WeightMismatch(f"the adapter holds NaN or infinity in {', '.join(bad[:8])}")
-        rows = slot_rows([(slot, d) for slot, (d, _) in zip(slots, digested, strict=True)])
-        return {"digests": rows}
 
     def _join(self, rendezvous: Any) -> None:
         """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""

@@ -255,6 +255,7 @@ def _common(completion: Completion, index: int, start: int, style: AnswerStyle) 
             for s in completion.weight_versions
         ],
         "staleness": completion.staleness,
+        **({"adapter": completion.adapter} if completion.adapter else {}),
     }
 
 

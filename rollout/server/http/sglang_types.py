@@ -270,6 +270,7 @@ def _meta_info(
         "weight_version": spans[-1]["version"] if spans else _prefilled_by(completion, versions),
         "weight_versions": spans,
         "staleness": completion.staleness,
+        **({"adapter": completion.adapter} if completion.adapter else {}),
         "num_retractions": 0,
     }
     if completion.routed_experts is not None:

@@ -246,6 +246,7 @@ def _choice(
         "weight_versions": [asdict(span) for span in completion.weight_versions],
         "staleness": completion.staleness,
         **beside_tokens(output, completion, start),
+        **({"adapter": completion.adapter} if completion.adapter else {}),
     }
 
 

@@ -24,7 +24,7 @@ from rollout.errors import TransferFailed
 from rollout.kernels import decode_gaps, diff_update, encode_gaps, nontemporal_copy
 from rollout.kernels.gap_codes import WIDTHS, escape
 from rollout.weight_sync.protocol import zstd
-from rollout.weight_sync.protocol.messages import BucketEntry
+from rollout.weight_sync.protocol.messages import BucketEntry, UpdateReceipt, WeightInfo
 from rollout.weights import Box, Shape, SparsePatch
 from rollout.weights.positions import positions_in_whole
 from rollout.wire.frames import tensor_bytes
@@ -232,6 +232,13 @@ class DeltaBase:
     def put(self, committed: Committed) -> None:
         with self._lock:
             self._committed = committed
+
+    def stays(self, before: WeightInfo, receipt: UpdateReceipt) -> None:
+        """A commit changed no model's weights: copies of what was live are of what is live."""
+        with self._lock:
+            copies = self._committed
+            if copies is not None and copies.is_live(before.epoch, before.version, copies.cut):
+                copies.version = receipt.version
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta
-from rollout.weights.components import POLICY
+from rollout.weights.adapters import AdapterSpec
+from rollout.weights.components import POLICY, adapter_of
 from rollout.weights.quantization import SCHEMES
 from rollout.wire.codec import (
     ADDED,
@@ -95,6 +96,10 @@ class WeightInfo:
     # How linears are held, whatever is sent; the tensors of which changes travel whole.
     grid: QuantizationGrid | None = field(default=None, metadata=ADDED)
     quantized: Many[Text] = field(default=(), metadata=ADDED)
+    # How many adapters are held, of which rank at most, and the newest version by name.
+    max_adapters: Count = field(default=0, metadata=ADDED)
+    max_lora_rank: Count = field(default=0, metadata=ADDED)
+    adapters: Table[Count] = field(default_factory=dict, metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
@@ -110,7 +115,8 @@ class UpdateRequest:
     with a copy of it. ``timeout`` bounds each wait, in seconds. ``components``: those that are
     sent, each whole unless ``partial``; the engine's others stay as they are live. ``max_stall``
     (seconds) and ``max_extra_memory`` (bytes of a rank's device): what it may take, or nothing
-    is staged.
+    is staged. ``adapters``: by name, those that are sent, which are components, too, and always
+    whole.
     """
 
     update_id: Text
@@ -130,6 +136,17 @@ class UpdateRequest:
     components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
     max_stall: Seconds | None = field(default=None, metadata=ADDED)
     max_extra_memory: Count | None = field(default=None, metadata=ADDED)
+    adapters: Table[AdapterSpec] = field(default_factory=dict, metadata=ADDED)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The components that are no adapters; none: what is live of the models stays."""
+        return tuple(part for part in self.components if adapter_of(part) is None)
+
+    @property
+    def builds_on_live(self) -> bool:
+        """Whether what is live of the policy serves on in part, or altogether."""
+        return self.partial or not self.models
 
     @classmethod
     def read(cls, plain: Any) -> UpdateRequest:
@@ -360,6 +377,16 @@ class ComponentReceipt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReceipt:
+    """What a receipt says of one adapter: ``name@version``, its digest, and what was sent."""
+
+    version: Count
+    digest: Digest
+    num_tensors: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReceipt:
     """Proof of one committed update; equal on every trainer rank.
 
@@ -374,6 +401,7 @@ class UpdateReceipt:
     the commit. Of a rollback: stall and total.
 
     ``components``: by name, those that were sent; of an engine that has others than the policy.
+    ``adapters``: by name, those that were sent, or that a rollback brought back.
     """
 
     version: Count
@@ -389,3 +417,4 @@ class UpdateReceipt:
     label: Text | None = None
     details: Table[Any] = field(default_factory=dict)
     components: Table[ComponentReceipt] = field(default_factory=dict, metadata=ADDED)
+    adapters: Table[AdapterReceipt] = field(default_factory=dict, metadata=ADDED)

@@ -8,21 +8,22 @@ and get the same receipt or the same error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
-from rollout.weight_sync.trainer.encoder import Encoder, choose_encoding
+from rollout.weight_sync.trainer.encoder import Encoder, Encoding, choose_encoding
 from rollout.weight_sync.trainer.lockstep import agreed_source, watchdog
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sending import Sending
 from rollout.weight_sync.trainer.session import Opener, UpdatePlan, UpdateSession, by_boxes
 from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
-from rollout.weight_sync.trainer.sources.detect import Detected, detect
+from rollout.weight_sync.trainer.sources.detect import Detected
+from rollout.weight_sync.trainer.sources.update import detect_update
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.wire.codec import from_plain, to_plain
 
@@ -38,28 +39,32 @@ def publish(
     options: UpdateOptions,
     base: DeltaBase | None = None,
     plans: PlanCache | None = None,
+    adapters: Mapping[str, Any] | None = None,
 ) -> UpdateReceipt:
     """Make the weights of ``obj`` live on the engine as one version, or change nothing.
 
     ``obj`` is whatever ``detect`` accepts; every rank of a distributed source calls this, in the
     same order, and gets the same receipt or error. The first one calls ``connect``, and who has a
     stream of its own. ``base``: what this rank last committed there, for deltas (None: every update
-    is full). ``plans``: what goes where, between updates.
+    is full). ``plans``: what goes where, between updates. ``adapters``: by name, what goes with
+    it, or by itself where ``obj`` is None.
     """
     timeout, plans = options.timeout, plans or PlanCache()
     stats = TransferStats(tables=plans.tables)
-    found = _detected(obj, plans)
+    found = _detected(obj, adapters or {}, plans)
     with ExitStack() as stack:
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
         source = agreed_source(found, info, group, timeout, partial=options.partial)
-        copies = base.take() if base is not None else Committed()
+        copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)
         layout = exchange_layout(source, group, timeout, plans, copies) if look else None
 
         def open_update() -> UpdateSession:
             assert link is not None
             encoding = choose_encoding(options, info, base, copies, layout)
+            if source.adapters:
+                encoding = Encoding(name="full", reason="adapters travel whole")
             opener = Opener(connect, link, info, options, layout, plans, stats)
             return opener.open(source, encoding)
 
@@ -70,12 +75,15 @@ def publish(
         with watchdog(group, timeout, sink.give_up) as watch:
             sending.run(sink, plans, info, watch)
         receipt = sending.commit()
-        encoder.settle(receipt, sending.shards)
+        if source.models:
+            encoder.settle(receipt, sending.shards)
+        elif base is not None:
+            base.stays(info, receipt)
         return receipt
 
 
-def _detected(obj: Any, plans: PlanCache) -> Detected:
-    found = detect(obj)
+def _detected(obj: Any, adapters: Mapping[str, Any], plans: PlanCache) -> Detected:
+    found = detect_update(obj, adapters)
     if not plans.told_alone and (alone := found.calls_alone()) is not None:
         plans.told_alone = True
         log.warning("%s", alone)

@@ -207,7 +207,7 @@ class Opener:
         left = list(ways(self.options.transport, self.info, self.layout if boxes else None))
         while True:
             try:
-                return self._try(left[0], encoding, metadata, source.components)
+                return self._try(left[0], encoding, metadata, source)
             except (VersionConflict, EngineBroken) as error:
                 if encoding.name == "full":
                     raise
@@ -223,7 +223,7 @@ class Opener:
         way: Way,
         encoding: Encoding,
         metadata: tuple[TensorMeta, ...] | None,
-        components: tuple[str, ...],
+        source: Incoming,
     ) -> UpdateSession:
         options, transport = self.options, way.transport
         boxes = self.layout if transport.senders == "all" else None
@@ -243,7 +243,7 @@ class Opener:
             undo.callback(sender.close)
             channel = self.link.open()
             undo.callback(channel.close)
-            request = self._request(transport, sender, encoding, metadata, components)
+            request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
             if boxes is not None:
                 meet = {"offer": dict(sender.offer), **self.plans.wants_for(begun, boxes)}
@@ -265,7 +265,7 @@ class Opener:
         sender: Sender,
         encoding: Encoding,
         metadata: tuple[TensorMeta, ...] | None,
-        components: tuple[str, ...],
+        source: Incoming,
     ) -> UpdateRequest:
         options = self.options
         return UpdateRequest(
@@ -284,7 +284,8 @@ class Opener:
             label=options.label,
             timeout=options.timeout,
             protocol=min(PROTOCOL, self.info.protocol),
-            components=components,
+            components=source.components,
+            adapters=source.adapters,
             **self._limits(),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from weight_sync_source.jobs.tiny import Tiny
 
@@ -27,3 +27,9 @@ def merged(model: PeftModel, dtype: torch.dtype = torch.float32) -> dict[str, Te
     state = model.merge_and_unload().state_dict()
     state.pop("model.inv_freq")
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+
+
+def factors(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
+    """What PEFT itself would save of an adapter, under the names of checkpoints."""
+    state = get_peft_model_state_dict(model, adapter_name=adapter)
+    return {name.removeprefix("base_model.model."): t.detach() for name, t in state.items()}

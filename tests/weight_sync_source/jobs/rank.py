@@ -18,7 +18,7 @@ from weight_sync_source.jobs.tiny import ALIASES
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.trainer.sources.base import LocalSource
-from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weight_sync.trainer.sources.update import detect_update
 
 TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
 SHORT = 3.0  # for what must fail at its deadline
@@ -34,9 +34,17 @@ class Rank:
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
 
-    def gather(self, name: str, obj: Any, dtype: torch.dtype, partial: bool = False) -> None:
+    def gather(
+        self,
+        name: str,
+        obj: Any,
+        dtype: torch.dtype,
+        partial: bool = False,
+        adapters: dict[str, Any] | None = None,
+    ) -> None:
         """Stream ``obj`` as the publisher does: a vote after each bucket; the sender saves all."""
-        source = detect(obj).source(aliases=ALIASES, dtype=dtype, timeout=TIMEOUT, partial=partial)
+        found_source = detect_update(obj, adapters or {})
+        source = found_source.source(aliases=ALIASES, dtype=dtype, timeout=TIMEOUT, partial=partial)
         metadata = source.metadata()
         found: dict[str, Tensor] = {}
         headers = []

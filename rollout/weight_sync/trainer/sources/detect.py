@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, SourceFailed
+from rollout.weight_sync.protocol.adapters import check_adapters
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
@@ -21,8 +22,10 @@ from rollout.weight_sync.trainer.sources.components import together
 from rollout.weight_sync.trainer.sources.names import NameOf
 from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
 from rollout.weights import TensorMeta
+from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import (
     POLICY,
+    adapter_of,
     check_components,
     component_of,
     own_name,
@@ -46,12 +49,14 @@ class Detected:
 
     ``ranks``: of the trainer's job, the sender first; None where ``obj`` is this rank's alone.
     ``parts``: of ``{"policy": source, ...}``, whose kind is "components": what each of them is.
+    ``unmerged``: a PEFT model's adapters go beside it.
     """
 
     obj: Any
     kind: str
     ranks: tuple[int, ...] | None
     parts: tuple[tuple[str, Detected], ...] = ()
+    unmerged: bool = False
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ class Detected:
                             if component_of(meta.name) == component
                         ],
                         partial=partial,
-                        prefixes=own_names(component, prefixes or {}),
+                        prefixes=own_names(_model_of(component), prefixes or {}),
                     )
                     for component, part in self.parts
                 },
@@ -137,9 +142,17 @@ class Detected:
     def read(self, info: WeightInfo, group: RankGroup, *, partial: bool = False) -> Incoming:
         """Its source as the engine that announced ``info`` wants it: checked, cast, in pieces.
 
-        Raises ``WeightMismatch`` naming components that the engine has not.
+        Raises ``WeightMismatch`` naming components that the engine has not, and ``ConfigError``
+        where it cannot take the adapters.
         """
-        check_components(self.components, info.components)
+        models = [part for part in self.components if adapter_of(part) is None]
+        check_components(models, info.components)
+        adapters = {
+            name: part.spec(info.prefixes)
+            for component, part in self.parts
+            if (name := adapter_of(component)) is not None
+        }
+        check_adapters(adapters, info)
         source = self.source(
             aliases=info.aliases,
             dtype=info.dtype,
@@ -148,7 +161,11 @@ class Detected:
             partial=partial,
             prefixes=info.prefixes,
         )
-        return Incoming(source, info.dtype, info.tensors, info.aliases, self.components)
+        return Incoming(source, info.dtype, info.tensors, info.aliases, self.components, adapters)
+
+    def spec(self, prefixes: Mapping[str, str]) -> AdapterSpec:
+        """Of an adapter: what the engine is told of it."""
+        raise NotImplementedError
 
     def calls_alone(self) -> str | None:
         """What a rank other than 0 should be told that sends what no other rank has a part in.
@@ -191,14 +208,15 @@ class Detected:
         if isinstance(self.obj, nn.Module):
             from rollout.weight_sync.trainer.sources.lora import MergePlan
 
-            if (plan := MergePlan.of(_unwrapped(self.obj), partial)) is not None:
+            plan = MergePlan.of(bare_module(self.obj), partial, merge=not self.unmerged)
+            if plan is not None:
                 from rollout.weight_sync.trainer.sources.lora import MergedSource
 
-                inner = self._of_kind(aliases, None, group, plan.name_of)
+                inner = self.of_kind(aliases, None, group, plan.name_of)
                 return MergedSource(inner, plan, dtype)
-        return self._of_kind(aliases, dtype, group, lambda raw: placed(file_form(raw), prefixes))
+        return self.of_kind(aliases, dtype, group, lambda raw: placed(file_form(raw), prefixes))
 
-    def _of_kind(
+    def of_kind(
         self,
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
@@ -218,7 +236,7 @@ class Detected:
         if self.kind == "zero3":
             from rollout.weight_sync.trainer.sources.zero import ZeroSource
 
-            return ZeroSource(_unwrapped(obj), aliases, dtype, group, name_of)
+            return ZeroSource(bare_module(obj), aliases, dtype, group, name_of)
         if self.kind == "directory":
             from rollout.weight_sync.trainer.sources.directory import DirectorySource
 
@@ -229,7 +247,7 @@ class Detected:
             return IterableSource(obj, aliases, dtype, group, name_of)
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
-        weights = _unwrapped(obj) if isinstance(obj, nn.Module) else obj
+        weights = bare_module(obj) if isinstance(obj, nn.Module) else obj
         return PlainSource(weights, aliases, dtype, group, name_of)
 
 
@@ -261,6 +279,11 @@ def _components(obj: Mapping[Any, Any], take_first: bool) -> Detected:
     parts = tuple((str(name), detect(obj[name], take_first=take_first)) for name in obj)
     if nested := [name for name, part in parts if part.parts]:
         raise ConfigError(f"component {nested[0]!r} is {{name: source}} again; pass its source")
+    return combined(parts)
+
+
+def combined(parts: tuple[tuple[str, Detected], ...]) -> Detected:
+    """The parts of one update, by component; ``ConfigError`` where other ranks hold some."""
     held = {}
     for name, part in parts:
         ranks = part.obj.agreement.ranks if part.kind == "source" else part.ranks
@@ -388,7 +411,12 @@ _ENGINE = ("deepspeed", "DeepSpeedEngine")
 _COMPILED = ("torch._dynamo", "OptimizedModule")
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _model_of(component: str) -> str:
+    """The component whose names a component's tensors have: an adapter's are the policy's."""
+    return component if adapter_of(component) is None else POLICY
+
+
+def bare_module(module: nn.Module) -> nn.Module:
     """The trainer's own module beneath DDP or a DeepSpeed engine."""
     inner: nn.Module = _uncompiled(module)
     if _is_a(inner, *_DDP) or _is_a(inner, *_ENGINE):

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -80,15 +81,16 @@ class MergePlan:
 
     ``additions``: by file name, what is added to a weight, in order. ``owners``: by name of a
     factor, the weight it is for. ``partial``: leave out what the adapters do not change, which is
-    what they neither adapt, nor save, nor train. Raises ``ConfigError`` naming the layer for what
+    what they neither adapt, nor save, nor train. ``merge`` False: the base alone, whose adapters
+    go beside it. Raises ``ConfigError`` naming the layer for what
     cannot be merged by adding: DoRA and other variants, quantised bases, other tuners, and weights
     that are adapted here and tied to others there.
     """
 
-    def __init__(self, module: nn.Module, partial: bool = False) -> None:
+    def __init__(self, module: nn.Module, partial: bool = False, merge: bool = True) -> None:
         self.additions: dict[str, list[Addition]] = defaultdict(list)
         self.owners: dict[str, str] = {}
-        self._partial = partial
+        self._partial, self._merge = partial, merge
         self._paths: dict[str, tuple[str, bool]] = {}  # by a module's path: in a file, and changed
         self._trained: set[str] = set()
         self._holders: dict[int, list[str]] = defaultdict(list)
@@ -97,11 +99,11 @@ class MergePlan:
         self._refuse_ties()
 
     @classmethod
-    def of(cls, module: nn.Module, partial: bool = False) -> MergePlan | None:
+    def of(cls, module: nn.Module, partial: bool = False, merge: bool = True) -> MergePlan | None:
         """The plan of ``module``, None where no part of it is PEFT's."""
-        if "peft" not in sys.modules or not any(_is_peft(part) for part in module.modules()):
+        if "peft" not in sys.modules or not any(is_peft(part) for part in module.modules()):
             return None
-        return cls(module, partial)
+        return cls(module, partial, merge)
 
     def name_of(self, raw: str) -> str | None:
         """What a tensor of the module is gathered as: its file name, a factor's own, or None."""
@@ -112,7 +114,7 @@ class MergePlan:
         if path not in self._paths:
             return None
         to, changed = self._paths[path]
-        found = _join(to, leaf)
+        found = join(to, leaf)
         if self._partial and not changed and found not in self._trained:
             return None
         return found
@@ -127,30 +129,34 @@ class MergePlan:
         self._paths[path] = (to, changed)
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                self._holders[id(parameter)].append(_join(to, leaf))
+                self._holders[id(parameter)].append(join(to, leaf))
                 if parameter.requires_grad:
-                    self._trained.add(_join(to, leaf))
-        if _is_peft(module, "BaseTunerLayer"):
+                    self._trained.add(join(to, leaf))
+        if is_peft(module, "BaseTunerLayer"):
             self._plan_layer(module, path, to)
             self._leave_out(module, to, but="base_layer")
-            self._visit(module.base_layer, _join(path, "base_layer"), to, True)
-        elif _is_peft(module, "AuxiliaryTrainingWrapper"):
+            self._visit(module.base_layer, join(path, "base_layer"), to, True)
+        elif is_peft(module, "AuxiliaryTrainingWrapper"):
             self._visit_saved(module, path, to)
-        elif _is_peft(module, "PeftModel", "PeftMixedModel"):
-            if not _is_peft(module.base_model, "BaseTuner"):
+        elif is_peft(module, "PeftModel", "PeftMixedModel"):
+            if not is_peft(module.base_model, "BaseTuner"):
                 raise _refusal(to, f"{type(module).__name__} without adapted layers")
-            self._visit(module.base_model, _join(path, "base_model"), to, changed)
-        elif _is_peft(module, "BaseTuner"):
-            self._visit(module.model, _join(path, "model"), to, changed)
+            self._visit(module.base_model, join(path, "base_model"), to, changed)
+        elif is_peft(module, "BaseTuner"):
+            self._visit(module.model, join(path, "model"), to, changed)
         else:
             for name, child in module.named_children():
                 if name in WRAPPERS or (not path and name == "module"):
                     self._visit(child, path, to, changed)
                 else:
-                    self._visit(child, _join(path, name), _join(to, name), changed)
+                    self._visit(child, join(path, name), join(to, name), changed)
 
     def _plan_layer(self, layer: Any, path: str, to: str) -> None:
         """What the forward of ``layer`` would add to its base, if anything."""
+        if not self._merge:
+            if layer.merged:
+                raise ConfigError(f"{to}: its adapter is merged into it; unmerge_adapter() first")
+            return
         if layer.merged and layer.disable_adapters:
             raise ConfigError(f"{to}: merged and disabled; call unmerge_adapter() first")
         if layer.merged or layer.disable_adapters:
@@ -162,18 +168,18 @@ class MergePlan:
                 adapter in (getattr(layer, name, None) or ()) for name in layer.adapter_layer_names
             )
         ]
-        roles = MERGED.get(_type_name(layer)) if _is_peft(layer, "LoraLayer") else None
+        roles = MERGED.get(type_name(layer)) if is_peft(layer, "LoraLayer") else None
         for adapter in active:
             variant = getattr(layer, "lora_variant", {}).get(adapter)
             if roles is None or variant is not None:
                 raise _refusal(to, type(layer if variant is None else variant).__name__)
-            target = _join(to, getattr(layer, "parameter_name", "weight"))
+            target = join(to, getattr(layer, "parameter_name", "weight"))
             leaf = "" if roles[0].startswith("lora_embedding") else ".weight"
-            names = {role: f"{_join(path, role)}.{adapter}{leaf}" for role in roles}
+            names = {role: f"{join(path, role)}.{adapter}{leaf}" for role in roles}
             self._add(target, Addition(layer, adapter, names))
             if layer.lora_bias.get(adapter):
-                name = f"{_join(path, 'lora_B')}.{adapter}.bias"
-                self._add(_join(to, "bias"), Addition(layer, adapter, {"bias": name}))
+                name = f"{join(path, 'lora_B')}.{adapter}.bias"
+                self._add(join(to, "bias"), Addition(layer, adapter, {"bias": name}))
 
     def _add(self, target: str, addition: Addition) -> None:
         self.additions[target].append(addition)
@@ -182,14 +188,14 @@ class MergePlan:
     def _visit_saved(self, module: Any, path: str, to: str) -> None:
         """A module that is trained as a whole, beside the original one."""
         used = [] if module.disable_adapters else list(module.active_adapters)
-        if used and not _is_peft(module, "ModulesToSaveWrapper"):
+        if used and not is_peft(module, "ModulesToSaveWrapper"):
             raise _refusal(to, type(module).__name__)
         if not used:
-            self._visit(module.original_module, _join(path, "original_module"), to, False)
+            self._visit(module.original_module, join(path, "original_module"), to, False)
             return
         self._leave_out(module, to, but="modules_to_save")
         chosen = module.modules_to_save[used[0]]
-        self._visit(chosen, f"{_join(path, 'modules_to_save')}.{used[0]}", to, True)
+        self._visit(chosen, f"{join(path, 'modules_to_save')}.{used[0]}", to, True)
 
     def _leave_out(self, module: nn.Module, to: str, but: str) -> None:
         for name, child in module.named_children():
@@ -211,16 +217,22 @@ class MergePlan:
                 )
 
 
-def _type_name(layer: object) -> str:
+def type_name(layer: object) -> str:
     """The name of PEFT's own class of ``layer`` (``fully_shard`` derives another from it)."""
     return next(c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("peft."))
 
 
-def _is_peft(module: object, *names: str) -> bool:
+def is_peft(module: object, *names: str) -> bool:
     """Whether ``module`` is of one of PEFT's classes of these names (of any, without names)."""
+    kind: Any = type(module)
+    return _is_peft(kind, names)
+
+
+@cache
+def _is_peft(kind: type, names: tuple[str, ...]) -> bool:
     return any(
         cls.__module__.startswith("peft.") and (not names or cls.__name__ in names)
-        for cls in type(module).__mro__
+        for cls in kind.__mro__
     )
 
 
@@ -228,7 +240,7 @@ def _refusal(to: str, what: str) -> ConfigError:
     return ConfigError(f"{to or 'the model'}: {what} cannot be merged tensor by tensor; {REMEDY}")
 
 
-def _join(path: str, name: str) -> str:
+def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 

@@ -26,7 +26,8 @@ from rollout.weight_sync.trainer.sources.base import (
 )
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weights import Box, TensorMeta
-from rollout.weights.components import POLICY
+from rollout.weights.adapters import AdapterSpec
+from rollout.weights.components import POLICY, adapter_of
 from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
@@ -106,7 +107,8 @@ class Incoming:
     """A trainer's source as everything that sends or digests it reads it: checked, cast, in pieces.
 
     ``dtype``: of plain floats. ``wanted``: what the engine announced (nothing where there is no
-    engine), and its ``aliases``; ``components``: what is sent of. What cannot be cast to that
+    engine), and its ``aliases``; ``components``: what is sent of, ``adapters`` among them. What
+    cannot be cast to that
     sensibly is a ``WeightMismatch`` that names the tensor and both dtypes. Values of other ranks
     than the first are not read, unless locally.
     """
@@ -118,11 +120,17 @@ class Incoming:
         wanted: Sequence[TensorMeta] = (),
         aliases: Mapping[str, str] | None = None,
         components: tuple[str, ...] = (POLICY,),
+        adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
-        self.inner, self.components = inner, components
+        self.inner, self.components, self.adapters = inner, components, dict(adapters or {})
         self._dtype, self._aliases = dtype, aliases or {}
         self._wanted = {meta.name: meta for meta in wanted}
         self._left: Tensor | None = None  # the last that was yielded as it is
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The components that are no adapters."""
+        return tuple(part for part in self.components if adapter_of(part) is None)
 
     def metadata(self) -> tuple[TensorMeta, ...] | None:
         found = self.inner.metadata()

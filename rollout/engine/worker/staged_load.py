@@ -1,0 +1,120 @@
+"""What one update fills on a rank: an instance of the model, slots of adapters, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from rollout.engine.worker.weight_instances import ModelInstances
+from rollout.errors import ConfigError
+from rollout.models.adapter_model import AdapterModel
+from rollout.models.adapter_slots import AdapterSlots
+from rollout.models.weight_load import WeightLoad
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weights import WeightSlot, WeightValue
+from rollout.weights.components import (
+    adapter_component,
+    adapter_of,
+    component_of,
+    own_name,
+    qualified,
+)
+
+
+class StagedLoad:
+    """Opens what ``request`` brings; an adapter goes to its slot of ``places``, which no sequence
+    holds. No instance is touched where no model's weights come.
+
+    Tensors are named as in the update. ``feed`` any number of times, then ``finish``, the digests
+    and ``keep``.
+    """
+
+    def __init__(
+        self,
+        instances: ModelInstances,
+        adapters: AdapterSlots | None,
+        request: UpdateRequest,
+        places: Mapping[str, int],
+    ) -> None:
+        self._instances, self._request = instances, request
+        self.live = request.staging == "none"
+        self._adapters: dict[str, AdapterModel] = {}
+        for name, spec in request.adapters.items():
+            if adapters is None:
+                raise ConfigError("this rank holds no adapters: start it with max_adapters=")
+            self._adapters[adapter_component(name)] = adapters.view(places[name], spec)
+        self._loads = {part: model.begin_load() for part, model in self._adapters.items()}
+        self._model = self._open() if request.models else None
+
+    def _open(self) -> WeightLoad:
+        request = self._request
+        if self.live:
+            return self._instances.open_live(request.components)
+        builds_on_live = request.partial or request.encoding == "delta"
+        return self._instances.open_shadow(builds_on_live, request.staging, request.components)
+
+    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None:
+        """Write each item; every value stays as it is until this returns."""
+        for part, found in groupby(items, lambda item: _adapter(item[0])):
+            load = self._model if part is None else self._loads.get(part)
+            if load is None:
+                load = self._model or next(iter(self._loads.values()))  # which refuses it by name
+            elif part is not None:
+                found = ((own_name(name), value) for name, value in found)
+            load.feed(found, together=True)
+
+    def finish(self) -> int:
+        """Judge completeness, derive; the bytes that were written."""
+        request, nbytes = self._request, 0
+        if self._model is not None:
+            report = self._model.finish(partial=request.partial, components=request.models)
+            nbytes += report.nbytes
+        return nbytes + sum(load.finish().nbytes for load in self._loads.values())
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """All that is to be filled."""
+        if self._model is not None:
+            models = self._request.models
+            yield from (s for s in self._instances.slots() if component_of(s.source) in models)
+        for part, model in self._adapters.items():
+            yield from (
+                _named(part, slot) for found in model.table.slots.values() for slot in found
+            )
+
+    def digest_slots(
+        self, nonfinite: list[tuple[WeightSlot, int]] | None
+    ) -> Iterator[tuple[WeightSlot, int]]:
+        """Every slot that will be live, and its digest; see ``ModelInstances.digest_slots``."""
+        if self._model is not None:
+            yield from self._instances.digest_slots(self.live, nonfinite=nonfinite)
+        for part, model in self._adapters.items():
+            slots = _slots(model)
+            for slot, (value, bad) in zip(slots, model.digest_slots(slots), strict=True):
+                named = _named(part, slot)
+                if nonfinite is not None and bad:
+                    nonfinite.append((named, bad))
+                yield named, value
+
+    def live_digests(self) -> Sequence[tuple[WeightSlot, int]]:
+        """Of quantised slots, as they are held."""
+        return [] if self._model is None else self._instances.live_digests(self.live)
+
+    def keep(self) -> None:
+        """All is there and digested."""
+        if self._model is not None:
+            self._instances.finish_load(self.live)
+
+
+def _adapter(name: str) -> str | None:
+    component: Any = component_of(name)
+    return component if adapter_of(component) is not None else None
+
+
+def _slots(model: AdapterModel) -> list[WeightSlot]:
+    return [slot for found in model.table.slots.values() for slot in found]
+
+
+def _named(part: str, slot: WeightSlot) -> WeightSlot:
+    return replace(slot, source=qualified(part, slot.source))

@@ -1,0 +1,72 @@
+"""Adapters of an update: what an engine must have for them, and what must be sent of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout.errors import ConfigError, WeightMismatch
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weights import TensorMeta
+from rollout.weights.adapters import A, AdapterSpec, B
+from rollout.weights.components import adapter_component, qualified
+
+_MOST = 8  # modules named in one error
+
+
+def check_adapters(adapters: Mapping[str, AdapterSpec], info: WeightInfo) -> None:
+    """Before anything is gathered: ``ConfigError`` where the engine holds no such adapters."""
+    check_room(adapters, info.max_adapters, info.max_lora_rank)
+    base = {meta.name: meta for meta in info.tensors}
+    for name, spec in adapters.items():
+        adapter_tensors(name, spec, base, info.aliases)
+
+
+def check_room(adapters: Mapping[str, AdapterSpec], slots: int, max_rank: int) -> None:
+    """``ConfigError`` where an engine of ``slots`` slots of rank ``max_rank`` cannot hold them."""
+    if not adapters:
+        return
+    if not slots:
+        raise ConfigError(
+            f"adapter {next(iter(adapters))!r}: the engine holds no adapters: start it with "
+            "max_adapters=, or send the PEFT model merged: update_weights(model)"
+        )
+    if len(adapters) > slots:
+        raise ConfigError(
+            f"{len(adapters)} adapters come at once, and max_adapters is {slots}: send fewer, or "
+            "start the engine with more"
+        )
+    for name, spec in adapters.items():
+        if not spec.rank:
+            raise ConfigError(f"adapter {name!r} changes no module")
+        if spec.rank > max_rank:
+            raise ConfigError(
+                f"adapter {name!r} has rank {spec.rank}, and the engine takes up to {max_rank}: "
+                f"start it with max_lora_rank={spec.rank}"
+            )
+
+
+def adapter_tensors(
+    name: str, spec: AdapterSpec, base: Mapping[str, TensorMeta], aliases: Mapping[str, str]
+) -> tuple[TensorMeta, ...]:
+    """All that has to come of adapter ``name``, as an update calls it, in the base's dtypes.
+
+    ``base``: the model's tensors. ``WeightMismatch`` names the modules that it has not.
+    """
+    found, problems = [], []
+    component = adapter_component(name)
+    for module, of in spec.modules.items():
+        weight = f"{module}.weight"
+        meta = base.get(aliases.get(weight, weight))
+        if meta is None or len(meta.shape) != 2:
+            problems.append(f"adapter {name!r} changes {module}, which is no linear layer here")
+            continue
+        rows, columns = meta.shape
+        for end, shape in ((A, (of.rank, columns)), (B, (rows, of.rank))):
+            found.append(TensorMeta(qualified(component, module + end), meta.dtype, shape))
+    if problems:
+        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+        raise WeightMismatch(
+            f"{'; '.join(problems[:_MOST])}{more}: adapt modules that the engine's model has",
+            problems=problems,
+        )
+    return tuple(found)

@@ -1,0 +1,149 @@
+"""Adapters as sources of their own: the factors of a PEFT model, or of a PEFT directory, alone.
+
+base_model.model.model.layers.0.q_proj.lora_A.NAME.weight    in the trainer
+model.layers.0.q_proj.lora_A.weight                          in a file, and as it is sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.errors import ConfigError
+from rollout.weight_sync.trainer.sources.lora import MergePlan, is_peft, join, type_name
+from rollout.weights.adapters import A, AdapterSpec, B, ModuleSpec
+from rollout.weights.components import adapter_component
+from rollout.weights.names import placed, unwrapped
+
+_MERGE = "send it merged into the model: update_weights(model) without adapters"
+
+
+def is_adapted(obj: Any) -> bool:
+    """Whether a module has layers of PEFT's; imports nothing."""
+    return isinstance(obj, nn.Module) and any(is_peft(m, "BaseTunerLayer") for m in obj.modules())
+
+
+def adapter_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """PEFT's names of the adapters that ``module`` has, and of those that are active."""
+    known: dict[str, None] = {}
+    active: dict[str, None] = {}
+    for layer in _layers(module):
+        own = [
+            name for role in layer.adapter_layer_names for name in getattr(layer, role, None) or ()
+        ]
+        known.update(dict.fromkeys(own))
+        active.update(dict.fromkeys(name for name in layer.active_adapters if name in own))
+    return tuple(known), tuple(active)
+
+
+def chosen_adapter(module: nn.Module, name: str) -> str:
+    """Which of PEFT's adapters is sent as ``name``: the one called so, else the only active one."""
+    known, active = adapter_names(module)
+    if name in known:
+        return name
+    if len(active) != 1:
+        raise ConfigError(
+            f"adapter {name!r}: the PEFT model has {', '.join(known) or 'none'}, of which "
+            f"{len(active)} are active; activate one (set_adapter), or name one of them"
+        )
+    return active[0]
+
+
+class AdapterPlan(MergePlan):
+    """Names and scalings of one adapter of a PEFT model; local, the same on every rank.
+
+    ``spec``: as the engine is told. ``trained_beside``: what the model trains that is no factor.
+    ``prefixes``: of ``weights.names.placed``. ``ConfigError`` names the layer whose adapter is
+    served merged alone.
+    """
+
+    def __init__(self, module: nn.Module, adapter: str, prefixes: Mapping[str, str]) -> None:
+        self._adapter, self._prefixes = adapter, prefixes
+        self._modules: dict[str, ModuleSpec] = {}
+        super().__init__(module)
+        if not self._modules:
+            raise ConfigError(f"adapter {adapter!r} changes no linear layer; {_MERGE}")
+        self.spec = AdapterSpec(modules=self._modules)
+        self.trained_beside = tuple(sorted(self._trained))
+
+    def name_of(self, raw: str) -> str | None:
+        return self.owners.get(unwrapped(raw))
+
+    def _plan_layer(self, layer: Any, path: str, to: str) -> None:
+        adapter = self._adapter
+        roles = [r for r in layer.adapter_layer_names if adapter in (getattr(layer, r, None) or ())]
+        if not roles:
+            return
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        plain = is_peft(layer, "LoraLayer") and type_name(layer) == "Linear"
+        if not plain or variant is not None or getattr(layer, "fan_in_fan_out", False):
+            kind = type(layer if variant is None else variant).__name__
+            raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
+        if layer.lora_bias.get(adapter):
+            raise ConfigError(f"{to}: lora_bias is not served as an adapter; {_MERGE}")
+        weight = placed(f"{to}.weight", self._prefixes)
+        if weight is None:
+            raise ConfigError(f"{to}: the engine has no such module; leave it out of the adapter")
+        stem = weight.removesuffix(".weight")
+        self._modules[stem] = ModuleSpec(
+            rank=int(layer.r[adapter]), scaling=float(layer.scaling[adapter])
+        )
+        for role, end in (("lora_A", A), ("lora_B", B)):
+            self.owners[f"{join(path, role)}.{adapter}.weight"] = stem + end
+
+    def _visit_saved(self, module: Any, path: str, to: str) -> None:
+        if self._adapter in (getattr(module, "modules_to_save", None) or ()):
+            raise ConfigError(
+                f"{to}: a module that is trained as a whole (modules_to_save) is no adapter's; "
+                f"{_MERGE}"
+            )
+        self._visit(module.original_module, join(path, "original_module"), to, False)
+
+    def _refuse_ties(self) -> None:
+        """A tie of the weights beneath stays: factors are applied beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as it was passed: ``obj`` is a module with adapters, or a directory of PEFT's.
+
+    ``peft_name``: of the adapter within the module.
+    """
+
+    name: str
+    obj: Any
+    peft_name: str = ""
+
+    @classmethod
+    def of(cls, name: Any, obj: Any, module: nn.Module | None) -> Adapter:
+        """``module``: what ``obj`` is without its wrappers, where it is a module."""
+        if not isinstance(name, str):
+            raise ConfigError(f"an adapter's name is text, got {name!r:.80}")
+        adapter_component(name)
+        if module is not None and is_adapted(module):
+            return cls(name, obj, chosen_adapter(module, name))
+        if isinstance(obj, str | Path) and Path(obj).is_dir():
+            return cls(name, Path(obj))
+        what = repr(str(obj)) if isinstance(obj, str | Path) else f"a {type(obj).__name__}"
+        raise ConfigError(
+            f"adapter {name!r} is {what:.300}; pass a PEFT model (in DDP, FSDP or DeepSpeed as it "
+            "is trained), or a directory that its save_pretrained wrote"
+        )
+
+    @property
+    def component(self) -> str:
+        return adapter_component(self.name)
+
+
+def _layers(module: nn.Module) -> Iterator[Any]:
+    return (layer for layer in module.modules() if is_peft(layer, "BaseTunerLayer"))
+
+
+def factors_alone(module: nn.Module, plan: AdapterPlan) -> dict[str, torch.Tensor]:
+    """The factors of a module whose tensors are all whole here: nothing else is looked at."""
+    return {raw: t for raw, t in module.named_parameters() if plan.name_of(raw) is not None}

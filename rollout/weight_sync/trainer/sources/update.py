@@ -1,0 +1,133 @@
+"""What one update is of: a policy, components, and adapters beside them or by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.errors import ConfigError
+from rollout.loader.peft_adapter import PeftAdapter
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.adapters import (
+    Adapter,
+    AdapterPlan,
+    adapter_names,
+    factors_alone,
+    is_adapted,
+)
+from rollout.weight_sync.trainer.sources.base import WeightSource
+from rollout.weight_sync.trainer.sources.detect import Detected, bare_module, combined, detect
+from rollout.weights import TensorMeta
+from rollout.weights.adapters import AdapterSpec
+from rollout.weights.components import POLICY
+from rollout.weights.names import placed
+
+
+def own_adapters(obj: Any) -> dict[str, Any]:
+    """``obj``, a PEFT model, under the name of each of its active adapters."""
+    module = bare_module(obj) if isinstance(obj, nn.Module) else None
+    active = adapter_names(module)[1] if module is not None and is_adapted(module) else ()
+    if not active:
+        raise ConfigError(
+            f"adapters_only=True takes a PEFT model with an active adapter, got a "
+            f"{type(obj).__name__}; or pass adapters={{name: PEFT model or directory}}"
+        )
+    return dict.fromkeys(active, obj)
+
+
+def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
+    """Which source takes ``obj`` (None: no model's weights), with ``adapters`` by name beside it.
+
+    A PEFT model that is ``obj`` and an adapter, too, goes unmerged.
+    """
+    if not adapters:
+        return detect(obj)
+    if not isinstance(adapters, Mapping):
+        raise ConfigError(
+            f"adapters must map names to PEFT models or directories, got {adapters!r:.80}"
+        )
+    beside = tuple(_detected(name, source, obj is None) for name, source in adapters.items())
+    if obj is None:
+        return combined(beside)
+    found = detect(obj)
+    own = {id(source) for source in adapters.values()}
+    parts = tuple(
+        (component, replace(part, unmerged=id(part.obj) in own))
+        for component, part in found.parts or ((POLICY, found),)
+    )
+    return combined(parts + beside)
+
+
+def _detected(name: str, obj: Any, alone: bool) -> tuple[str, DetectedAdapter]:
+    adapter = Adapter.of(name, obj, bare_module(obj) if isinstance(obj, nn.Module) else None)
+    if not adapter.peft_name:
+        files = PeftAdapter.read(adapter.obj)
+        return adapter.component, DetectedAdapter(files, "files", None, alone=alone)
+    found = detect(obj)
+    return adapter.component, DetectedAdapter(
+        obj, found.kind, found.ranks, adapter=adapter.peft_name, alone=alone
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedAdapter(Detected):
+    """One adapter: its factors alone are looked at, gathered and sent.
+
+    ``adapter``: PEFT's name of it. ``alone``: no model's weights go with it.
+    """
+
+    adapter: str = ""
+    alone: bool = True
+
+    def spec(self, prefixes: Mapping[str, str]) -> AdapterSpec:
+        if isinstance(self.obj, PeftAdapter):
+            modules = self.obj.spec.modules
+            return AdapterSpec(modules={_placed(m, prefixes): s for m, s in modules.items()})
+        return self._plan(prefixes).spec
+
+    def source(
+        self,
+        *,
+        aliases: Mapping[str, str],
+        dtype: torch.dtype,
+        group: RankGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        tensors: Sequence[TensorMeta] = (),
+        partial: bool = False,
+        prefixes: Mapping[str, str] | None = None,
+    ) -> WeightSource:
+        """As ``Detected.source``; of a model's settings ``prefixes`` alone are of use."""
+        from rollout.weight_sync.trainer.sources.plain import PlainSource
+
+        group = group if group is not None else self.rank_group(timeout)
+        prefixes = prefixes or {}
+        if isinstance(self.obj, PeftAdapter):
+            return PlainSource(
+                dict(self.obj.items()), {}, dtype, group, lambda raw: placed(raw, prefixes)
+            )
+        plan = self._plan(prefixes)
+        if self.kind == "plain":
+            factors = factors_alone(bare_module(self.obj), plan)
+            return PlainSource(factors, {}, dtype, group, plan.name_of)
+        return self.of_kind({}, dtype, group, plan.name_of)
+
+    def _plan(self, prefixes: Mapping[str, str]) -> AdapterPlan:
+        plan = AdapterPlan(bare_module(self.obj), self.adapter, prefixes)
+        if self.alone and plan.trained_beside:
+            raise ConfigError(
+                f"{', '.join(plan.trained_beside[:4])}: trained beside the adapter, which does not "
+                "hold it; send the base, too: update_weights(model, adapters={name: model})"
+            )
+        return plan
+
+
+def _placed(module: str, prefixes: Mapping[str, str]) -> str:
+    found = placed(f"{module}.weight", prefixes)
+    if found is None:
+        raise ConfigError(f"{module}: the engine has no such module; leave it out of the adapter")
+    return found.removesuffix(".weight")

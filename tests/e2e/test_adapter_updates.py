@@ -1,0 +1,250 @@
+"""THE property for served adapters: a live update equals a start with them, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapted_models import adapted, shaken
+from tiny_models import write_tiny
+from trainer_processes import Job
+
+from rollout import Rollout, SamplingParams
+from rollout.errors import (
+    ConfigError,
+    EngineOverloaded,
+    InvalidRequest,
+    VersionConflict,
+    WeightMismatch,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+
+PROMPTS = [list(range(3, 40)), list(range(50, 70))]
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "block_size": 8, "timeout": 30,
+    "max_adapters": 4, "max_lora_rank": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "checkpoint"
+    write_tiny(path, "qwen3", tied=True)
+    return path
+
+
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.more)], ids=["tp1", "tp2"]
+)
+def engine(request, base) -> Iterator[Rollout]:
+    with Rollout(base, tensor_parallel_size=request.param, **SETTINGS) as rollout:
+        yield rollout
+
+
+def said(rollout: Rollout, adapter: str | None) -> Any:
+    outputs = rollout.generate(PROMPTS, SamplingParams(adapter=adapter, **GREEDY))
+    found = [output.outputs[0] for output in outputs]
+    return [(one.token_ids, one.logprobs.raw, one.logprobs.processed) for one in found]
+
+
+def stamps(rollout: Rollout, adapter: str | None) -> tuple[str, set[int]]:
+    [output] = rollout.generate([PROMPTS[0]], SamplingParams(adapter=adapter, **GREEDY))
+    one = output.outputs[0]
+    return one.adapter, {span.version for span in (*one.weight_versions, *one.kv_spans)}
+
+
+def test_a_live_update_equals_a_start_with_the_adapter_of_its_directory(
+    engine, base, tmp_path
+) -> None:
+    model = adapted(base, 1)
+    before = said(engine, None)
+    engine.update_weights(adapters={"math": shaken(model, 9)})
+    receipt = engine.update_weights(adapters={"math": shaken(model, 1)})
+    model.save_pretrained(tmp_path)
+    version = engine.weight_version
+    assert receipt.version == version == receipt.adapters["math"].version
+    live = said(engine, "math")
+    ranks = engine.weight_info().tensor_parallel_size
+    with Rollout(base, tensor_parallel_size=ranks, **SETTINGS) as fresh:
+        fresh.load_lora_adapter("math", tmp_path)
+        assert said(fresh, "math") == live
+        assert said(fresh, None) == before
+        [at_start] = fresh.receipts()
+    assert at_start.adapters["math"].digest == receipt.adapters["math"].digest
+    assert live != before
+    assert said(engine, None) == before
+    assert stamps(engine, "math") == (f"math@{version}", {version})
+    assert stamps(engine, None)[0] == ""
+    assert engine.metrics().adapters["math"] == engine.weight_info().adapters["math"] == version
+
+
+def test_an_update_moves_the_bytes_of_its_adapter_alone(engine, base) -> None:
+    model = adapted(base, 2)
+    size = sum(p.numel() * 4 for n, p in model.named_parameters() if "lora_" in n)
+    weights = sum(meta.nbytes for meta in engine.weight_info().tensors)
+    inline = engine.update_weights(model, adapters_only=True)
+    with Rollout.connect(engine.address) as remote:
+        received = [
+            remote.update_weights(shaken(model, 2), adapters_only=True, transport=transport)
+            for transport in ("auto", "ipc", "grpc_stream", "broadcast")
+        ]
+    for receipt in (inline, *received):
+        assert receipt.num_bytes == receipt.adapters["default"].num_bytes == size
+        assert size <= receipt.wire_bytes < size + 4096 < weights / 4
+        assert receipt.num_tensors == 2 * 3 * 2
+        assert receipt.digest == inline.digest
+    assert engine.weight_info().adapters["default"] == received[-1].version
+    assert engine.unload_lora_adapter("default")
+
+
+@pytest.mark.more
+def test_ranks_that_share_a_model_send_its_adapter_as_one_does(engine, base, tmp_path) -> None:
+    """FSDP2: the factors are gathered, or go from where they lie; the base stays where it is."""
+    transports = ("auto", "ipc", "grpc_stream", "broadcast", "p2p")
+    alone = engine.update_weights(adapters={"math": adapted(base, 21)})
+    wanted, plain = said(engine, "math"), said(engine, None)
+    script = Path(__file__).parent / "adapter_job.py"
+    job = Job(script, 2, tmp_path / "log", engine.address, str(base), *transports)
+    try:
+        answers = job.answers(120)
+    finally:
+        job.close()
+    assert None not in answers, job.log.read_text()
+    first, second = answers
+    assert first == second
+    *adapters, both = first
+    assert len(adapters) == len(transports)
+    for sent in adapters:
+        assert sent["digest"] == alone.digest
+        assert sent["adapters"]["math"]["num_bytes"] == alone.num_bytes
+        assert sent["wire_bytes"] < 2 * alone.num_bytes
+    assert both["adapters"]["math"]["digest"] == alone.digest
+    assert (said(engine, "math"), said(engine, None)) == (wanted, plain)
+
+
+def test_a_stream_keeps_its_version_while_new_requests_get_the_new_one(engine, base) -> None:
+    model = adapted(base, 3)
+    first = engine.update_weights(adapters={"math": model}).version
+    old = said(engine, "math")
+    long = SamplingParams(adapter="math", temperature=0, max_tokens=60, ignore_eos=True)
+    running = engine.stream(PROMPTS[0], long)
+    next(running)
+    second = engine.update_weights(adapters={"math": shaken(model, 4)}).version
+    new = said(engine, "math")
+    *_, last = running
+    done = last.outputs[0]
+    assert done.token_ids[:6] == old[0][0]
+    assert (done.adapter, [span.version for span in done.weight_versions]) == (
+        f"math@{first}",
+        [first],
+    )
+    assert new != old
+    assert stamps(engine, "math") == (f"math@{second}", {second})
+    running = engine.stream(PROMPTS[0], long)
+    next(running)
+    third = engine.update_weights(adapters={"math": shaken(model, 3)}, in_flight="recompute")
+    *_, last = running
+    done = last.outputs[0]
+    assert done.adapter == f"math@{third.version}"
+    assert {s.version for s in done.weight_versions} == {second, third.version}
+    assert said(engine, "math") == old
+
+
+def test_a_failed_update_leaves_the_old_version_and_its_slot(engine, base) -> None:
+    model = adapted(base, 5)
+    engine.update_weights(adapters={"math": model})
+    before, version = said(engine, "math"), engine.weight_version
+    broken = adapted(base, 5)
+    with torch.no_grad():
+        next(p for n, p in broken.named_parameters() if "lora_B" in n).fill_(float("nan"))
+    for _ in range(5):  # more often than there are slots
+        with pytest.raises(WeightMismatch, match=r"NaN.*adapter/math:.*lora_B"):
+            engine.update_weights(adapters={"math": broken})
+    large = adapted(base, 5, r=9)
+    for adapters, error, match in (
+        ({"math": large}, ConfigError, "rank 9.* up to 8: .*max_lora_rank=9"),
+        ({f"a{n}": model for n in range(5)}, ConfigError, "5 adapters come at once.*is 4"),
+        ({f"a{n}": model for n in range(4)}, ConfigError, r"max_adapters=5 or more"),
+    ):
+        with pytest.raises(error, match=match):
+            engine.update_weights(adapters=adapters)
+    assert engine.weight_version == version
+    assert said(engine, "math") == before
+
+
+def test_a_rollback_brings_the_version_before_back_under_its_own_name(engine, base) -> None:
+    model = adapted(base, 6)
+    first = engine.update_weights(adapters={"math": model}).version
+    old = said(engine, "math")
+    engine.update_weights(adapters={"math": shaken(model, 7), "code": model})
+    assert said(engine, "math") == said(engine, "code") != old
+    receipt = engine.rollback()
+    assert receipt.adapters["math"].version == first
+    assert said(engine, "math") == old
+    assert stamps(engine, "math")[0] == f"math@{first}"
+    with pytest.raises(InvalidRequest, match="no adapter 'code'"):
+        said(engine, "code")
+    with pytest.raises(VersionConflict, match="once after a commit"):
+        engine.rollback()
+    again = engine.update_weights(adapters={"math": shaken(model, 7)}).version
+    assert stamps(engine, "math")[0] == f"math@{again}"
+
+
+def test_base_and_adapter_change_at_one_commit_and_go_back_together(engine, base) -> None:
+    first = adapted(base, 8)
+    engine.update_weights(first, adapters={"math": first})
+    old = said(engine, None), said(engine, "math")
+    second = adapted(base, 10)
+    with torch.no_grad():
+        for name, parameter in second.named_parameters():
+            if "lora_" not in name:
+                parameter.mul_(1.01)
+    receipt = engine.update_weights(second, adapters={"math": second})
+    assert set(receipt.adapters) == {"math"}
+    assert receipt.num_tensors == 2 * 3 * 2 + len(engine.weight_info().tensors)
+    new = said(engine, None), said(engine, "math")
+    assert new[0] != old[0]
+    assert new[1] != old[1]
+    assert stamps(engine, "math") == (f"math@{receipt.version}", {receipt.version})
+    engine.rollback()
+    assert (said(engine, None), said(engine, "math")) == old
+    engine.update_weights(second, adapters={"math": second})
+    assert (said(engine, None), said(engine, "math")) == new
+
+
+def test_caches_of_the_base_outlive_an_adapters_commit(engine, base) -> None:
+    params = SamplingParams(**GREEDY)
+    engine.update_weights(adapters={"math": adapted(base, 11)})
+    engine.generate([PROMPTS[0]], params)
+    engine.update_weights(adapters={"math": adapted(base, 12)})
+    [output] = engine.generate([PROMPTS[0]], params)
+    assert output.num_cached_tokens == 32
+
+
+def test_no_slot_is_waited_for_at_most_the_updates_timeout(engine, base) -> None:
+    model = adapted(base, 13)
+    engine.update_weights(adapters={"math": model})
+    long = SamplingParams(adapter="math", temperature=0, max_tokens=400, ignore_eos=True)
+    streams = []
+    for seed in range(3):
+        streams.append(engine.stream(PROMPTS[0], long))
+        next(streams[-1])
+        engine.update_weights(adapters={"math": shaken(model, seed)})
+    with pytest.raises(EngineOverloaded, match=r"no slot became free within 0\.2 s"):
+        engine.update_weights(adapters={"math": model}, timeout=0.2)
+    for stream in streams:
+        stream.close()
+    engine.update_weights(adapters={"math": model})
+
+
+def test_an_engine_without_slots_says_what_to_do(base) -> None:
+    with Rollout(base, **(SETTINGS | {"max_adapters": 0})) as plain:
+        with pytest.raises(ConfigError, match=r"max_adapters=, or send .* merged"):
+            plain.update_weights(adapters={"math": adapted(base, 1)})
+        with pytest.raises(ConfigError, match="takes a source, adapters= or both"):
+            plain.update_weights()

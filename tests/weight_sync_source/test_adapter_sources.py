@@ -1,0 +1,91 @@
+"""Adapters as sources: the factors alone, by PEFT's own names, with what scales them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from weight_sync_source.jobs.lora import adapted, factors
+
+from rollout.errors import ConfigError
+from rollout.weight_sync.trainer.sources.update import detect_update, own_adapters
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+
+
+def streamed(obj: Any, adapters: dict[str, Any]) -> dict[str, Tensor]:
+    found = detect_update(obj, adapters)
+    return dict(found.source(aliases={}, dtype=torch.float32))
+
+
+def same(found: dict[str, Tensor], name: str, wanted: dict[str, Tensor]) -> bool:
+    own = {k.partition(":")[2]: t for k, t in found.items() if k.startswith(f"adapter/{name}:")}
+    return own.keys() == wanted.keys() and all(torch.equal(own[k], t) for k, t in wanted.items())
+
+
+def test_a_models_adapters_go_by_their_names_and_scales() -> None:
+    model = adapted(use_rslora=True, rank_pattern={"layers.1.down_proj": 3}, lora_alpha=6)
+    model.add_adapter("other", LoraConfig(r=2, lora_alpha=8, target_modules=["up_proj"]))
+    assert own_adapters(model) == {"default": model}
+    found = streamed(None, {"math": model, "other": model})
+    assert same(found, "math", factors(model))  # the active one
+    assert same(found, "other", factors(model, "other"))
+    assert len(found) == len(factors(model)) + len(factors(model, "other"))
+    first, second = (
+        part.spec({}).modules
+        for _, part in detect_update(None, {"math": model, "other": model}).parts
+    )
+    assert first["model.layers.1.down_proj"].rank == 3
+    assert first["model.layers.1.down_proj"].scaling == 6 / math.sqrt(3)
+    assert first["model.layers.0.up_proj"].scaling == 6 / math.sqrt(4)
+    assert second["model.layers.0.up_proj"].scaling == 4
+    assert "model.layers.0.down_proj" not in second
+
+
+def test_a_directory_of_pefts_is_the_same_source(tmp_path) -> None:
+    model = adapted(lora_alpha=6, alpha_pattern={"up_proj": 2})
+    model.save_pretrained(tmp_path)
+    assert same(streamed(None, {"a": tmp_path}), "a", factors(model))
+    (_, files), (_, held) = detect_update(None, {"a": str(tmp_path), "b": model}).parts
+    assert files.spec({}) == held.spec({})
+
+
+def test_what_is_no_adapter_of_ours_is_refused_by_name(tmp_path) -> None:
+    for settings, match in (
+        ({"use_dora": True}, r"layers\.0\.up_proj: DoraLinear.* not served as an adapter"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens: .*Embedding.* not served"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head: .*modules_to_save.* merged"),
+        ({"lora_bias": True, "target_modules": ["up_proj"]}, "lora_bias"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            streamed(None, {"a": adapted(**settings)})
+    model = adapted()
+    for obj, adapters, match in (
+        (None, {"a": {}}, "'a' is a dict; pass a PEFT model"),
+        (None, {"a": tmp_path / "none"}, "none'; pass a PEFT model"),
+        (None, {"a:b": model}, "'a:b' cannot name an adapter"),
+        (None, {"a": tmp_path}, "adapter_config.json"),
+        (None, [model], "adapters must map names"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            streamed(obj, adapters)
+    with pytest.raises(ConfigError, match="adapters_only=True takes a PEFT model"):
+        own_adapters(torch.nn.Linear(2, 2))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"norm\.weight: trained beside the adapter.*the base"):
+        streamed(None, {"a": model})
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["up_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigError, match="default, other, of which 2 are active"):
+        streamed(None, {"a": model})
+
+
+def test_a_merged_adapter_is_no_base_to_send_beside_it() -> None:
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match="unmerge_adapter"):
+        streamed(model, {"a": model})
