@@ -216,6 +216,8 @@ def _params(found: JournaledRequest, index: int, count: int) -> SamplingParams:
         min_version=None,
         max_staleness=None,
         prompt_logprobs=None,
+        prompt_logprobs_start=0,
+        prompt_temperature=1.0,
         hidden_state=False,
         pooling="last",
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import rollout
 from rollout.cli.bench import add_bench
 from rollout.cli.client import add_client_flags, connect
+from rollout.cli.diagnose import add_diagnose
 from rollout.cli.flags import (
     Parser,
     Row,
@@ -57,6 +58,7 @@ HELP = {  # of each command: what it takes, and an example
     "info": ("HOST:PORT", "127.0.0.1:50051"),
     "top": ("HOST:PORT", "127.0.0.1:50051"),
     "bench": ("MODEL", "runs/model --sequences 32 --prompt-tokens 128 --new-tokens 128"),
+    "diagnose": ("HOST:PORT --model CHECKPOINT", "127.0.0.1:50051 --model runs/step-7"),
     "replay": ("ID --journal DIR", "cmpl-7 --journal runs/journal --checkpoint runs/step-7"),
     "plan": (
         "--model MODEL --trainer KIND:N --rollout tp:NxE",
@@ -113,6 +115,7 @@ def make_parser() -> Parser:
     add_bench(commands, _add_command)
     add_plan(commands, _add_command)
     add_replay(commands, _add_command)
+    add_diagnose(commands, _add_command)
     return parser
 
 

@@ -248,6 +248,11 @@ class EngineCore:
         return self._control
 
     @property
+    def directory(self) -> str:
+        """Of the model's config.json."""
+        return self._directory
+
+    @property
     def broken(self) -> str | None:
         """Why no weights are live that one version made, if so."""
         return None if self._control is None else self._control.broken

@@ -164,6 +164,8 @@ NOT_RUN = {
     "it installs packages": 2,
     "runs/model stands for your checkpoint": 1,
     "needs a journal": 1,
+    "needs a service of runs/model": 1,
+    "needs a trainer's model": 1,
     "needs a GPU": 1,
     "the service of these pages serves a model of text": 1,
     "the service of these pages serves a dense model": 1,

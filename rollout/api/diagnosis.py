@@ -1,0 +1,402 @@
+"""Why logprobs of trainer and rollout differ: the first place that is more than rounding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.api.embedded import EmbeddedBackend
+from rollout.api.layer_comparison import LayerComparison, Place, TrainerRun
+from rollout.api.sync_rollout import Rollout
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.distributed import TensorParallel
+from rollout.errors import ConfigError
+from rollout.generation import Completion, SamplingParams
+from rollout.kernels import digest
+from rollout.models.build import build_model
+from rollout.models.causal_lm import CausalLM
+from rollout.models.config import ModelConfig
+from rollout.models.layers.base import storage_of
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.trainer.lockstep import agreed_source
+from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights import Box
+from rollout.wire.frames import dtype_from_name
+
+PROMPT = 16  # tokens, drawn by chance
+REMEDIES = {
+    "weights": "send the trainer's weights in full (update_weights), and look at what it is that "
+    "changes or leaves out the named tensors between the trainer's step and the update",
+    "embedding": "compare what embeddings are multiplied by, and how the vocabulary is padded",
+    "norm": "give both sides the config's epsilon and dtype of norms (rms_norm_eps)",
+    "rope": "give both sides the same rope_theta and rope scaling: the trainer's config, or "
+    "hf_overrides= here",
+    "attention": "compare the attention's scale, soft cap, window and mask; of transformers "
+    'attn_implementation="eager" has them all',
+    "mlp": "compare the activation and the order of gate and up",
+    "router": "compute the router in float32 on both sides, or have the trainer follow the "
+    "engine's choice of experts",
+    "experts": "compare the activation, the weights of the chosen experts and their scaling",
+    "block": "compare the order of norms and what residuals are multiplied by",
+    "head": "give both sides the same head: its dtype (head_dtype=), soft cap, scale and bias",
+    "sampler": "score with the temperature and the filters that the samples were drawn with",
+    "engine": "start a fresh engine of these weights; if that agrees, compare its ranks, device, "
+    "kernels and settings with this one's",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found. ``verdict``: the first place beyond rounding, None where there is none.
+
+    ``places``: all that were compared, in the order of a forward pass. ``mean`` and ``largest``:
+    of the difference between the raw logprobs that the engine served and the trainer's own, of
+    ``tokens`` sampled tokens. ``flips``: tokens that went to other experts, over all layers.
+    """
+
+    verdict: Place | None
+    places: tuple[Place, ...] = ()
+    mean: float = 0.0
+    largest: float = 0.0
+    tokens: int = 0
+    flips: int = 0
+    version: int = 0
+
+    @property
+    def remedy(self) -> str:
+        return "" if self.verdict is None else REMEDIES[self.verdict.kind]
+
+    def lines(self) -> list[str]:
+        lines = []
+        if self.tokens:
+            lines.append(
+                f"logprobs of {self.tokens} sampled tokens: differ by {self.mean:.3g} on average, "
+                f"{self.largest:.3g} at most (version {self.version})"
+            )
+        if self.places:
+            lines.append(f"weights: equal; {len(self.places)} places compared")
+        lines += _plot(self.places)
+        if self.flips:
+            lines.append(f"experts: {self.flips} choices of experts differ, near ties among them")
+        if self.verdict is None:
+            return [*lines, "nothing differs beyond rounding"]
+        first = self.verdict
+        lines.append(f"first difference: {first.kind} at {first.name}: {first.detail}")
+        return [*lines, f"remedy: {self.remedy}"]
+
+
+def diagnose(
+    engine: Rollout,
+    reference: nn.Module | str | Path,
+    *,
+    checkpoint: str | Path | None = None,
+    params: SamplingParams | None = None,
+    trainer_temperature: float | None = None,
+    sequences: int = 4,
+    head_dtype: str = "auto",
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Diagnosis:
+    """Compare ``engine`` with ``reference``, a transformers model or the directory of one.
+
+    Bytes first, by digest; then ``sequences`` samples drawn with ``params`` are teacher-forced
+    through the reference and a model that is built here as the engine's is (one rank, on the CPU,
+    in its dtype), module by module. ``checkpoint``: a directory with the engine's config.json
+    (default: the reference's, or the engine's own where that is in this process).
+    ``trainer_temperature``: by which the trainer divides its logits (default: the params').
+    ``head_dtype``: the engine's, where it is elsewhere. ``ConfigError`` for models that run as
+    foreign code, and for recurrent ones.
+    """
+    info = engine.weight_info()
+    verdict = _weights(engine, reference, info, timeout)
+    if verdict is not None:
+        return Diagnosis(verdict=verdict, version=info.version)
+    directory, head_dtype = _where(engine, reference, checkpoint, head_dtype)
+    model = _transformers(reference, info.dtype)
+    ours = _rebuilt(directory, info, model, head_dtype, timeout)
+    params = params or SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True)
+    samples = _samples(engine, ours.config.vocab_size, params, sequences)
+    ids = [prompt + one.token_ids for prompt, one in samples]
+    theirs = TrainerRun(model, ids)
+    comparison = LayerComparison(ours, theirs, ids)
+    places = tuple(comparison.places())
+    scored = _Scored.of(samples, theirs.logits, params, trainer_temperature)
+    verdict = next((place for place in places if place.differs), None)
+    if verdict is None:
+        verdict = _head_dtype(comparison, scored) or _sampler(scored) or _served(comparison, scored)
+    gaps = (scored.served - scored.raw).abs()
+    return Diagnosis(
+        verdict=verdict,
+        places=places,
+        mean=float(gaps.mean()),
+        largest=float(gaps.max()),
+        tokens=len(gaps),
+        flips=comparison.flips,
+        version=info.version,
+    )
+
+
+# ---- are the bytes equal? ----
+
+
+def _weights(engine: Rollout, reference: Any, info: WeightInfo, timeout: float) -> Place | None:
+    fit = engine.preflight(reference, timeout=timeout)
+    if fit.problems:
+        return _of_weights(fit.problems, "names or shapes do not fit")
+    report = engine.check_weights(reference, timeout=timeout)
+    found = (*report.differing, *report.problems)
+    if not found:
+        return None
+    return _of_weights(found, _pattern(engine, reference, info, report.differing, timeout))
+
+
+def _of_weights(found: Sequence[str], what: str) -> Place:
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    told = f"{len(found)} tensors: {', '.join(found[:4])}{more}"
+    return Place(
+        kind="weights", name=found[0], difference=float("inf"), noise=0.0,
+        detail=f"{told}; {what}" if what else told,
+    )  # fmt: skip
+
+
+def _pattern(
+    engine: Rollout, reference: Any, info: WeightInfo, differing: Sequence[str], timeout: float
+) -> str:
+    """What the differing tensors have in common, where that can be told."""
+    tied = [name for name in differing if name in info.aliases]
+    if tied and len(tied) == len(differing):
+        return (
+            f"{tied[0]} is tied to {info.aliases[tied[0]]} here, and the trainer's holds other "
+            "values: it was not updated with it, or untied"
+        )
+    values = {n: value for n, value in _items(reference, info, timeout) if n in differing}
+    mine = {
+        name: digest(value.contiguous(), tuple(value.shape), Box.full(tuple(value.shape)))
+        for name, value in values.items()
+    }
+    live = engine._async.backend.digests(timeout)
+    for a in differing:
+        for b in differing:
+            if a < b and mine.get(a) == live.get(b) and mine.get(b) == live.get(a):
+                return f"{a} and {b} are in each other's places"
+    zero = [name for name, value in values.items() if not value.any()]
+    return f"the trainer's {zero[0]} is all zeros" if zero else ""
+
+
+def _items(reference: Any, info: WeightInfo, timeout: float) -> list[tuple[str, Tensor]]:
+    """The reference's tensors in file form and the engine's dtype, copied where it may change."""
+    found = detect(reference)
+    with closing(found.rank_group(timeout)) as group:
+        source = agreed_source(found, info, group, timeout)
+        return [(piece.name, piece.values.clone()) for piece in source.pieces()]
+
+
+# ---- the two stacks ----
+
+
+def _where(
+    engine: Rollout, reference: Any, checkpoint: str | Path | None, head_dtype: str
+) -> tuple[Path, str]:
+    """The directory of the engine's config, and the dtype of its head."""
+    backend = engine._async.backend
+    if isinstance(backend, EmbeddedBackend):
+        head_dtype = backend.config.head_dtype if head_dtype == "auto" else head_dtype
+        checkpoint = checkpoint or backend.core.directory
+    if checkpoint is None and isinstance(reference, str | Path):
+        checkpoint = reference
+    if checkpoint is None:
+        raise ConfigError(
+            "diagnose: the engine is elsewhere; give checkpoint=, a directory with its config.json"
+        )
+    return Path(checkpoint), head_dtype
+
+
+def _transformers(reference: Any, dtype: torch.dtype) -> nn.Module:
+    if isinstance(reference, nn.Module):
+        return reference
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(reference), dtype=dtype)
+    return model.eval()
+
+
+def _rebuilt(
+    directory: Path, info: WeightInfo, reference: Any, head_dtype: str, timeout: float
+) -> CausalLM:
+    """The engine's model, on this process's CPU, with the weights that both sides have."""
+    config = ModelConfig.from_directory(directory)
+    head = None if head_dtype == "auto" else dtype_from_name(head_dtype)
+    model = build_model(config, TensorParallel(), info.dtype, "cpu", "auto", head_dtype=head)
+    if not isinstance(model, CausalLM) or config.recurrent_layers:
+        raise ConfigError(
+            f"diagnose compares layers of models that run natively: {config.architecture} does "
+            "not, or has recurrent layers; `rollout check --against` compares its weights"
+        )
+    model.load_weights(_items(reference, info, timeout))
+    return model
+
+
+def _samples(
+    engine: Rollout, vocab: int, params: SamplingParams, count: int
+) -> list[tuple[list[int], Completion]]:
+    drawn = random.Random(0)
+    prompts = [[drawn.randrange(vocab) for _ in range(PROMPT)] for _ in range(count)]
+    outputs = engine.generate(prompts, params)
+    found = [(o.prompt_token_ids, one) for o in outputs for one in o.outputs if one.token_ids]
+    if not found:
+        raise ConfigError("diagnose: the engine gave no tokens by these sampling parameters")
+    return found
+
+
+# ---- logprobs ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """Of every sampled token: what the engine served, and what the trainer's logits make of it."""
+
+    served: Tensor  # raw logprobs
+    processed: Tensor
+    kept: Tensor  # log of the kept mass
+    raw: Tensor  # the trainer's
+    tempered: Tensor  # the trainer's, at its temperature
+    at_sampled: Tensor  # the trainer's, at the temperature of the samples
+    rows: Tensor  # of the logits
+    tokens: Tensor
+    temperatures: tuple[float, float]  # of the samples, of the trainer
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[tuple[list[int], Completion]],
+        logits: Tensor,
+        params: SamplingParams,
+        trainer_temperature: float | None,
+    ) -> _Scored:
+        rows: list[int] = []
+        tokens: list[int] = []
+        start = 0
+        for prompt, one in samples:
+            first = start + len(prompt) - 1
+            rows += range(first, first + len(one.token_ids))
+            tokens += one.token_ids
+            start += len(prompt) + len(one.token_ids)
+        drawn = 1.0 if params.greedy else params.temperature
+        theirs = drawn if trainer_temperature is None else trainer_temperature
+        at, ids = torch.tensor(rows), torch.tensor(tokens)
+        columns = [
+            torch.tensor([p for _, one in samples for p in getattr(one.logprobs, name)])
+            for name in ("raw", "processed", "log_kept_mass")
+        ]
+        return cls(
+            served=columns[0],
+            processed=columns[1],
+            kept=columns[2],
+            raw=_logprobs(logits, at, ids),
+            tempered=_logprobs(logits / theirs, at, ids),
+            at_sampled=_logprobs(logits / drawn, at, ids),
+            rows=at,
+            tokens=ids,
+            temperatures=(drawn, theirs),
+        )
+
+
+def _logprobs(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    return logits[rows].float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def _rebuilt_logits(comparison: LayerComparison, *, wide: bool = False) -> Tensor:
+    """Of the whole forward pass; ``wide``: with the head's product in float32."""
+    ours = comparison.ours
+    hidden = ours.hidden_states(comparison.batch, comparison.pages)
+    if not wide:
+        return ours.logits(hidden)
+    head, spec, config = ours.head, ours.head.specs["weight"], ours.config
+    weight = spec.layout.read(storage_of(head, "weight"), spec.shape, Box.full(spec.shape))
+    logits = hidden.float() @ weight.float().T * config.logits_scale
+    if head.head_bias is not None:
+        logits = logits + head.head_bias.float() * config.logits_scale
+    if config.logits_softcap:
+        logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
+    return logits[:, : ours.config.vocab_size]
+
+
+def _head_dtype(comparison: LayerComparison, scored: _Scored) -> Place | None:
+    """Whether most of what is left comes of a head in another dtype than the other side's."""
+    ours = comparison.ours
+    here, there = ours.build.head_dtype or ours.build.dtype, comparison.theirs.logits_dtype
+    if here == there:
+        return None
+    narrow, wide = _rebuilt_logits(comparison), _rebuilt_logits(comparison, wide=True)
+    theirs = comparison.theirs.logits
+    rounded = [_mean_gap(one, theirs, scored) for one in (narrow, wide)]
+    worse, better = rounded if here != torch.float32 else rounded[::-1]
+    if here != torch.float32 and better > 0.7 * worse:
+        return None
+    told = f"logits in {_name(here)} here and in {_name(there)} there"
+    if here != torch.float32:
+        told += f": a float32 head takes the mean difference from {worse:.3g} to {better:.3g}"
+    return Place(kind="head", name="lm_head", difference=worse, noise=better, detail=told)
+
+
+def _mean_gap(logits: Tensor, theirs: Tensor, scored: _Scored) -> float:
+    mine = _logprobs(logits, scored.rows, scored.tokens)
+    return float((mine - _logprobs(theirs, scored.rows, scored.tokens)).abs().mean())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sampler(scored: _Scored) -> Place | None:
+    """Raw logprobs agree, and those that the samples were drawn by do not."""
+    rounding = 3 * float((scored.served - scored.raw).abs().max()) + 1e-3
+    gap = float((scored.processed - scored.tempered).abs().max())
+    if gap <= rounding:
+        return None
+    drawn, theirs = scored.temperatures
+    if drawn != theirs:
+        detail = f"temperature: the trainer's logits are divided by {theirs:g}, samples were drawn "
+        detail += f"at {drawn:g}"
+    elif float((scored.processed + scored.kept - scored.at_sampled).abs().max()) <= rounding:
+        share = float(scored.kept.exp().mean())
+        detail = f"kept mass: filters (top_p, top_k, min_p) kept {share:.3f} of the mass on average"
+        detail += ": add logprobs.log_kept_mass, or draw without filters"
+    else:
+        detail = "penalties, biases or masks of tokens that the trainer does not apply"
+    return Place(kind="sampler", name="logprobs", difference=gap, noise=rounding, detail=detail)
+
+
+def _served(comparison: LayerComparison, scored: _Scored) -> Place | None:
+    """Whether the engine served what a fresh model of its weights does not give."""
+    mine = _logprobs(_rebuilt_logits(comparison), scored.rows, scored.tokens)
+    rounding = float((mine - scored.raw).abs().max())
+    limit = 4 * rounding + (1e-3 if comparison.ours.build.dtype == torch.float32 else 0.1)
+    gap = float((scored.served - mine).abs().max())
+    if gap <= limit:
+        return None
+    return Place(
+        kind="engine", name="logprobs", difference=gap, noise=limit,
+        detail="a fresh model of the same weights gives other logprobs than the engine served",
+    )  # fmt: skip
+
+
+def _plot(places: Sequence[Place]) -> list[str]:
+    """A bar for each place that differs, and the largest of those that do not."""
+    shown = [place for place in places if place.differs][:8]
+    if not shown and places:
+        shown = [max(places, key=lambda place: place.difference / max(place.noise, 1e-20))]
+    width = max((len(place.name) for place in shown), default=0)
+    lines = []
+    for place in shown:
+        times = place.difference / max(place.noise, 1e-20)
+        bar = "#" * max(1, min(40, round(8 * times))) if times < 5 else "#" * 40
+        told = f"{place.difference:.2e}, {times:.2g} x rounding"
+        lines.append(f"  {place.name:<{width}} {bar} {told}")
+    return lines

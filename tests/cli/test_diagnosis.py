@@ -1,0 +1,147 @@
+"""Faults planted in a trainer's model, each of which has to be named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny
+
+from rollout import Rollout, SamplingParams
+from rollout.api.diagnosis import diagnose
+from rollout.cli.main import main
+
+COOL = SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True)
+NARROW = SamplingParams(top_p=0.5, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory):
+    """Engines, each with the model that its checkpoint was written from."""
+    where, engines = tmp_path_factory.mktemp("diagnosis"), {}
+    for arch, tied in (("qwen3", True), ("gemma2", False), ("glm4_moe", False)):
+        model = write_tiny(where / arch, arch, seed=2, tied=tied)
+        engine = Rollout(where / arch, device="cpu", num_threads=1, skip_tokenizer_init=True)
+        engines[arch] = (engine, model, where / arch)
+    yield engines
+    for engine, _, _ in engines.values():
+        engine.shutdown()
+
+
+def _on_output(module: Any, change: Callable[[Any], Any]) -> None:
+    module.register_forward_hook(lambda _, args, out: change(out))
+
+
+def _change(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.data *= 1.01
+
+
+def _swap(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def _theta(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq**1.3
+
+
+def _epsilon(model: Any) -> None:
+    model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.1
+
+
+def _scale(model: Any) -> None:
+    _on_output(model.lm_head, lambda out: out * 1.25)
+
+
+def _untie(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.9)
+
+
+def _truncate(model: Any) -> None:
+    model.resize_token_embeddings(300)
+
+
+def _permute(model: Any) -> None:
+    _on_output(model.model.layers[1].self_attn.q_proj, lambda out: out.roll(16, -1))
+
+
+def _narrow_head(model: Any) -> None:
+    _on_output(model.lm_head, lambda out: out.to(torch.bfloat16))
+
+
+def _uncap(model: Any) -> None:
+    model.config.final_logit_softcapping = None
+
+
+def _attention_scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 1.5
+
+
+def _activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def _no_bias(model: Any) -> None:
+    [layer] = [one for one in model.model.layers if hasattr(one.mlp, "gate")][:1]
+    layer.mlp.gate.e_score_correction_bias.zero_()
+
+
+def _experts(model: Any) -> None:
+    [layer] = [one for one in model.model.layers if hasattr(one.mlp, "gate")][:1]
+    _on_output(layer.mlp.experts, lambda out: out * 1.1)
+
+
+FAULTS = {  # what is planted, where, and what the report has to say
+    "a changed tensor": ("qwen3", _change, "weights", "model.layers.1.mlp.down_proj.weight"),
+    "gate and up swapped": ("qwen3", _swap, "weights", "are in each other's places"),
+    "another rope theta": ("qwen3", _theta, "rope", "theta"),
+    "another epsilon": ("qwen3", _epsilon, "norm", "layers.0.post_attention_layernorm"),
+    "a scaled head": ("qwen3", _scale, "head", "1.25 times"),
+    "a tied head not updated": ("qwen3", _untie, "weights", "tied to"),
+    "a truncated vocabulary": ("qwen3", _truncate, "weights", "embed_tokens"),
+    "heads permuted": ("qwen3", _permute, "attention", "layers.1.self_attn"),
+    "a bfloat16 head": ("qwen3", _narrow_head, "head", "float32 here and in bfloat16 there"),
+    "no soft cap": ("gemma2", _uncap, "head", "soft cap 30"),
+    "another attention scale": ("gemma2", _attention_scale, "attention", "layers.1.self_attn"),
+    "another activation": ("gemma2", _activation, "mlp", "layers.0.mlp"),
+    "no bias on the experts": ("glm4_moe", _no_bias, "weights", "is all zeros"),
+    "experts scaled": ("glm4_moe", _experts, "experts", "mlp"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_with_its_place(stacks, fault):
+    arch, plant, kind, told = FAULTS[fault]
+    engine, model, _ = stacks[arch]
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        plant(model)
+    found = diagnose(engine, model, sequences=2, params=SamplingParams(max_tokens=8))
+    said = "\n".join(found.lines())
+    assert found.verdict is not None, said
+    assert (found.verdict.kind, told in said) == (kind, True), said
+    assert found.remedy in said
+
+
+def test_what_samples_were_drawn_by_is_told_from_the_weights(stacks):
+    engine, model, _ = stacks["qwen3"]
+    found = diagnose(engine, model, params=COOL, trainer_temperature=1.0)
+    assert found.verdict.kind == "sampler"
+    assert "temperature: the trainer's logits are divided by 1, " in found.verdict.detail
+    found = diagnose(engine, model, params=NARROW)
+    assert found.verdict.kind == "sampler"
+    assert "kept mass" in found.verdict.detail
+    assert diagnose(engine, model, params=COOL).verdict is None
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "glm4_moe"])
+def test_stacks_that_are_the_same_differ_in_nothing(stacks, arch, capsys):
+    engine, _, directory = stacks[arch]
+    status = main(["diagnose", engine.address, "--model", str(directory), "--tokens", "8"])
+    said = capsys.readouterr().out
+    assert "nothing differs beyond rounding" in said
+    assert status == 0
+    assert "weights: equal" in said
