@@ -163,6 +163,7 @@ def test_what_is_not_run_is_counted() -> None:
 NOT_RUN = {
     "it installs packages": 2,
     "runs/model stands for your checkpoint": 1,
+    "peft_model stands for the trainer's own": 1,
     "needs a journal": 1,
     "peft_model stands for the trainer's own": 1,
     "needs a service of runs/model": 1,
