@@ -165,7 +165,6 @@ NOT_RUN = {
     "runs/model stands for your checkpoint": 1,
     "peft_model stands for the trainer's own": 1,
     "needs a journal": 1,
-    "peft_model stands for the trainer's own": 1,
     "needs a service of runs/model": 1,
     "needs a trainer's model": 1,
     "needs a GPU": 1,
