@@ -17,7 +17,14 @@ from fnmatch import fnmatch
 ADDED = {
     "TRL, verl, Megatron-Core, LoRA, colocated ranks": """integrations/*
         weight_sync/trainer/sources/lora.py api/adapters.py server/http/adapters.py api/ranks.py
-        api/rank_calls.py engine/executors/external.py""",
+        api/rank_calls.py engine/executors/external.py engine/executors/ray.py""",
+    "adapters served by themselves": """*/adapter*.py */*/adapter*.py */*/*/adapter*.py
+        api/served_adapters.py kernels/lora_linear/* kernels/native/lora.c
+        loader/peft_adapter.py""",
+    "scores, routed experts, sampling masks": """generation/*score* engine/score* server/http/score*
+        generation/sampling_mask.py engine/expert_rows.py""",
+    "journal, replay, diagnosis, limits of a stall": """*/journal.py */replay.py */diagnos*.py
+        engine/updates/limits.py weight_sync/protocol/rates.py""",
     "grammars": "engine/structured/* generation/grammar.py server/http/grammars.py",
     "hybrid and latent models, images, models by transformers": """models/*latent* kernels/*delta*
         models/*delta* models/layers/latent* models/layers/delta* kernels/causal_conv/*
