@@ -33,6 +33,7 @@ Play = Callable[[Session, Row, SamplingParams], None]
 
 _LOOK = 0.2  # seconds between looks at whether the worker was stopped
 _END_WAIT = 30.0
+_ADAPTER = "trl-policy-v"  # as TRL names what it has the server load
 
 
 class WeightTransfer:
@@ -148,7 +149,14 @@ class RolloutWorker:
                 thread.join(_LOOK / len(self._threads))
 
     def update_model_version(self, model_version: int) -> None:
-        self._offset = self._rollout.weight_version - model_version
+        """From now on conversations are answered by what was sent last: the weights, or, where
+        TRL loads adapters that are served unmerged, the one that it names by this version."""
+        name = f"{_ADAPTER}{model_version}"
+        live = self._rollout.weight_info()
+        served = name in live.adapters
+        self._offset = (live.adapters[name] if served else live.version) - model_version
+        if served:
+            self._params = replace(self._params, adapter=name)
 
     def check_health(self, stale_after_s: float) -> None:
         """Raises what a reward or the engine has raised, or that nothing was made for so long."""
