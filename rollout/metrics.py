@@ -64,6 +64,8 @@ class EngineStats:
     those whose features were there already, and what is kept on each rank. ``staleness``: of
     samples that ended, how many versions their oldest token was behind; ``stale_..._total``: how
     often one went beyond its ``max_staleness`` at a commit, by what became of it.
+    ``pinned_...``: requests that finish on the version before the live one, which that is (-1:
+    none), steps by it so far; ``pin_fallbacks_total``: requests whose pin was ended for them.
     """
 
     state: str
@@ -94,6 +96,10 @@ class EngineStats:
     weight_updates_nonfinite_total: int = 0
     nonfinite_tensors: int = 0
     staleness: HistogramSnapshot = HistogramSnapshot((), (0,), 0.0)
+    pinned_requests: int = 0
+    pinned_version: int = -1
+    pinned_steps_total: int = 0
+    pin_fallbacks_total: int = 0
     stale_recomputed_total: int = 0
     stale_finished_total: int = 0
     stale_aborted_total: int = 0
@@ -130,6 +136,8 @@ class EngineCounters:
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
     staleness: Histogram = field(default_factory=lambda: Histogram(STALENESS_BOUNDS))
+    pinned_steps: int = 0
+    pin_fallbacks: int = 0
     stale: dict[str, int] = field(default_factory=lambda: {"recompute": 0, "finish": 0, "abort": 0})
 
     def record_nonfinite(self) -> None:
@@ -161,6 +169,8 @@ class EngineCounters:
             "time_to_first_token": self.time_to_first_token.snapshot(),
             "inter_token": self.inter_token.snapshot(),
             "staleness": self.staleness.snapshot(),
+            "pinned_steps_total": self.pinned_steps,
+            "pin_fallbacks_total": self.pin_fallbacks,
             "stale_recomputed_total": self.stale["recompute"],
             "stale_finished_total": self.stale["finish"],
             "stale_aborted_total": self.stale["abort"],

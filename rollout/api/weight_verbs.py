@@ -40,6 +40,8 @@ class WeightVerbs:
         encoding: str = "auto",
         staging: str = "auto",
         in_flight: str = "keep",
+        pin_timeout: float | None = None,
+        pin_fallback: str = "keep",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float = DEFAULT_TIMEOUT,
         label: str | None = None,
@@ -55,8 +57,10 @@ class WeightVerbs:
         ``source``: a module (plain, DDP, FSDP, ZeRO), an iterable of ``(name, tensor)``, a
         checkpoint directory or a ``WeightSource``. Collective over a distributed source: every
         rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
-        ``in_flight``: keep | recompute | abort | wait for running requests. ``partial``: what is
-        not sent keeps its live value. ``server_path`` in place of a source: a checkpoint or version
+        ``in_flight``: keep | recompute | abort | wait | pin for running requests; what is pinned
+        finishes on the version before, for at most ``pin_timeout`` (None: ``timeout``), then
+        ``pin_fallback``: keep | recompute | abort. ``partial``: what is not sent keeps its live
+        value. ``server_path`` in place of a source: a checkpoint or version
         directory that the engine's own host reads, under one of its ``--weight-dir``;
         with an ``update_id`` a repeated call gets the first one's receipt while that is live.
         ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
@@ -79,6 +83,8 @@ class WeightVerbs:
             encoding=encoding,
             staging=staging,
             in_flight=in_flight,
+            pin_timeout=pin_timeout,
+            pin_fallback=pin_fallback,
             bucket_bytes=bucket_bytes,
             timeout=timeout,
             label=label,

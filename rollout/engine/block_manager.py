@@ -79,6 +79,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[bytes, int] = {}
         self._chains = 0
+        self._pinned_roots: _Roots | None = None  # of what finishes on the version before
         self._start_from(CacheRoot(version=0))
 
     @property
@@ -98,24 +99,41 @@ class BlockManager:
         """Another number whenever nothing found before may be found again."""
         return self._chains
 
-    def set_version(self, version: int) -> None:
-        """Switch the weights' version: only KV it computes from now on matches."""
+    def version_of(self, seq: Sequence) -> int:
+        """Of the weights that compute its KV."""
+        return self.version if seq.pin is None else seq.pin
+
+    def chain_of(self, version: int) -> int:
+        """``chain``, of steps by the weights of ``version``: the live one, or the pinned one."""
+        return self._chains if version == self.version else -self._chains
+
+    def set_version(self, version: int, *, pin: bool = False) -> None:
+        """Switch the weights' version: only KV it computes from now on matches.
+
+        ``pin``: sequences pinned to the version until now go on finding its KV, until ``unpin``.
+        """
+        self._pinned_roots = self._roots if pin else None
         self._start_from(replace(self.root, version=version))
+
+    def unpin(self) -> None:
+        """No sequence is pinned any more."""
+        self._pinned_roots = None
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed before this call is found again."""
         self._by_hash.clear()
         for block in self._blocks:
             block.forget()
+        self._pinned_roots = None  # what is pinned finds nothing any more
         self._start_from(self.root)
 
     def find(self, seq: Sequence) -> PrefixHit:
         """The cached blocks of the longest known prefix; tokens are compared after each hit."""
         hits: list[int] = []
         digests: list[bytes] = []
-        if not self.prefix_caching or seq.block_table:
-            return PrefixHit(hits)
         parent = self._root_of(seq)
+        if not parent or seq.block_table:
+            return PrefixHit(hits)
         size = self.block_size
         for start in range(0, seq.cacheable - size + 1, size):
             tokens = seq.cache_ids(start, start + size)
@@ -153,7 +171,7 @@ class BlockManager:
             for block in hits:
                 self._take(block)
             seq.block_table = hits
-            seq.advance(kept * self.block_size, self.version)
+            seq.advance(kept * self.block_size, self.version_of(seq))
             seq.hashed_blocks = kept
             seq.chain_hash = self._blocks[hits[-1]].hash
         if seq.num_cached_tokens < 0:
@@ -188,7 +206,8 @@ class BlockManager:
         done, points = seq.num_computed + coming, []
         if self.states is None or not self.states.num_snapshots:
             return sys.maxsize
-        if self.prefix_caching and (not done or seq.kv_spans.single_version() == self.version):
+        version = self.version_of(seq)
+        if self.prefix_caching and (not done or seq.kv_spans.single_version() == version):
             every = self.states.every * self.block_size
             points += [(done // every + 1) * every, seq.branch * self.block_size]
         if points or seq.forks:
@@ -239,11 +258,12 @@ class BlockManager:
     def publish(self, seq: Sequence) -> None:
         """Make newly full blocks of ``seq`` addressable; called after each of its steps."""
         full = seq.num_computed // self.block_size
-        if full == seq.hashed_blocks or not (self.prefix_caching and seq.shares_kv):
+        root = self._root_of(seq)
+        if full == seq.hashed_blocks or not root:
             return
-        if seq.kv_spans.single_version() != self.version:
+        if seq.kv_spans.single_version() != self.version_of(seq):
             return
-        parent = seq.chain_hash or self._root_of(seq)
+        parent = seq.chain_hash or root
         for index in range(seq.hashed_blocks, full):
             block_id = seq.block_table[index]
             block = self._blocks[block_id]
@@ -259,11 +279,12 @@ class BlockManager:
         """By what ``publish`` will make the next full block of ``seq`` addressable, if it will."""
         start = seq.hashed_blocks * self.block_size
         known = seq.cache_ids(start, start + self.block_size)
-        if not (self.prefix_caching and seq.shares_kv) or len(known) < self.block_size:
+        root = self._root_of(seq)
+        if not root or len(known) < self.block_size:
             return None
-        if seq.num_computed and seq.kv_spans.single_version() != self.version:
+        if seq.num_computed and seq.kv_spans.single_version() != self.version_of(seq):
             return None
-        return _chain(seq.chain_hash or self._root_of(seq), known)
+        return _chain(seq.chain_hash or root, known)
 
     def release(self, seq: Sequence) -> None:
         """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""
@@ -301,16 +322,14 @@ class BlockManager:
         if self.states is not None:
             self.states.forget()
         self.root = root
-        self._roots = {"": root.digest(self._salt, self._chains, _DIGEST_BYTES)}
+        self._roots = _Roots(root, self._salt, self._chains)
 
     def _root_of(self, seq: Sequence) -> bytes:
-        """What the chain of a sequence's blocks starts from: adapters have roots of their own."""
-        name = seq.adapter_name
-        found = self._roots.get(name)
-        if found is None:
-            root = replace(self.root, adapter=name)
-            found = self._roots[name] = root.digest(self._salt, self._chains, _DIGEST_BYTES)
-        return found
+        """What the chain of a sequence's blocks starts from; empty where it may have none."""
+        roots = self._roots if seq.pin is None else self._pinned_roots
+        if roots is None or not (self.prefix_caching and seq.shares_kv):
+            return b""
+        return roots.of(seq.adapter_name)
 
     def _allocate(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -336,6 +355,21 @@ class BlockManager:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+
+class _Roots:
+    """What chains of blocks start from: one for the base, one for each adapter."""
+
+    def __init__(self, root: CacheRoot, salt: int, chain: int) -> None:
+        self._root, self._salt, self._chain = root, salt, chain
+        self._found: dict[str, bytes] = {}
+
+    def of(self, adapter: str) -> bytes:
+        found = self._found.get(adapter)
+        if found is None:
+            root = replace(self._root, adapter=adapter)
+            found = self._found[adapter] = root.digest(self._salt, self._chain, _DIGEST_BYTES)
+        return found
 
 
 def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:

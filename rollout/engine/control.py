@@ -11,6 +11,7 @@ from rollout.engine.ask import Asked
 from rollout.engine.executors import gather_replies
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
+from rollout.engine.pins import Pins
 from rollout.engine.scheduler import Scheduler
 from rollout.errors import EngineBroken, InvalidRequest, RolloutError
 from rollout.wire.frames import Reply
@@ -32,13 +33,14 @@ class Control:
         loop: StepLoop,
         scheduler: Scheduler,
         outputs: OutputProcessor,
+        pins: Pins,
         call: Callable[[str, Mapping[str, Any]], list[Future[Reply]]],
         default_timeout: float,
     ) -> None:
         self.asleep: set[str] = set()  # tags that were given up
         self.broken: str | None = None
         self._loop, self._scheduler, self._outputs = loop, scheduler, outputs
-        self._call, self._timeout = call, default_timeout
+        self._pins, self._call, self._timeout = pins, call, default_timeout
 
     def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> Asked[int]:
         """End requests with ``finish_reason`` "abort" and what they have; how many there were."""
@@ -88,6 +90,7 @@ class Control:
 
         def fall_asleep() -> None:
             self._loop.pause_state.freeze("sleep")
+            self._pins.end("before a sleep")
             self._scheduler.recompute()
             self._scheduler.blocks.reset_prefix_cache()
             self.asleep = set(WAKE_TAGS)

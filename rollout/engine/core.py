@@ -29,6 +29,7 @@ from rollout.engine.journal import Journal
 from rollout.engine.kv_cache import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import Call, OutputProcessor, Sink
+from rollout.engine.pins import Pins, PinTerms
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.serving_lease import ServingLease
 from rollout.engine.state_slots import StateSlots
@@ -182,13 +183,16 @@ class EngineCore:
             live_ids=self.inputs.live_ids, journal=self.journal,
             sparse_layers=self._sparse_layers, adapters=self.adapters,
         )  # fmt: skip
+        self.pins = Pins(self.scheduler, self.outputs, self.counters)
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
             step_timeout=config.timeout, runs_ahead=config.async_scheduling,
             first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
-            grammars=self.grammars, encoder=self._encoder, serving=self.serving,
+            grammars=self.grammars, encoder=self._encoder, serving=self.serving, pins=self.pins,
         )  # fmt: skip
-        self._control = Control(self._loop, self.scheduler, self.outputs, self.call, config.timeout)
+        self._control = Control(
+            self._loop, self.scheduler, self.outputs, self.pins, self.call, config.timeout
+        )
 
     def _build_images(self) -> None:
         config, vision = self.config, self.model_config.vision
@@ -317,6 +321,8 @@ class EngineCore:
             seed=self.seed,
             weight_version=self.version,
             adapters=self.adapters.versions,
+            pinned_requests=self.pins.count,
+            pinned_version=-1 if self.pins.version is None else self.pins.version,
             **counted,
         )
 
@@ -366,6 +372,7 @@ class EngineCore:
         self,
         version: int,
         in_flight: str,
+        pin: PinTerms | None = None,
         *,
         models: bool = True,
         adapters: Collection[str] = (),
@@ -373,15 +380,21 @@ class EngineCore:
     ) -> None:
         """Inside a boundary: the live weights are those of ``version``, a newer one, from now on.
 
-        ``in_flight`` says what becomes of the requests that the old version has begun. ``models``
-        False: ``adapters`` alone have changed, which ``name`` gives their new versions; the caches
-        of all else stay. What has begun with one goes on with the version that it has, but where it
-        is computed again.
+        ``in_flight`` says what becomes of the requests that the old version has begun; "pin" needs
+        its terms, and that no pins last. Where the old version cannot run, they fall back at once.
+        ``models`` False: ``adapters`` alone have changed, which ``name`` gives their new versions;
+        the caches of all else, and pins, stay. What has begun with one goes on with the version
+        that it has, but where it is computed again.
         """
         if in_flight not in IN_FLIGHT:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
         assert self.loop.is_current_thread, "commit outside a step boundary"
         assert version > self.version, "versions only grow"
+        if models:
+            self.pins.end("at the next commit")  # which has waited for them, but for a bug
+            self.pins.since = -1
+        if in_flight == "pin" and (pin is None or self.broken is not None or self.control.asleep):
+            in_flight = "keep" if pin is None else pin.fallback
         if in_flight == "abort":  # what could fail comes first: then the version is as it was
             begun = self.scheduler.begun()
             if not models:
@@ -392,15 +405,19 @@ class EngineCore:
         if in_flight == "recompute" and models:
             self.scheduler.recompute()
         stale = self.config.max_staleness, self.config.on_stale
-        self.outputs.end_stale(version, *stale, None if models else adapters)
+        again = self.outputs.end_stale(version, *stale, None if models else adapters)
         if models:
-            self.blocks.set_version(version)
+            if in_flight == "pin" and pin is not None:
+                begun = [seq for seq in self.scheduler.begun() if seq.seq_id not in again]
+                if begun:
+                    self.pins.begin(begun, version, pin)
+            self.blocks.set_version(version, pin=self.pins.version is not None)
         self.version = version
         self.mark_broken(None)
 
     def _follow_names(self, adapters: Collection[str], recompute: bool) -> None:
         """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
-        again.
+        again, which is by the live weights.
         """
         if not adapters:
             return
@@ -413,7 +430,13 @@ class EngineCore:
             if seq.seq_id not in begun or recompute:
                 seq.adapter = newest
                 again.append(seq)
-        self.scheduler.recompute([seq for seq in again if seq.seq_id in begun])
+        again = [seq for seq in again if seq.seq_id in begun]
+        self.scheduler.unpin(again)
+        self.scheduler.recompute(again)
+
+    def end_pins(self, why: str, timeout: float) -> None:
+        """What is pinned to a version takes its fallback, at the next step boundary."""
+        self.loop.ask("end of the pins", lambda: self.pins.end(why), timeout).result()
 
     def mark_broken(self, reason: str | None) -> None:
         """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""

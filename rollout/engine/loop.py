@@ -26,8 +26,10 @@ from rollout.engine.batch import encode_batch
 from rollout.engine.executors import Executor
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.output import OutputProcessor
+from rollout.engine.pause_state import PauseState
+from rollout.engine.pins import Pins
 from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.scheduler import PauseState, Scheduler
+from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Status
 from rollout.engine.serving_lease import ServingLease
 from rollout.engine.structured.grammars import Grammars
@@ -80,6 +82,7 @@ class StepLoop:
         grammars: Grammars | None = None,
         encoder: EncoderCache | None = None,
         serving: ServingLease | None = None,
+        pins: Pins,
     ) -> None:
         self.pause_state = PauseState(scheduler)
         self.dead: WorkerDied | None = None
@@ -95,7 +98,7 @@ class StepLoop:
         self._most_tokens = self._most_patches = 0  # in one of them
         self._on_broken = on_broken
         self._grammars = grammars
-        self._encoder = encoder
+        self._encoder, self._pins = encoder, pins
         if grammars is not None:
             grammars.on_answer = self._wake
         self._serving = serving or ServingLease()
@@ -187,25 +190,27 @@ class StepLoop:
                 worked = self._step()
                 if self._serving.is_over:
                     self._outputs.fail(self._serving.refusal)
+                limit = self._pins.look() if self._ahead is None else None
                 self._outputs.publish()
                 self._notify_drained()
                 if self._ahead is None:
-                    self._take_inbox(wait=not worked)
+                    self._take_inbox(wait=not worked, limit=limit)
                     self._outputs.publish()
         finally:
             if self._ahead is not None:
                 wait(self._ahead.futures, _CLOSE_WAIT)
             self.closed = True
             self._outputs.fail(self.dead or EngineClosed("the engine was shut down"))
+            self._pins.look()
             with self._ending:
                 self._ended = True
             self._refuse_rest()
 
-    def _take_inbox(self, wait: bool) -> None:
-        """Run everything asked for so far; ``wait`` blocks until something is."""
+    def _take_inbox(self, wait: bool, limit: float | None) -> None:
+        """Run everything asked for so far; ``wait`` blocks until something is, for ``limit`` s."""
         while not self.closed:
             try:
-                fn, future = self._inbox.get(block=wait)
+                fn, future = self._inbox.get(block=wait, timeout=limit)
             except Empty:
                 return
             wait = False
@@ -290,7 +295,8 @@ class StepLoop:
         try:
             args, tensors = encode_batch(batch, self._block_size)
             if self._encoder is not None:
-                images, pixels = self._encoder.plan(batch, self._scheduler.blocks.chain)
+                chain = self._scheduler.blocks.chain_of(batch.version)
+                images, pixels = self._encoder.plan(batch, chain)
                 args, tensors = args | images, tensors | pixels
         except Exception:
             bad = self._unencodable(batch)

@@ -367,6 +367,7 @@ class OutputProcessor:
             elif state.call.stream:
                 self._changed[state.request.request_id] = state
         self._counters.steps += 1
+        self._counters.pinned_steps += batch.version != self._scheduler.blocks.version
         self._counters.generation_tokens += len(drawing) - (self._counters.nan_logits - no_tokens)
 
     def complete(self, seq: Sequence) -> None:
@@ -381,12 +382,14 @@ class OutputProcessor:
         default: int | None,
         on_stale: str,
         adapters: Collection[str] | None = None,
-    ) -> None:
+    ) -> set[int]:
         """Before ``version`` goes live: judge every sample by how far that leaves it behind.
 
         ``default`` and ``on_stale``: the bound and the policy of requests that bring none.
         ``adapters``: those that alone have changed, and are what they are now; None: the models.
+        Returns the ``seq_id`` of those whose KV will be computed again, by ``version``.
         """
+        again: set[int] = set()
         for state, sample in list(self._samples.values()):
             seq, params = sample.sequence, sample.sequence.params
             most = default if params.max_staleness is None else params.max_staleness
@@ -397,11 +400,20 @@ class OutputProcessor:
             policy = params.on_stale or on_stale
             self._counters.stale[policy] += 1
             if policy == "recompute":
-                seq.adapter = self._newest(seq)
+                seq.adapter = self.newest(seq)
+                self._scheduler.unpin([seq])
                 self._scheduler.recompute([seq])
+                again.add(seq.seq_id)
             else:
                 sample.end_for_staleness(policy)
                 self._close(state, sample, version)
+        return again
+
+    def newest(self, seq: Sequence) -> AdapterVersion | None:
+        """What its adapter is now; what it was where that has been unloaded."""
+        if seq.adapter is None or self._adapters is None:
+            return seq.adapter
+        return self._adapters.newest(seq.adapter.name) or seq.adapter
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """End requests with what they have; returns how many were still running."""
@@ -516,15 +528,9 @@ class OutputProcessor:
         if state.num_open == 0 or state.call.stream:
             self._changed[state.request.request_id] = state
 
-    def _newest(self, seq: Sequence) -> AdapterVersion | None:
-        """What its adapter is now; what it was where that has been unloaded."""
-        if seq.adapter is None or self._adapters is None:
-            return seq.adapter
-        return self._adapters.newest(seq.adapter.name) or seq.adapter
-
     def _version_for(self, seq: Sequence) -> int:
         """The version that it would be computed by, if it began now."""
-        newest = self._newest(seq)
+        newest = self.newest(seq)
         base = self._scheduler.blocks.version
         return base if newest is None else max(base, newest.version)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from rollout.engine.block_manager import BlockManager, PrefixHit
@@ -38,14 +39,14 @@ class Scheduler:
         self.blocks = blocks
         self.frozen = False
         self.admitting = True
+        self.pin: int | None = None  # the version that pinned sequences finish on
         self.running: list[Sequence] = []  # ascending seq_id
         self.preemptions = 0
         self._number = 0
         self._max_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
-        # Heaps by seq_id; a finished sequence is dropped when it surfaces.
-        self._fresh: list[tuple[int, Sequence]] = []
-        self._started: list[tuple[int, Sequence]] = []
+        self._lanes = {False: _Lane(), True: _Lane()}  # of live weights; of pinned sequences
+        self._turn = False  # whose step was the last
         self._unforked: dict[int, list[Sequence]] = {}  # first sample's seq_id -> the others
         self._waiting: dict[int, Sequence] = {}
 
@@ -56,7 +57,7 @@ class Scheduler:
     @property
     def drained(self) -> bool:
         """Whether nothing that has begun is left."""
-        return not self.running and not _top(self._started)
+        return not self.running and not any(_top(lane.started) for lane in self._lanes.values())
 
     def sequences(self) -> Iterator[Sequence]:
         """All live sequences, the running ones first."""
@@ -66,36 +67,45 @@ class Scheduler:
     def add(self, samples: list[Sequence]) -> None:
         """Queue all samples of one request; the others wait until the first has the prompt."""
         first, *others = samples
-        heapq.heappush(self._fresh, (first.seq_id, first))
+        heapq.heappush(self._lane_of(first).fresh, (first.seq_id, first))
         for seq in samples:
             self._waiting[seq.seq_id] = seq
         if others:
             self._unforked[first.seq_id], first.forks = others, True
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's work, with blocks reserved for it; no entries when nothing can run."""
+        """The next step's work, with blocks reserved for it; no entries when nothing can run.
+
+        While sequences are pinned, they and the others take turns.
+        """
         self._number += 1
         batch = ScheduledBatch(version=self.blocks.version, number=self._number)
         if self.frozen:
             return batch
-        before = self.preemptions
-        budget = self._schedule_running(batch.entries)
-        if self.preemptions == before:
-            self._admit(batch.entries, budget)
+        for pinned in (False,) if self.pin is None else (not self._turn, self._turn):
+            batch.version = self.blocks.version if self.pin is None or not pinned else self.pin
+            before = self.preemptions
+            budget = self._schedule_running(batch.entries, pinned)
+            if self.preemptions == before:
+                self._admit(batch.entries, budget, pinned)
+            if batch.entries:
+                self._turn = pinned
+                break
         return batch
 
     def schedule_ahead(self, last: ScheduledBatch) -> ScheduledBatch:
         """The step after ``last``, which is still being computed; no entries: wait for it.
 
         Only where its tokens decide nothing but who has ended: all that runs draws a token in
-        ``last``, nobody waits to be admitted, and there are blocks. A sequence that turns out to
-        have ended is computed once in vain.
+        ``last``, nobody waits to be admitted or is pinned, and there are blocks. A sequence that
+        turns out to have ended is computed once in vain.
         """
         batch = ScheduledBatch(
             version=self.blocks.version, number=last.number + 1, previous_rows=[]
         )
         rows = last.rows_running
-        if self.frozen or len(rows) < len(self.running) or self._next_heap() is not None:
+        waits = self._next_heap(False) is not None or self.pin is not None
+        if self.frozen or len(rows) < len(self.running) or waits:
             return batch
         going_on = []
         for row in rows:
@@ -154,6 +164,27 @@ class Scheduler:
             else:
                 self.blocks.release(seq)
 
+    def pin_to(self, version: int, sequences: Iterable[Sequence]) -> None:
+        """These live sequences finish on ``version``, which stops being the live one."""
+        self.pin = version
+        for seq in sequences:
+            seq.pin = version
+        self._sort_lanes()
+
+    def pinned(self) -> list[Sequence]:
+        """Live sequences that finish on the version before."""
+        return [] if self.pin is None else [s for s in self.sequences() if s.pin is not None]
+
+    def unpin(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """These go on by the live weights, with the KV that they have; None: all that is pinned."""
+        pinned = [s for s in self.pinned() if sequences is None or s in sequences]
+        for seq in pinned:
+            seq.pin = None
+        if sequences is None:
+            self.pin = None
+        if pinned:
+            self._sort_lanes()
+
     def begun(self) -> list[Sequence]:
         """Live sequences of requests of which any sample was ever admitted."""
         requests = {seq.request_id for seq in self.sequences() if seq.num_cached_tokens >= 0}
@@ -165,15 +196,21 @@ class Scheduler:
         ids = [seq.seq_id for seq in self.running]
         assert ids == sorted(set(ids)), "running is out of order"
         assert all(seq.status is Status.RUNNING for seq in self.running)
+        assert all(seq.pin in (None, self.pin) for seq in self.sequences()), "another pin"
+        for pinned, lane in self._lanes.items():
+            waiting = [s for _, s in lane.fresh + lane.started if s.status is Status.WAITING]
+            assert all((s.pin is not None) == pinned for s in waiting), "in another lane"
         assert all(seq.status is Status.WAITING for seq in self._waiting.values())
 
-    def _schedule_running(self, entries: list[ScheduledEntry]) -> int:
+    def _schedule_running(self, entries: list[ScheduledEntry], pinned: bool) -> int:
         """Decodes, then chunks of what is still in prefill; returns the budget left."""
         budget, index, size = self._budget, 0, self.blocks.block_size
         prefills: list[Sequence] = []
         while index < len(self.running) and budget:
             seq = self.running[index]
             index += 1
+            if (seq.pin is not None) != pinned:
+                continue
             known = len(seq.token_ids)
             if known - seq.num_computed > 1:
                 prefills.append(seq)
@@ -190,13 +227,15 @@ class Scheduler:
         entries.append(ScheduledEntry(seq, count))
         return count
 
-    def _admit(self, entries: list[ScheduledEntry], budget: int) -> None:
-        if not budget or len(self.running) >= self._max_seqs or self._next_heap() is None:
+    def _admit(self, entries: list[ScheduledEntry], budget: int, pinned: bool) -> None:
+        if not budget or len(self.running) >= self._max_seqs or self._next_heap(pinned) is None:
             return
+        if not pinned and self._next_heap(True) is not None:
+            return  # those have begun before
         in_flight = InFlightPrefixes(self.blocks, self.running)
         put_off: list[tuple[list[tuple[int, Sequence]], Sequence]] = []
         while budget and len(self.running) + len(put_off) < self._max_seqs:
-            heap = self._next_heap()
+            heap = self._next_heap(pinned)
             if heap is None:
                 break
             seq = heap[0][1]
@@ -225,13 +264,26 @@ class Scheduler:
                 return False
         return True
 
-    def _next_heap(self) -> list[tuple[int, Sequence]] | None:
-        """The heap whose top is the oldest sequence that may be admitted."""
-        started = _top(self._started)
-        fresh = _top(self._fresh) if self.admitting else None
+    def _next_heap(self, pinned: bool) -> list[tuple[int, Sequence]] | None:
+        """The heap of a lane whose top is the oldest sequence that may be admitted."""
+        lane = self._lanes[pinned]
+        started = _top(lane.started)
+        fresh = _top(lane.fresh) if self.admitting else None
         if started and (fresh is None or started.seq_id < fresh.seq_id):
-            return self._started
-        return self._fresh if fresh else None
+            return lane.started
+        return lane.fresh if fresh else None
+
+    def _lane_of(self, seq: Sequence) -> _Lane:
+        return self._lanes[seq.pin is not None]
+
+    def _sort_lanes(self) -> None:
+        """After pins have changed: everything that waits into its lane."""
+        before, self._lanes = self._lanes, {False: _Lane(), True: _Lane()}
+        for lane in before.values():
+            for item in lane.fresh:
+                heapq.heappush(self._lane_of(item[1]).fresh, item)
+            for item in lane.started:
+                heapq.heappush(self._lane_of(item[1]).started, item)
 
     def _make_room(self, seq: Sequence) -> bool:
         """A block for the next token of ``seq``, at the cost of the newest; False: of itself."""
@@ -254,7 +306,7 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
         self._waiting[seq.seq_id] = seq
-        heapq.heappush(self._started, (seq.seq_id, seq))
+        heapq.heappush(self._lane_of(seq).started, (seq.seq_id, seq))
 
     def _drop_holder(self, keep: Sequence | None = None) -> bool:
         """Take the shared blocks from the newest waiting sample; False when none holds any."""
@@ -274,59 +326,12 @@ class Scheduler:
             self.blocks.states.drop_hold(first)
 
 
-class PauseState:
-    """Named holds on a scheduler; it runs freely when none is left. Engine thread only.
+@dataclass(slots=True)
+class _Lane:
+    """Heaps by seq_id; a finished sequence is dropped when it surfaces."""
 
-    A *freeze* stops every step. A *gate* only keeps requests out that have not begun. Owners
-    (pause, drain, hold, sleep) are independent: opening one leaves the others in force. While
-    somebody waits behind a gate for what runs to end it is shut, too; whether it stays so is
-    decided when the waiting ends.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._freezes: set[str] = set()
-        self._gates: set[str] = set()
-        self._waits: dict[object, str] = {}
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._freezes or self._gates or self._waits)
-
-    def is_held_by(self, owner: str) -> bool:
-        """From any thread."""
-        waits = list(self._waits.values())  # at once: others may change it meanwhile
-        return owner in self._freezes or owner in self._gates or owner in waits
-
-    def freeze(self, owner: str) -> None:
-        self._freezes.add(owner)
-        self._apply()
-
-    def shut(self, owner: str) -> None:
-        self._gates.add(owner)
-        self._apply()
-
-    def wait_behind(self, owner: str, waiter: object) -> None:
-        """Shut for as long as ``waiter`` waits."""
-        self._waits[waiter] = owner
-        self._apply()
-
-    def stop_waiting(self, waiter: object, *, stay_shut: bool) -> None:
-        """Nothing to do where the owner was opened meanwhile."""
-        owner = self._waits.pop(waiter, None)
-        if owner is not None and stay_shut:
-            self._gates.add(owner)
-        self._apply()
-
-    def open(self, owner: str) -> None:
-        self._freezes.discard(owner)
-        self._gates.discard(owner)
-        self._waits = {waiter: of for waiter, of in self._waits.items() if of != owner}
-        self._apply()
-
-    def _apply(self) -> None:
-        self._scheduler.frozen = bool(self._freezes)
-        self._scheduler.admitting = not (self._gates or self._waits)
+    fresh: list[tuple[int, Sequence]] = field(default_factory=list)
+    started: list[tuple[int, Sequence]] = field(default_factory=list)
 
 
 class InFlightPrefixes:

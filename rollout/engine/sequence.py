@@ -33,8 +33,9 @@ class Sequence:
     of ``block_table`` (which may cover more). ``max_len`` tokens are the most there may be;
     ``stop_ids`` end the sequence earlier, and are masked while fewer than ``params.min_tokens``
     tokens are out; ``bad_words`` are ids that may not come in a row; ``image_positions``: of a
-    prompt with images; ``adapter``: what the request's name meant when it came. ``seed`` is already
-    this sample's own. The
+    prompt with images; ``adapter``: what the request's name meant when it came; ``pin``: the
+    version that it is to finish on, where that is no longer live. ``seed`` is already this
+    sample's own. The
     lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
     output token; ``scores``, where asked for, one per prompt position computed so far, from the
     first that is wanted on. ``target``: the token after the last one that is computed, of a prompt
@@ -61,6 +62,7 @@ class Sequence:
     image_positions: ImagePositions | None = None
     target: int | None = None
     adapter: AdapterVersion | None = None
+    pin: int | None = None
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)

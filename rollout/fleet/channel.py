@@ -71,7 +71,7 @@ class FleetChannel:
         if request.in_flight == "wait":
             raise ConfigError(
                 "a fleet's members drain within their leases or not at all: in_flight='wait' is "
-                "for one engine; use keep, recompute or abort"
+                "for one engine; use keep, recompute, abort or pin"
             )
         live = (fleet.epoch, fleet.version)
         if request.base is not None and tuple(request.base) != live:

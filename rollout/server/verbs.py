@@ -95,7 +95,7 @@ class StartBody(_OfUpdate):
     is_checkpoint_format: bool = True
     timeout: Seconds = TIMEOUT
     deadline: Seconds = DEADLINE
-    in_flight: Literal["keep", "recompute", "abort", "wait"] = "keep"
+    in_flight: Literal["keep", "recompute", "abort", "wait", "pin"] = "keep"
 
 
 class UpdateInfo(_Packed):

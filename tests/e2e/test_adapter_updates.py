@@ -217,6 +217,48 @@ def test_base_and_adapter_change_at_one_commit_and_go_back_together(engine, base
     assert (said(engine, None), said(engine, "math")) == new
 
 
+def test_pins_last_beside_a_commit_of_adapters_alone_which_waits_for_none(engine, base) -> None:
+    first, second = adapted(base, 14), adapted(base, 15)
+    with torch.no_grad():
+        for name, parameter in second.named_parameters():
+            if "lora_" not in name:
+                parameter.mul_(1.01)
+    old = engine.update_weights(first, adapters={"math": first}).version
+    long = SamplingParams(adapter="math", temperature=0, max_tokens=60, ignore_eos=True)
+    alone = engine.generate([PROMPTS[0]], long)[0].outputs[0]
+    for in_flight in ("pin", "recompute"):
+        running = engine.stream(PROMPTS[0], long)
+        next(running)
+        engine.pause_generation("keep")
+        pinned = engine.update_weights(second, adapters={"math": second}, in_flight="pin")
+        beside = engine.update_weights(adapters={"math": shaken(second, 16)}, in_flight=in_flight)
+        assert "pinned" in pinned.details
+        assert not {"pins", "pinned"} & set(beside.details)
+        stats = engine.metrics()
+        if in_flight == "pin":
+            assert (stats.pinned_version, stats.pinned_requests) == (old, 1)
+        engine.resume_generation()
+        new = said(engine, "math")
+        assert stamps(engine, "math") == (f"math@{beside.version}", {beside.version})
+        *_, last = running
+        done = last.outputs[0]
+        if in_flight == "pin":
+            assert (done.token_ids, done.logprobs.raw) == (alone.token_ids, alone.logprobs.raw)
+            assert (done.adapter, {s.version for s in done.weight_versions}) == (
+                f"math@{old}",
+                {old},
+            )
+        else:  # what is computed again leaves its pin: that adapter was never with the old base
+            assert done.adapter == f"math@{beside.version}"
+            assert {s.version for s in done.kv_spans} == {beside.version}
+            assert {s.version for s in done.weight_versions} == {old, beside.version}
+        engine.reset_prefix_cache()
+        assert said(engine, "math") == new
+        back = engine.update_weights(first, adapters={"math": shaken(first, 14)})
+        assert back.details["pins"].endswith("s: all ended")
+        old = back.version
+
+
 def test_caches_of_the_base_outlive_an_adapters_commit(engine, base) -> None:
     params = SamplingParams(**GREEDY)
     engine.update_weights(adapters={"math": adapted(base, 11)})

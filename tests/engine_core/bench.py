@@ -72,13 +72,15 @@ class Bench:
         if not batch.entries:
             self.check()
             return batch
-        states = [self._check_entry(entry.sequence, entry.num_new) for entry in batch.entries]
+        states = [self._check_entry(e.sequence, e.num_new, batch.version) for e in batch.entries]
         args, tensors = encode_batch(batch, self.blocks.block_size)
         if self.states is not None:
             self._run_states(batch, tensors)
         header, reply = self.toy.call("step", args, tensors)[0].result(0)
         output = SamplerOutput.from_tensors(reply)
-        assert header["version"] == batch.version == self.version
+        assert header["version"] == batch.version
+        assert batch.version in (self.version, self.scheduler.pin)
+        assert all(self.blocks.version_of(e.sequence) == batch.version for e in batch.entries)
         drawing = [
             (entry.sequence, state)
             for entry, state in zip(batch.entries, states, strict=True)
@@ -104,9 +106,13 @@ class Bench:
         raise AssertionError(f"not finished within {limit} steps")
 
     def commit(self, in_flight: str = "keep") -> None:
+        """What was pinned by the one before goes on by the live weights, by then."""
+        self.scheduler.unpin()
+        if in_flight == "pin" and (begun := self.scheduler.begun()):
+            self.scheduler.pin_to(self.version, begun)
         self.version += 1
         self.toy.call("commit", {"version": self.version})
-        self.blocks.set_version(self.version)
+        self.blocks.set_version(self.version, pin=self.scheduler.pin is not None)
         if in_flight == "recompute":
             self.scheduler.recompute()
 
@@ -130,7 +136,7 @@ class Bench:
         for source, target in tensors["state_saves"].tolist():
             self.slots[target] = self.slots[source]
 
-    def _check_entry(self, seq: Sequence, num_new: int) -> int:
+    def _check_entry(self, seq: Sequence, num_new: int, version: int) -> int:
         """Compare every stored state the step will read; returns the state it should end with."""
         start, size = seq.num_computed, self.blocks.block_size
         weights = [
@@ -139,7 +145,7 @@ class Bench:
             for _ in range(span.start, span.stop)
         ]
         assert len(weights) == start
-        weights += [self.toy.weights] * num_new
+        weights += [self.toy.contents[version]] * num_new
         states = chain(seq.token_ids[: start + num_new], weights)
         for p in range(start):
             slot = seq.block_table[p // size] * size + p % size

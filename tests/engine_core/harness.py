@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout.engine.core import EngineCore
 from rollout.engine.output import Snapshot
+from rollout.engine.pins import PinTerms
 from rollout.generation import Request, RequestOutput, SamplingParams
 
 PROMPT = list(range(5, 23))
@@ -55,11 +56,13 @@ def run(core: EngineCore, *requests: Request, stream: bool = False) -> dict[str,
     return sink.results()
 
 
-def commit(core: EngineCore, version: int, in_flight: str = "keep") -> None:
+def commit(
+    core: EngineCore, version: int, in_flight: str = "keep", pin: PinTerms | None = None
+) -> None:
     def boundary() -> None:
         for future in core.call("commit", {"version": version}):
             future.result(5)
-        core.on_commit(version, in_flight)
+        core.on_commit(version, in_flight, pin)
 
     core.at_step_boundary(boundary).result(5)
 

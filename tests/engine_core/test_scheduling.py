@@ -394,7 +394,7 @@ OPS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 6), st.just(0) | st.integers(0, 63)),
     st.tuples(st.just("resubmit"), st.integers(0, 50), st.integers(1, 30)),
     st.tuples(st.just("abort"), st.integers(0, 50)),
-    st.tuples(st.just("commit"), st.sampled_from(["keep", "recompute"])),
+    st.tuples(st.just("commit"), st.sampled_from(["keep", "recompute", "pin"])),
     st.tuples(st.just("reset")),
 )
 

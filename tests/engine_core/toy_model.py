@@ -90,6 +90,7 @@ class ToyExecutor:
         self.free_bytes = free_bytes
         self.on_death: Callable[[WorkerDied], None] | None = None
         self.version, self.weights = 0, 0
+        self.before: int | None = None  # the version before the last commit
         self.contents = {0: 0}  # version -> weights
         self.commits = 0
         self.pages: list[int] = []
@@ -151,7 +152,7 @@ class ToyExecutor:
                 raise self.dead
             replies = [getattr(self, f"_{method}")(args, tensors)]
             if method == "step":
-                others = [({"version": self.version - self.lie}, {})] * (self.size - 1)
+                others = [({"version": self._by(args)[0] - self.lie}, {})] * (self.size - 1)
                 replies += others
             else:
                 replies *= self.size
@@ -181,6 +182,7 @@ class ToyExecutor:
 
     def _commit(self, args: Any, tensors: Any) -> Reply:
         self.commits += 1
+        self.before = self.version
         self.version, self.weights = args["version"], self.commits
         self.contents[self.version] = self.weights
         return {"version": self.version, "moved": False}, {}
@@ -189,6 +191,12 @@ class ToyExecutor:
         self.version = args["version"]
         self.weights = self.contents[self.version]
         return {"version": self.version}, {}
+
+    def _by(self, args: Any) -> tuple[int, int]:
+        """The version that a step is by, and its weights; as a rank decides it."""
+        version = self.before if args["version"] == self.before else self.version
+        assert version is not None
+        return version, self.contents[version]
 
     def _step(self, args: Any, tensors: Any) -> Reply:
         if self.fail_next is not None:
@@ -204,13 +212,14 @@ class ToyExecutor:
         starts = batch.query_starts.tolist()
         contexts = [self._context(batch, s) for s in range(len(starts) - 1)]
         states: list[int] = []
+        version, weights = self._by(args)
         for s, context in enumerate(contexts):
             for row in range(starts[s], starts[s + 1]):
                 position = int(batch.positions[row])
-                states.append(state_at(self.weights, int(batch.input_ids[row]), position, context))
+                states.append(state_at(weights, int(batch.input_ids[row]), position, context))
                 self.pages[int(batch.slot_mapping[row])] = states[-1]
                 context = (context + mix(states[-1] + position)) & _MASK
-        return self._reply([states[row] for row in batch.logit_rows.tolist()], sampling)
+        return self._reply([states[row] for row in batch.logit_rows.tolist()], sampling, version)
 
     def _context(self, batch: Any, s: int) -> int:
         """The sum over the positions before this step, read from the pages."""
@@ -219,7 +228,7 @@ class ToyExecutor:
         stored = [self.pages[table[p // size] * size + p % size] for p in range(first)]
         return sum(mix(state + p) for p, state in enumerate(stored)) & _MASK
 
-    def _reply(self, states: list[int], sampling: Any) -> Reply:
+    def _reply(self, states: list[int], sampling: Any, version: int) -> Reply:
         count = len(sampling.counters)
         tokens = [s % VOCAB for s in states[:count]] + sampling.targets.tolist()
         self.drawn = torch.tensor(tokens[:count])
@@ -234,7 +243,7 @@ class ToyExecutor:
         if width:
             out["top_ids"] = out["tokens"][:, None].repeat(1, width)
             out["top_logprobs"] = logprobs[:, None].repeat(1, width)
-        return {"version": self.version}, out
+        return {"version": version}, out
 
 
 def write_config(path: Path, **fields: Any) -> str:

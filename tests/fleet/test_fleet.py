@@ -236,6 +236,24 @@ def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, traine
     assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
 
 
+def test_members_pin_what_they_have_begun(front, engines, trained, oracle):
+    long = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
+    alone = front.rollout.generate(PROMPTS[0], long)[0].outputs[0].token_ids
+    stream = front.rollout.stream(PROMPTS[0], long)
+    next(stream)
+    front.rollout.pause_generation("keep")
+    receipt = front.rollout.update_weights(trained, in_flight="pin")
+    front.rollout.resume_generation()
+    outputs = front.rollout.generate(PROMPTS[:3], GREEDY)
+    assert tokens(outputs) == tokens(oracle.generate(PROMPTS[:3], GREEDY))
+    old = list(stream)[-1].outputs[0]
+    assert old.token_ids == alone
+    assert {span.version for span in old.weight_versions} == {0}
+    assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
+    assert sum(engine.metrics().pinned_steps_total > 0 for engine in engines) == 1
+    assert receipt.version == 1
+
+
 def test_a_version_that_does_not_come_is_refused_at_the_deadline(checkpoint):
     conflict = pytest.raises(VersionConflict, match=r"version 5 was asked for .* version 0 is")
     with Rollout(checkpoint, **ENGINE, timeout=0.3) as engine, conflict:

@@ -139,7 +139,8 @@ class Engine:
             for r in range(size)
         ]
         self.epoch, self.version, self.broken = 7, 0, None
-        self.control = self.counters = self
+        self.control = self.counters = self.pins = self
+        self.since, self.told = -1, ""  # nothing is ever pinned here
         self.one_host = True
         self.adapters = AdapterTable(0, tuple)
         self.committed: list[tuple[int, str]] = []
@@ -198,7 +199,10 @@ class Engine:
             future.set_exception(error)
         return future
 
-    def on_commit(self, version: int, in_flight: str, *, name, **_) -> None:
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def on_commit(self, version: int, in_flight: str, pin: Any = None, *, name, **_) -> None:
         name(version)
         self.version = version
         self.committed.append((version, in_flight))

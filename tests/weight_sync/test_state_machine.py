@@ -44,8 +44,8 @@ class Generating(Engine):
         self.steps = 0
         super().__init__(*args)
 
-    def on_commit(self, version: int, in_flight: str, **named) -> None:
-        super().on_commit(version, in_flight, **named)
+    def on_commit(self, version: int, in_flight: str, pin: object = None, **named) -> None:
+        super().on_commit(version, in_flight, pin, **named)
         self.blocks.set_version(version)
 
     def start(self) -> Sequence:

@@ -289,7 +289,7 @@ def test_a_failing_commit_brings_every_rank_back(engine, new) -> None:
 def test_whatever_fails_inside_a_commit_brings_every_rank_back(engine, new) -> None:
     before, honest = engine.live(), engine.on_commit
 
-    def raising(version, in_flight, **_):
+    def raising(version, in_flight, pin, **_):
         raise ValueError("no such mode")
 
     engine.on_commit = raising

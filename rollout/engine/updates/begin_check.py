@@ -16,6 +16,7 @@ from rollout.weight_sync.protocol.messages import (
     IN_FLIGHT,
     MAX_BUCKET_BYTES,
     MIN_BUCKET_BYTES,
+    PIN_FALLBACKS,
     STAGING,
     UpdateRequest,
 )
@@ -52,11 +53,13 @@ def check_request(
     _one_of("encoding", request.encoding, _ENCODINGS)
     _one_of("staging", request.staging, STAGING)
     _one_of("in_flight", request.in_flight, IN_FLIGHT)
+    _one_of("pin_fallback", request.pin_fallback, PIN_FALLBACKS)
     _one_of("transport", request.transport, transports)
     _within("bucket_bytes", request.bucket_bytes, MIN_BUCKET_BYTES, MAX_BUCKET_BYTES)
     _seconds("timeout", request.timeout, 0.0, MAX_TIMEOUT)
     if not request.timeout:
         raise ConfigError("timeout must be a positive number of seconds, got 0")
+    _seconds("pin_timeout", request.pin_timeout, 0.0, request.timeout)
     if not 0 < len(request.update_id) <= MAX_ID:
         raise ConfigError(f"update_id must have 1 to {MAX_ID} characters")
     if request.label is not None:

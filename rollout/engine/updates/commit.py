@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
+from rollout.engine.pins import PinTerms
 from rollout.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -155,6 +156,12 @@ class Sealed:
         return {"quantization": scheme, "quantized_digest": f"{live:016x}"}
 
 
+def pin_terms(request: UpdateRequest) -> PinTerms:
+    """Of an update with ``in_flight="pin"``."""
+    seconds = request.pin_timeout or request.timeout
+    return PinTerms(timeout=seconds, fallback=request.pin_fallback)
+
+
 class Switch:
     """Exchanges the two instances of every rank; for the holder of the lease.
 
@@ -169,7 +176,6 @@ class Switch:
     def run(
         self,
         request: UpdateRequest | None,
-        in_flight: str,
         timeout: float,
         held: dict[str, int] | None,
         *,
@@ -190,6 +196,8 @@ class Switch:
         base = self._engine.version
         given_up = threading.Event()
         version = base + 1 if request is None or request.version is None else request.version
+        in_flight = "keep" if request is None else request.in_flight
+        pin = None if request is None or in_flight != "pin" else pin_terms(request)
 
         def boundary() -> tuple[float, dict[str, int]]:
             started, live = time.perf_counter(), held
@@ -210,7 +218,7 @@ class Switch:
                     live = self._read_live(held, timeout)
                 if given_up.is_set():
                     raise EngineBroken("the commit did not end at its deadline")
-                self._engine.on_commit(version, in_flight, adapters=adapters, name=name)
+                self._engine.on_commit(version, in_flight, pin, adapters=adapters, name=name)
             except Exception as error:
                 self._revert(base, timeout, error, moved)
                 raise

@@ -24,6 +24,7 @@ from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
 from rollout.engine.updates.rollback import Rollback
 from rollout.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineBroken,
     TransferFailed,
@@ -50,6 +51,8 @@ from rollout.weights.components import component_of
 
 T = TypeVar("T")
 KEPT_RECEIPTS = 64
+_LOOK = 0.05  # seconds between two looks at whether a sender that waits is still there
+_END_OF_PINS = 30.0  # seconds for a step under way to end
 log = logging.getLogger(__name__)
 
 
@@ -287,6 +290,21 @@ class Coordinator:
                 raise TransferFailed(f"the update ended before it was {state}")
             self.state = state
 
+    def wait_for_pins(self, until: float, check: Callable[[], None] = lambda: None) -> None:
+        """Until no request needs the version before the live one; at ``until``, a monotonic time,
+        those that do take their fallback. ``check`` raises where nobody waits for it any more.
+        """
+        pins = self.engine.pins
+        while not pins.wait(min(_LOOK, until - time.monotonic())):
+            check()
+            if time.monotonic() >= until:
+                self.engine.end_pins("before the next update", _END_OF_PINS)
+
+    def pins_before(self) -> dict[str, str]:
+        """What became of the requests that the models' last commit has pinned, for a receipt."""
+        pins = self.engine.pins
+        return {"pins": pins.told} if pins.since >= 0 else {}
+
     def staged_in(self, request: UpdateRequest) -> UpdateRequest:
         """``request`` with "auto" resolved where this engine has set no memory aside for a shadow.
 
@@ -295,6 +313,8 @@ class Coordinator:
         """
         if not request.models:
             return replace(request, staging="device")  # their slots are beside what is live
+        if request.in_flight == "pin":
+            self._check_pin(self._staging if request.staging == "auto" else request.staging)
         if request.staging != "auto" or self._staging != "none":
             return request
         if request.encoding == "delta":
@@ -315,6 +335,15 @@ class Coordinator:
         sent = self.metadata.values() if request.metadata is None else request.metadata
         num_bytes = sum(meta.nbytes for meta in sent)
         return self.limits.check(request, plans, self._receipts, num_bytes)
+
+    def _check_pin(self, staging: str) -> None:
+        """``ConfigError`` where two versions cannot run."""
+        if staging == "none" or (staging == "host" and self._device != "cpu"):
+            raise ConfigError(
+                f'in_flight="pin" runs two versions at a time, and staging={staging!r} leaves no '
+                'second instance on the device: use staging="device" (memory for it is set aside '
+                'when the engine starts with it), or in_flight="keep", "recompute" or "wait"'
+            )
 
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""

@@ -78,6 +78,7 @@ class Lease:
         self._ended: str | None = None
         self._freed = False
         self._started = time.perf_counter()
+        self._began = time.monotonic()  # with the wait for the lease
 
     def begin(self, request: UpdateRequest) -> Begun:
         if self._begun is not None and request == self._asked:
@@ -88,7 +89,7 @@ class Lease:
         self._enter("beginning")
         try:
             self._accepted = of.check_fields(request, self._transports)
-            self._asked = request
+            self._asked, self._began = request, time.monotonic()
             if (outcome := self._acquire(request)) is not None:
                 return self._replay(request, outcome)
             self._started = time.perf_counter()
@@ -232,8 +233,9 @@ class Lease:
             self._enter("committing")
             of.advance(self, "committing")
             held = {n: v for n, v in self._sealed.held.items() if n in of.metadata}
+            before = of.pins_before() if request.models else {}
             stall, held = of.switch.run(
-                *(request, request.in_flight, request.timeout, held),
+                *(request, request.timeout, held),
                 models=bool(request.models),
                 adapters=request.adapters,
                 name=lambda version: of.adapters.commit(self._slots, version),
@@ -247,7 +249,9 @@ class Lease:
             stall = now - self._held_since
         times = {"commit": now - started, "stall": stall, "total": now - self._started}
         limits = self._against_limits(request, stall, receipt.num_bytes)
-        details = {**receipt.details, **limits}
+        details = {**receipt.details, **limits, **before}
+        if of.engine.pins.since == receipt.version:
+            details["pinned"] = of.engine.pins.told
         receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
         of.record(receipt, request.label, held, self._base_is_whole, models=bool(request.models))
         self._slots = {}
@@ -306,6 +310,8 @@ class Lease:
     def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
         """Have the ranks open what will be filled; what they want, if the sender has to know."""
         of = self._of
+        if request.models:  # adapters leave both instances alone
+            of.wait_for_pins(self._began + request.timeout, lambda: self._not_ended("begin"))
         of.staging_begins(request)
         if request.staging == "none":
             self._drain(request)  # running requests cannot end once steps are held

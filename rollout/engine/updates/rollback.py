@@ -47,6 +47,10 @@ class Coordinator(Protocol):
 
     def acquire(self, lease: object, timeout: float) -> None: ...
 
+    def wait_for_pins(self, until: float) -> None: ...
+
+    def pins_before(self) -> dict[str, str]: ...
+
     def prepare(self, prepared: Any, fence: int) -> None: ...
 
     def advance(self, lease: object, state: str) -> None: ...
@@ -85,6 +89,8 @@ class Rollback:
         of.acquire(one, request.timeout)
         try:
             one._check(request)
+            if of.models_changed:
+                of.wait_for_pins(time.monotonic() + request.timeout)
             of.prepare(one, request.fence)
         except BaseException:
             of.free(one)
@@ -113,8 +119,11 @@ class Rollback:
         check_possible(of)
         started, version = time.perf_counter(), of.engine.version + 1
         adapters, models = of.adapters.before or {}, of.models_changed
+        if models:
+            of.wait_for_pins(time.monotonic() + timeout)
+        before = of.pins_before() if models else {}
         stall, held = of.switch.run(
-            *(None, "keep", timeout, of.held_before),
+            *(None, timeout, of.held_before),
             models=models,
             adapters=adapters,
             name=lambda version: of.adapters.go_back(),
@@ -135,6 +144,7 @@ class Rollback:
                 for name, before in adapters.items()
                 if before is not None
             },
+            details=before,
         )
         labels = [kept.label for kept in of.receipts if kept.version < version - 1]
         of.record(receipt, labels[-1] if labels else None, held, models=models)

@@ -121,23 +121,32 @@ class ModelRunner:
         }
 
     def step(
-        self, args: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int
+        self,
+        args: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        version: int,
+        pinned: bool = False,
     ) -> Callable[[], Reply]:
         """One forward pass and, on rank 0, a token for every row that samples.
 
+        ``version`` is the live weights', or where ``pinned`` that of those before them.
         The reply may wait for the device; the next step need not wait for the reply.
         """
         batch, sampling = decode_batch(args, tensors)
         number = args["number"]
         drawn = self._drawn.pop(number - 1, None)
         self._drawn.clear()
+        model = self.instances.previous if pinned else self.instances.live
         with torch.inference_mode():
             if "previous_rows" in tensors:
                 batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
             if "images" in args:
-                batch = replace(batch, visual=self._visual(args["images"], tensors.get("pixels")))
+                pixels = tensors.get("pixels")
+                batch = replace(batch, visual=self._visual(model, args["images"], pixels))
             self.states.copy(tensors.get("state_restores"))
-            output = self._output(batch, sampling, tensors.get("hidden_sums"))
+            output = self._output(model, batch, sampling, tensors.get("hidden_sums"))
+            if pinned:
+                self.instances.stepped_previous()
             self.states.copy(tensors.get("state_saves"))
             if output is None:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)
@@ -150,13 +159,16 @@ class ModelRunner:
             return lambda: ({"version": version}, on_host().tensors())
 
     def _output(
-        self, batch: ForwardBatch, sampling: SamplingMetadata, sums: Tensor | None
+        self,
+        model: Model,
+        batch: ForwardBatch,
+        sampling: SamplingMetadata,
+        sums: Tensor | None,
     ) -> SamplerOutput | None:
         """What rank 0 made of the step; None on the others. ``sums``: of the rows behind those with
         logits, whose hidden states are wanted.
         """
-        live, first = self.instances.live, self.tp.rank == 0
-        count, policy = sampling.num_rows, live.policy
+        count, policy, first = sampling.num_rows, model.policy, self.tp.rank == 0
         if isinstance(policy, CausalLM) and count > (step := self._logits_at_once):
             states = policy.hidden_states(self._to_device(batch), self.kv.layers)
             parts = []
@@ -168,10 +180,10 @@ class ModelRunner:
             output = SamplerOutput.cat(parts) if first else None
         else:
             if sums is None:
-                logits = self.forward(batch)
+                logits = self.forward(batch, model)
             else:
                 moved, pages = self._to_device(batch), self.kv.layers
-                logits, states = live.with_hidden_states(moved, pages, count)
+                logits, states = model.with_hidden_states(moved, pages, count)
             output = self.sampler.sample(logits, sampling) if first else None
         if output is None or sums is None:
             return output
@@ -182,12 +194,12 @@ class ModelRunner:
         """Rows of a step that scores many tokens: logits of all of them may not fit."""
         return max(_LOGITS // self.model_config.vocab_size, self.config.max_num_seqs)
 
-    def _visual(self, plan: Mapping[str, Any], pixels: Tensor | None) -> VisualRows:
-        live = self.instances.live.policy
-        assert isinstance(live, VisionCausalLM)
+    def _visual(self, model: Model, plan: Mapping[str, Any], pixels: Tensor | None) -> VisualRows:
+        policy = model.policy
+        assert isinstance(policy, VisionCausalLM)
         if pixels is not None:
             pixels = to_device(pixels, self.device)
-        return VisualRows(*self._images.follow(plan, live.encode_image, pixels))
+        return VisualRows(*self._images.follow(plan, policy.encode_image, pixels))
 
     def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
         """The tokens of the step before; only rank 0 has drawn them. Collective."""
@@ -195,17 +207,17 @@ class ModelRunner:
             return drawn
         return self.tp.all_gather(to_device(drawn, self.device))[: len(drawn)]
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of the live weights for ``batch`` (CPU), on this rank's device; valid until the
-        next call, as a captured graph may have made them. Collective over the ranks.
+    def forward(self, batch: ForwardBatch, model: Model) -> Tensor:
+        """Logits of an instance for ``batch`` (CPU), on this rank's device; valid until the next
+        call, as a captured graph may have made them. Collective over the ranks.
         """
-        live, pages = self.instances.live, self.kv.layers
         if self._captures and batch.visual is None:
             self.capture()  # again, after a sleep
-            found = self._graphs[live].run(batch)
+            graphs = self._graphs.get(model)
+            found = None if graphs is None else graphs.run(batch)
             if found is not None:
                 return found
-        logits: Tensor = live(self._to_device(batch), pages)
+        logits: Tensor = model(self._to_device(batch), self.kv.layers)
         return logits
 
     def capture(self) -> None:

@@ -129,9 +129,9 @@ class RankProfile:
         return {"kinds": self._spans.figures}
 
     def _step(self, run: Any) -> Any:
-        def step(args: Any, tensors: Mapping[str, Tensor], version: int) -> Any:
+        def step(args: Any, tensors: Mapping[str, Tensor], *version: Any) -> Any:
             self._spans.thread = threading.get_ident()
-            reply = run(args, tensors, version)
+            reply = run(args, tensors, *version)
             rows, lengths = len(tensors["positions"]), tensors["context_lens"]
             kind = DECODE if rows == len(lengths) else PREFILL
             shape = self._runner.kv.shape

@@ -94,6 +94,23 @@ class ModelInstances:
         return self._live
 
     @property
+    def previous(self) -> Model:
+        """What was live before the last commit, for steps by it; ``VersionConflict`` where it is
+        not there, or where no step can run it.
+        """
+        shadow, past = self._shadow, self._past[-1] if self._past else None
+        if shadow is None or past is None or self._shadow_is != past:
+            raise VersionConflict("this rank does not hold the version before the live one")
+        if shadow.build.device != self._device:
+            raise VersionConflict("the version before the live one lies in host memory")
+        return shadow
+
+    def stepped_previous(self) -> None:
+        """A step by ``previous`` has been asked of the device: the next load waits for it."""
+        if self._device.type == "cuda":
+            self._note_steps(moved=False)
+
+    @property
     def has_shadow(self) -> bool:
         return self._shadow is not None
 

@@ -26,6 +26,7 @@ from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_m
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import save_shard
 from rollout.weight_sync.protocol.digests import slot_rows
+from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.cuda_memory import gpu_uuid
 from rollout.weights import WeightSlot
 from rollout.weights.components import POLICY, component_of, own_name
@@ -39,7 +40,8 @@ Tensors = Mapping[str, Tensor]
 class Worker:
     """Built empty; ``start`` loads. An error of one call is that call's alone.
 
-    ``version`` is the live weights' and travels with every reply of ``step``. ``revert`` undoes a
+    ``version`` is the live weights'. The version that a step ran by travels with its reply: the
+    live one, or the one before while that is there and asked for. ``revert`` undoes a
     commit that failed on another rank. ``shared_fd`` is a descriptor of memory for the ranks'
     collectives. ``device``: where it runs, if not where ``config`` puts a rank of its number.
     """
@@ -54,7 +56,7 @@ class Worker:
         self.config, self.tp, self._shared_fd = config, tp, shared_fd
         self.device = device or _own_device(choose_device(config.device), tp.rank)
         self.version = 0
-        self._before: int | None = None  # the version before the last commit
+        self._before: int | None = None  # the version before the last commit, while it is there
         self._runner: ModelRunner | None = None
         self._updates: RankUpdates | None = None
         self._nonfinite: tuple[str, ...] = ()  # tensors of the checkpoint that hold NaN
@@ -97,7 +99,9 @@ class Worker:
         Either raises whatever it raises. Replies may be asked for in any thread, in this order.
         """
         if method == "step":
-            return self.runner.step(args, tensors, self.version)
+            pinned = args["version"] == self._before  # else by what is live, and the reply says so
+            version = self.version if self._before is None or not pinned else self._before
+            return self.runner.step(args, tensors, version, pinned)
         run = self._methods.get(method)
         if run is None:
             known = ", ".join(("step", *self._methods))
@@ -276,7 +280,8 @@ class Worker:
     # ---- staging thread ----
 
     def stage_begin(self, args: Args) -> dict[str, Any]:
-        self._before = None  # it is about to be overwritten
+        if UpdateRequest.read(args["request"]).models:
+            self._before = None  # it is about to be overwritten
         return self.updates.begin(args)
 
     def digests(self, args: Args) -> dict[str, Any]:

@@ -40,7 +40,8 @@ from rollout.wire.codec import (
 )
 from rollout.wire.version import FEATURES, PROTOCOL, Speaks, agreed
 
-IN_FLIGHT = ("keep", "recompute", "abort", "wait")
+IN_FLIGHT = ("keep", "recompute", "abort", "wait", "pin")
+PIN_FALLBACKS = ("keep", "recompute", "abort")
 STAGING = ("auto", "device", "host", "none")
 MIN_BUCKET_BYTES = 64  # one aligned entry
 MAX_BUCKET_BYTES = 8 << 30
@@ -116,7 +117,8 @@ class UpdateRequest:
     sent, each whole unless ``partial``; the engine's others stay as they are live. ``max_stall``
     (seconds) and ``max_extra_memory`` (bytes of a rank's device): what it may take, or nothing
     is staged. ``adapters``: by name, those that are sent, which are components, too, and always
-    whole.
+    whole. With ``in_flight="pin"``: ``pin_timeout`` in seconds, 0 for ``timeout``, then
+    ``pin_fallback``.
     """
 
     update_id: Text
@@ -137,6 +139,8 @@ class UpdateRequest:
     max_stall: Seconds | None = field(default=None, metadata=ADDED)
     max_extra_memory: Count | None = field(default=None, metadata=ADDED)
     adapters: Table[AdapterSpec] = field(default_factory=dict, metadata=ADDED)
+    pin_timeout: Seconds = field(default=0.0, metadata=ADDED)
+    pin_fallback: Text = field(default="keep", metadata=ADDED)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from rollout.weight_sync.protocol.messages import (
     IN_FLIGHT,
     MAX_BUCKET_BYTES,
     MIN_BUCKET_BYTES,
+    PIN_FALLBACKS,
     STAGING,
 )
 from rollout.weight_sync.transports.base import Transport
@@ -18,7 +19,7 @@ from rollout.weight_sync.transports.base import Transport
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
 _READ_THERE = (
     *("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial"),
-    "update_id",
+    *("update_id", "pin_timeout", "pin_fallback"),
 )
 _LIMITS = ("max_stall", "max_extra_memory")  # told where they are given
 
@@ -31,6 +32,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "update_id": (str, type(None)),
     "max_stall": (float, int),
     "max_extra_memory": (int,),
+    "pin_timeout": (float, int, type(None)),
 }
 
 
@@ -46,6 +48,8 @@ class UpdateOptions:
     elements change and memory is plenty. "full" keeps nothing. ``update_id``: of an update that the
     server reads itself, by which a repeated one is known. ``max_stall``: seconds in which no step
     may run; ``max_extra_memory``: bytes that a rank may take on its device beyond what it holds.
+    ``pin_timeout``: how long requests may stay with the version before, at most ``timeout`` (None:
+    as long), then ``pin_fallback``.
     """
 
     version: int | None = None
@@ -61,6 +65,8 @@ class UpdateOptions:
     update_id: str | None = None
     max_stall: float | None = None
     max_extra_memory: int | None = None
+    pin_timeout: float | None = None
+    pin_fallback: str = "keep"
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""
@@ -69,8 +75,10 @@ class UpdateOptions:
                 "a server_path is read by the server itself, in full: leave transport and "
                 "encoding at 'auto'"
             )
-        limits = [name for name in _LIMITS if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in (*_READ_THERE, *limits)}
+        names = [*_READ_THERE, *(name for name in _LIMITS if getattr(self, name) is not None)]
+        if self.in_flight != "pin":  # which servers of before do not know
+            names = [name for name in names if not name.startswith("pin_")]
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def on_server(cls, said: Any) -> UpdateOptions:
@@ -101,6 +109,7 @@ class UpdateOptions:
             )
         if problem := timeout_problem(self.timeout):
             raise ConfigError(f"timeout {problem}")
+        self._check_pin()
         if self.anchor_every < 0:
             raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")
         if self.max_stall is not None and (problem := timeout_problem(self.max_stall)):
@@ -108,3 +117,18 @@ class UpdateOptions:
         memory = self.max_extra_memory
         if memory is not None and (type(memory) is not int or memory < 0):
             raise ConfigError(f"max_extra_memory must be a number of bytes, got {memory!r:.80}")
+
+    def _check_pin(self) -> None:
+        if self.pin_fallback not in PIN_FALLBACKS:
+            raise ConfigError(
+                f"pin_fallback must be one of {', '.join(PIN_FALLBACKS)}, got {self.pin_fallback!r}"
+            )
+        if self.pin_timeout is None:
+            return
+        if problem := timeout_problem(self.pin_timeout):
+            raise ConfigError(f"pin_timeout {problem}")
+        if self.pin_timeout > self.timeout:
+            raise ConfigError(
+                f"pin_timeout must be at most the update's timeout ({self.timeout:g} s), got "
+                f"{self.pin_timeout:g}: the next update may have to wait so long"
+            )

@@ -281,6 +281,8 @@ class Opener:
             bucket_bytes=options.bucket_bytes,
             staging=options.staging,
             in_flight=options.in_flight,
+            pin_timeout=options.pin_timeout or 0.0,
+            pin_fallback=options.pin_fallback,
             label=options.label,
             timeout=options.timeout,
             protocol=min(PROTOCOL, self.info.protocol),
