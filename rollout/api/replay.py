@@ -215,7 +215,7 @@ def _params(found: JournaledRequest, index: int, count: int) -> SamplingParams:
         min_tokens=min(params.min_tokens, count),
         min_version=None,
         max_staleness=None,
-        prompt_logprobs=None,
+        prompt_logprobs=None if params.routed_experts is None else 0,  # whose prompt is scored
         prompt_logprobs_start=0,
         prompt_temperature=1.0,
         hidden_state=False,

@@ -102,10 +102,13 @@ def _settings(path: Path) -> dict[str, Any]:
 def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """``alpha_pattern`` is PEFT's: of names, or the ends of names, as regular expressions."""
     alpha = float(settings["lora_alpha"])
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = float(value)
-            break
+    try:
+        for pattern, value in (settings.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = float(value)
+                break
+    except (re.error, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"alpha_pattern of adapter_config.json is not PEFT's: {error}") from error
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

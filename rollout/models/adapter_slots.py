@@ -17,6 +17,7 @@ from rollout.models.adapter_model import AdaptedLinear, AdapterModel
 from rollout.models.forward import ForwardBatch
 from rollout.models.layers.base import Layer
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
+from rollout.models.layers.router import Router
 from rollout.models.model import Model
 from rollout.weights import WeightSlot
 from rollout.weights.adapters import AdapterSpec
@@ -140,5 +141,5 @@ def _linears(model: Model) -> Iterator[tuple[str, Layer]]:
     for name, module in modules:
         if not name.startswith("model.layers."):
             continue  # a tower's run before the step that begins here
-        if isinstance(module, LINEARS):
+        if isinstance(module, LINEARS) and not isinstance(module, Router):
             yield name, module

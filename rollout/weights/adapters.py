@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollout.errors import ConfigError
 from rollout.wire.codec import Positive, Table, Text
 
+FLOAT32_MAX = 3.4028234663852886e38
 A, B = ".lora_A.weight", ".lora_B.weight"  # behind a module's name: [rank, in], [out, rank]
 
 
@@ -14,7 +16,11 @@ class ModuleSpec:
     """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one."""
 
     rank: Positive
-    scaling: float
+    scaling: float  # a finite float32
+
+    def __post_init__(self) -> None:
+        if not abs(self.scaling) <= FLOAT32_MAX:
+            raise ConfigError(f"an adapter's scaling (alpha / rank) is {self.scaling}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

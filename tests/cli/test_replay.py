@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
-from rollout.api.replay import replay
+from rollout.api.replay import _params, replay
 from rollout.cli.main import main
 from rollout.engine.journal import Journal, journal_files, read_journal
 from rollout.errors import ConfigError
@@ -109,3 +111,11 @@ class _Again:
         from rollout.engine.journal import Finished
 
         return Finished(self, DRAWN, (1, 2), 0)
+
+
+def test_a_request_that_told_its_experts_is_replayed_with_them():
+    experts = np.zeros((4, 1, 2), np.int16)
+    params = SamplingParams(prompt_logprobs=1, routed_experts=experts)
+    again = _params(SimpleNamespace(params=params, seeds=[7]), 0, 2)
+    assert np.array_equal(again.routed_experts, experts)
+    assert again.prompt_logprobs == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,17 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
     large = saved(base, tmp_path / "large", 0, **(every | {"r": 9}))
     with pytest.raises(ConfigError, match=r"rank 9, and .* up to 8: .*max_lora_rank=9"):
         engine.load_lora_adapter("new", large)
+    settings = Path(saved(base, tmp_path / "odd", 0, **every)) / "adapter_config.json"
+    plain = json.loads(settings.read_text())
+    for odd, why in (
+        ({"lora_alpha": float("nan")}, "scaling .* is nan"),
+        ({"lora_alpha": 1e40}, r"scaling .* is 2\.5e\+39"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern .* is not PEFT's"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern .* is not PEFT's"),
+    ):
+        settings.write_text(json.dumps(plain | odd))
+        with pytest.raises(ConfigError, match=why):
+            engine.load_lora_adapter("new", settings.parent)
     dora = saved(base, tmp_path / "dora", 0, **(every | {"use_dora": True}))
     with pytest.raises(ConfigError, match="use_dora=True"):
         engine.load_lora_adapter("new", dora)

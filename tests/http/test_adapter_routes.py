@@ -41,12 +41,21 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
         assert (answer.status_code, answer.json()["model"]) == (200, model)
         return str(answer.json()["choices"][0]["text"])
 
+    def scores(**body: object) -> list[float]:
+        asked = {"prompts": [PROMPT], **body}
+        answer = http.post("/v1/score", json=asked)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["data"][0]["logprobs"])
+
     base = completion("tiny")
     path = write(adapter_dir / "one")
     assert post("/v1/load_lora_adapter", lora_name="one", lora_path=path)[0] == 200
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "one"]
     assert completion("one") == completion("tiny:one") != base
     assert completion("tiny") == base
+    assert scores(model="one") == scores(adapter="one") == scores(model="tiny:one") != scores()
+    status, text = post("/v1/completions", model="one", adapter="two", prompt=[3])
+    assert (status, "names the adapter 'one', and adapter 'two'" in text) == (400, True)
     status, text = post("/v1/completions", model="two", prompt=[3])
     assert (status, "tiny, one" in text) == (404, True)
     status, text = post("/v1/completions", model="tiny", prompt=[3], adapter="two")

@@ -173,13 +173,14 @@ def test_metrics_speak_our_names_and_vllms(http: httpx.Client) -> None:
         "vllm:kv_cache_usage_perc",
     ):
         assert name in after
-    assert after["rollout_weight_version"] == 0
+    assert after["rollout_weight_version"] == http.get("/weight_info").json()["version"]
     assert after["rollout_time_to_first_token_seconds_count"] > 0
 
 
 def test_weights_and_world_are_described(http: httpx.Client) -> None:
     info = http.get("/weight_info").json()
-    assert (info["version"], info["state"], info["dtype"]) == (0, "idle", "float32")
+    assert (info["state"], info["dtype"]) == ("idle", "float32")
+    assert info["version"] >= 0  # adapters that other tests have loaded are commits, too
     assert info["num_bytes"] > 0
     assert http.get("/get_world_size").json() == {"world_size": 1}
 

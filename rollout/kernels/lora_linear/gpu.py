@@ -14,6 +14,7 @@ from rollout.kernels.lora_linear import TILE, lora_work
 from rollout.kernels.lora_linear import lora_linear as op
 
 _BLOCK_K, _BLOCK_N = 128, 128
+_MOST_RANK = 128  # a program holds all of it; above, shared memory does not
 
 
 def lora_linear(
@@ -26,11 +27,11 @@ def lora_linear(
     rows: Tensor,
     tiles: Tensor,
 ) -> None:
-    if y.dtype not in FLOATS or not y.dtype == x.dtype == a.dtype == b.dtype:
+    parts, rank, inputs = a.shape[1:]
+    if y.dtype not in FLOATS or not y.dtype == x.dtype == a.dtype == b.dtype or rank > _MOST_RANK:
         op.reference(y, x, a, b, scales, bounds, rows, tiles)
         return
     assert y.stride(1) == x.stride(1) == 1
-    parts, rank, inputs = a.shape[1:]
     work, count = lora_work(rows, a), len(tiles)
     width, ieee = max(16, power_of_2(rank)), y.dtype == torch.float32
     launch(

@@ -96,8 +96,14 @@ async def sampled_by(
     backend = rollout.backend
     if not isinstance(backend, EmbeddedBackend) or not backend.config.max_adapters:
         return model, params
-    name = model.removeprefix(f"{(await rollout.server_info()).model}:")
-    return model, replace(params, adapter=name) if name in backend.adapter_names else params
+    base = (await rollout.server_info()).model
+    name = model.removeprefix(f"{base}:")
+    if name == base:
+        return model, params
+    if params.adapter not in (None, name):
+        raise InvalidRequest(f"model names the adapter {name!r}, and adapter {params.adapter!r}")
+    # Looked up once, by the engine: one that has been unloaded meanwhile is refused there.
+    return model, replace(params, adapter=name)
 
 
 def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.errors import InvalidRequest
-from rollout.generation import ScoreOutput
+from rollout.generation import SamplingParams, ScoreOutput
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.responses import served_model, unless_disconnected
+from rollout.server.http.responses import sampled_by, unless_disconnected
 
 MAX_ROWS = 2048  # of one call, as of embeddings
 ARRAYS = ("logprobs", "top_ids", "top_logprobs", "rest_logprobs")
@@ -44,6 +44,7 @@ class ScoreBody(BaseModel):
     temperature: float = 1.0
     encoding_format: Literal["float", "base64"] = "float"
     model: str | None = None
+    adapter: str | None = None
     request_id: str | None = None
 
     @model_validator(mode="before")
@@ -63,7 +64,7 @@ async def score(rollout: Engine, body: ScoreBody, request: Request) -> Response:
     count = len(body.prompts)
     if not 1 <= count <= MAX_ROWS:
         raise InvalidRequest(f"prompts has {count} entries; 1 to {MAX_ROWS} go in one call")
-    model = await served_model(rollout, body.model)
+    model, params = await sampled_by(rollout, body.model, SamplingParams(adapter=body.adapter))
     name = body.request_id or f"score-{uuid.uuid4().hex}"
     work = rollout.score(
         body.prompts,
@@ -71,6 +72,7 @@ async def score(rollout: Engine, body: ScoreBody, request: Request) -> Response:
         top_logprobs=body.top_logprobs,
         last_n=body.last_n,
         temperature=body.temperature,
+        adapter=params.adapter,
         request_ids=[name if count == 1 else f"{name}-{index}" for index in range(count)],
     )
     done = await unless_disconnected(request, work)
