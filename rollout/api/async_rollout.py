@@ -226,7 +226,10 @@ class AsyncRollout:
         """
         await self.start()
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise InvalidRequest("prompts must be a list of texts or of lists of token ids")
+            raise InvalidRequest(
+                "prompts must be a list of texts or of lists of token ids, got "
+                f"{type(prompts).__name__}: wrap one text as [text], use .tolist() on an array"
+            )
         each = as_prompts(prompts, self.backend.max_model_len, score_params(0, 0, 1.0))
         rows, starts = scored_rows(await self._ids_of(each), as_completions(completions), last_n)
         params = [
@@ -318,8 +321,13 @@ class AsyncRollout:
     def session(self, **variables: Any) -> AsyncSession:
         """A conversation of several turns that continues exact token ids.
 
-        ``variables`` are the chat template's: ``tools``, or its own.
+        ``variables`` are the chat template's: ``tools``, or its own. Sampling parameters, an
+        adapter among them, are each turn's.
         """
+        if "adapter" in variables:
+            raise InvalidRequest(
+                "the adapter is named in each turn: session.chat(message, {'adapter': name})"
+            )
         return AsyncSession(self.backend, ChatOptions.of_variables(variables))
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:

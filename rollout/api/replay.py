@@ -85,7 +85,10 @@ class ReplayReport:
 
     def _because(self) -> str:
         if self.differing:
-            return "the weights are others: give their checkpoint with --checkpoint"
+            return (
+                "the weights are others than those that the tokens came from: give the checkpoint "
+                "of that version with --checkpoint"
+            )
         if self.settings:
             return "settings that decide bits are others, see above"
         if not self.deterministic:

@@ -94,6 +94,11 @@ class WeightVerbs:
             max_stall=max_stall,
             max_extra_memory=max_extra_memory,
         )
+        if not isinstance(adapters_only, bool):
+            raise ConfigError(
+                f"adapters_only is True or False, got {adapters_only!r:.80}; to name an adapter: "
+                "adapters={name: peft_model}"
+            )
         if adapters_only:
             if adapters or server_path is not None:
                 raise ConfigError("adapters_only=True takes a PEFT model as its source, alone")

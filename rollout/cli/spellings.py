@@ -49,6 +49,7 @@ _FRACTION = (
 )
 _ALWAYS = "leave it out: it is always so here"
 _REPLICAS = "use --replicas N: engines behind one address, updated as one"
+_LOADED = "start with --max-adapters N, and load them by /v1/load_lora_adapter under a --weight-dir"
 _NO_PIPELINE = "there is no pipeline parallelism: use --tensor-parallel-size"
 REFUSED: Mapping[str, str] = {
     "--gpu-memory-utilization": _FRACTION,
@@ -68,10 +69,10 @@ REFUSED: Mapping[str, str] = {
     "--dp-size": _REPLICAS,
     "--ep-size": "use --expert-parallel: all ranks share the experts",
     "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
-    "--enable-lora": "use --max-adapters N, of --max-lora-rank; without it adapters are merged, by "
+    "--enable-lora": "use --max-adapters N --max-lora-rank R; without them adapters are merged, by "
     "update_weights(peft_model), or by /v1/load_lora_adapter under a --weight-dir",
-    "--lora-modules": "load them by /v1/load_lora_adapter under a --weight-dir",
-    "--lora-paths": "load them by /v1/load_lora_adapter under a --weight-dir",
+    "--lora-modules": _LOADED,
+    "--lora-paths": _LOADED,
     "--enable-auto-tool-choice": "leave it out: --tool-call-parser alone turns it on",
     "--enable-memory-saver": _ALWAYS + " (sleep and wake_up need no flag)",
     "--cpu-offload-gb": "weights are not offloaded; use --tensor-parallel-size, or --staging host",

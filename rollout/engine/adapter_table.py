@@ -46,7 +46,8 @@ class AdapterTable:
         found = self._newest.get(name)
         if found is None:
             known = ", ".join(self._newest) or "none"
-            raise InvalidRequest(f"there is no adapter {name!r:.300}; loaded: {known:.1000}")
+            hint = "; ask by the name alone, which is its newest version" if "@" in name else ""
+            raise InvalidRequest(f"there is no adapter {name!r:.300}; loaded: {known:.1000}{hint}")
         return found
 
     def reserve(self) -> int:

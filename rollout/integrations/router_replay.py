@@ -57,6 +57,10 @@ def expert_batch(rows: Sequence[NDArray[Any] | Tensor], length: int) -> Tensor:
     """
     if not rows:
         raise InvalidRequest("routed_experts of no sequence: give one array for each")
+    if any(row is None for row in rows):
+        raise InvalidRequest(
+            "a completion has no experts: ask with SamplingParams(return_routed_experts=True)"
+        )
     first = torch.as_tensor(rows[0])
     batch = torch.full((len(rows), length, *first.shape[1:]), -1, dtype=torch.int16)
     for into, given in zip(batch, rows, strict=True):
@@ -137,7 +141,7 @@ def _check(name: str, told: Tensor, own: Tensor, count: int) -> None:
     if told.shape != own.shape:
         raise InvalidRequest(
             f"{name} routes {list(own.shape)} (tokens, experts of each), experts were given for "
-            f"{list(told.shape)}"
+            f"{list(told.shape)}: make them by expert_batch([...], length=ids.shape[1])"
         )
     if told.numel() and not -1 <= int(told.min()) <= int(told.max()) < count:
         raise InvalidRequest(f"{name}: experts must be in 0..{count - 1}, or -1")

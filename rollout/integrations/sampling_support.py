@@ -31,6 +31,10 @@ def kept_logprobs(
     log-softmax of ``logits / temperature`` over the kept tokens; exact where neither penalties nor
     ``logit_bias`` changed logits. ``InvalidRequest`` where lengths differ or a token was not kept.
     """
+    if mask is None:
+        raise InvalidRequest(
+            "the completion has no mask: ask with SamplingParams(return_sampling_mask=True)"
+        )
     tokens = torch.as_tensor(token_ids, device=logits.device).long()
     if logits.dim() != 2 or not len(logits) == len(tokens) == len(mask):
         raise InvalidRequest(

@@ -313,7 +313,10 @@ class RolloutClient:
         return dict(reply.digests)
 
     def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
-        raise _not_from_here("load_lora_adapter reads files")
+        raise _not_from_here(
+            "load_lora_adapter reads files",
+            "; or send it from here: update_weights(adapters={name: directory})",
+        )
 
     def unload_lora_adapter(self, name: str) -> bool:
         raise _not_from_here("unload_lora_adapter acts")
@@ -423,8 +426,8 @@ class RolloutClient:
         return library.secure_channel(self.address, self._credentials, options=self._options)
 
 
-def _not_from_here(what: str) -> ConfigError:
+def _not_from_here(what: str, instead: str = "") -> ConfigError:
     return ConfigError(
         f"{what} where the engine's ranks run: call it on the Rollout that owns the engine, not on "
-        "a client"
+        f"a client{instead}"
     )

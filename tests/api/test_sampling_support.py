@@ -161,6 +161,8 @@ def test_both_samplers_tell_the_same_sets():
 
 
 def test_a_mask_of_other_tokens_is_refused():
+    with pytest.raises(InvalidRequest, match="return_sampling_mask=True"):
+        kept_logprobs(torch.zeros(1, 4), [1], None)
     logits, mask = torch.zeros(2, 8), SamplingMask.of([np.array([1, 2], np.int32)] * 2)
     assert kept_logprobs(logits, [1, 2], mask).tolist() == pytest.approx([-np.log(2)] * 2)
     for tokens, given, said in (

@@ -88,6 +88,10 @@ def test_an_update_moves_the_bytes_of_its_adapter_alone(engine, base) -> None:
     size = sum(p.numel() * 4 for n, p in model.named_parameters() if "lora_" in n)
     weights = sum(meta.nbytes for meta in engine.weight_info().tensors)
     inline = engine.update_weights(model, adapters_only=True)
+    with pytest.raises(ConfigError, match=r"would be merged into the base.*adapters_only=True"):
+        engine.update_weights(model)
+    with pytest.raises(ConfigError, match="adapters_only is True or False, got 'math'"):
+        engine.update_weights(model, adapters_only="math")
     with Rollout.connect(engine.address) as remote:
         received = [
             remote.update_weights(shaken(model, 2), adapters_only=True, transport=transport)

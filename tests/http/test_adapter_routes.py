@@ -54,6 +54,11 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     assert completion("one") == completion("tiny:one") != base
     assert completion("tiny") == base
     assert scores(model="one") == scores(adapter="one") == scores(model="tiny:one") != scores()
+    vectors = [
+        http.post("/v1/embeddings", json={"input": PROMPT, **named}).json()["data"][0]["embedding"]
+        for named in ({"model": "one"}, {"adapter": "one"}, {})
+    ]
+    assert vectors[0] == vectors[1] != vectors[2]
     status, text = post("/v1/completions", model="one", adapter="two", prompt=[3])
     assert (status, "names the adapter 'one', and adapter 'two'" in text) == (400, True)
     status, text = post("/v1/completions", model="two", prompt=[3])

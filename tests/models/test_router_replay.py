@@ -228,6 +228,8 @@ def test_what_is_no_array_of_experts_is_refused(value, said):
 
 
 def test_a_dense_model_and_a_trainer_say_what_they_have_not(tmp_path, trainer):
+    with pytest.raises(InvalidRequest, match="return_routed_experts=True"):
+        expert_batch([None], 3)
     dense = write_tiny(tmp_path)
     with Rollout(str(tmp_path), **ENGINE) as engine:
         for params in (WANTED, replace(SCORED, routed_experts=np.zeros((35, 2, 2), int))):

@@ -175,7 +175,7 @@ def _connected(address: str | None) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"executor='ray' needs Ray, which cannot be imported ({error}); "
-            "pip install 'rollout[ray]'"
+            "in a checkout, pip install -c constraints.txt -e '.[ray]'"
         ) from error
     if not ray.is_initialized():
         try:

@@ -50,5 +50,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError("images need Pillow: pip install 'rollout[vision]'") from error
+        raise ConfigError(
+            "images need Pillow: in a checkout, pip install -c constraints.txt -e '.[vision]'"
+        ) from error
     return Image

@@ -10,7 +10,11 @@ from statistics import median
 from typing import Any
 
 from rollout.errors import LimitExceeded
-from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest
+from rollout.weight_sync.protocol.messages import (
+    MIN_BUCKET_BYTES,
+    UpdateReceipt,
+    UpdateRequest,
+)
 from rollout.weight_sync.protocol.rates import measured_rates
 
 FLIP = 0.005  # seconds that a commit which moves no byte is taken for until one has been measured
@@ -88,8 +92,10 @@ class UpdateLimits:
         else:
             remedy = f"no other way of staging does: allow {' and '.join(_needed(chosen, broken))}"
             smaller = chosen.memory - _BUCKETS * min(request.bucket_bytes, num_bytes)
-            if (limit := request.max_extra_memory) is not None and smaller < limit < chosen.memory:
-                remedy += f", or take bucket_bytes={(limit - smaller) // _BUCKETS} or less"
+            limit = request.max_extra_memory
+            room = 0 if limit is None else (limit - smaller) // _BUCKETS
+            if limit is not None and limit < chosen.memory and room >= MIN_BUCKET_BYTES:
+                remedy += f", or take bucket_bytes={room} or less"
         raise LimitExceeded(
             f"the update would break {' and '.join(broken)}: {chosen}; {remedy}. Nothing was staged"
         )

@@ -33,6 +33,7 @@ class EmbeddingBody(OpenAIBody):
     dimensions: int | None = None
     normalize: bool = True
     pooling: Literal["last", "mean"] = "last"
+    adapter: str | None = None
 
 
 @routes.on("POST", "/v1/embeddings", Access.GENERATION)
@@ -40,7 +41,7 @@ async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> 
     prompts = prompts_of(body.input, "input")
     if len(prompts) > MAX_INPUTS:
         raise InvalidRequest(f"input has {len(prompts)} entries; at most {MAX_INPUTS} in one call")
-    model, params = await sampled_by(rollout, body.model, SamplingParams())
+    model, params = await sampled_by(rollout, body.model, SamplingParams(adapter=body.adapter))
     name = body.request_id or f"embd-{uuid.uuid4().hex}"
     ids = [name if len(prompts) == 1 else f"{name}-{index}" for index in range(len(prompts))]
     work = rollout.embed(

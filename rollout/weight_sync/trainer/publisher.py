@@ -23,7 +23,7 @@ from rollout.weight_sync.trainer.sending import Sending
 from rollout.weight_sync.trainer.session import Opener, UpdatePlan, UpdateSession, by_boxes
 from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
 from rollout.weight_sync.trainer.sources.detect import Detected
-from rollout.weight_sync.trainer.sources.update import detect_update
+from rollout.weight_sync.trainer.sources.update import check_merging, detect_update
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.wire.codec import from_plain, to_plain
 
@@ -55,6 +55,7 @@ def publish(
     with ExitStack() as stack:
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
+        check_merging(found, info)
         source = agreed_source(found, info, group, timeout, partial=options.partial)
         copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)

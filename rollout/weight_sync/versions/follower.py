@@ -200,7 +200,8 @@ def allowed(directory: str | Path, roots: Sequence[str | Path]) -> Path:
     found = Path(directory).resolve()
     if not any(found.is_relative_to(Path(root).resolve()) for root in roots):
         raise ConfigError(
-            f"{directory} is outside every --weight-dir; allow it with --weight-dir {directory}"
+            f"{directory} is outside every --weight-dir; allow it with --weight-dir {directory} "
+            "(weight_dirs= in Python)"
         )
     if not found.is_dir():
         raise ConfigError(f"{directory} is not a directory; create it first")

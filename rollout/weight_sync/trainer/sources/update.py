@@ -12,6 +12,7 @@ from torch import nn
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.loader.peft_adapter import PeftAdapter
+from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.adapters import (
     Adapter,
@@ -24,7 +25,7 @@ from rollout.weight_sync.trainer.sources.base import WeightSource
 from rollout.weight_sync.trainer.sources.detect import Detected, bare_module, combined, detect
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
-from rollout.weights.components import POLICY
+from rollout.weights.components import POLICY, adapter_of
 from rollout.weights.names import placed
 
 
@@ -38,6 +39,20 @@ def own_adapters(obj: Any) -> dict[str, Any]:
             f"{type(obj).__name__}; or pass adapters={{name: PEFT model or directory}}"
         )
     return dict.fromkeys(active, obj)
+
+
+def check_merging(found: Detected, info: WeightInfo) -> None:
+    """``ConfigError`` where a PEFT model would be merged below adapters that are served."""
+    for component, part in found.parts or ((POLICY, found),):
+        module = bare_module(part.obj) if isinstance(part.obj, nn.Module) else None
+        if module is None or part.unmerged or adapter_of(component) is not None:
+            continue
+        if info.adapters and is_adapted(module) and adapter_names(module)[1]:
+            raise ConfigError(
+                f"this PEFT model would be merged into the base, and {', '.join(info.adapters)} "
+                "served on top of it: pass adapters_only=True, or adapters={name: model} beside "
+                "the model; or unload those, or call merge_adapter() if that is what you want"
+            )
 
 
 def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
