@@ -313,6 +313,7 @@ class EmbeddedBackend:
 
         Unless ``anywhere``, and to be merged, it has to lie under a ``weight_dirs``.
         """
+        self.core.serving.check_alone(f"adapter {name!r:.300}")
         if self.config.max_adapters:
             where = Path(path).expanduser().absolute()
             if not anywhere:
@@ -325,6 +326,7 @@ class EmbeddedBackend:
 
     def unload_lora_adapter(self, name: str) -> bool:
         """Forget the name, and what was merged in it; whether it was there."""
+        self.core.serving.check_alone(f"adapter {name!r:.300}")
         if self.config.max_adapters:
             return self.served_adapters.unload(name)
         return self.adapters.unload(name, self.link)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rollout.errors import EngineClosed
+from rollout.errors import ConfigError, EngineClosed
 
 
 class ServingLease:
@@ -25,6 +25,14 @@ class ServingLease:
         with self._lock:
             if order >= self._newest:
                 self._until, self._newest = until, order
+
+    def check_alone(self, what: str) -> None:
+        """``ConfigError`` where a fleet grants: its members change by its own updates alone."""
+        if self._until is not None:
+            raise ConfigError(
+                f"{what}: this engine is a member of a fleet, whose members hold the same weights "
+                "and no adapters yet: send the PEFT model merged through the fleet's own address"
+            )
 
     @property
     def is_over(self) -> bool:

@@ -22,7 +22,7 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.fleet.call import FleetCall, Outputs
-from rollout.fleet.channel import FleetChannel
+from rollout.fleet.channel import NO_ADAPTERS, FleetChannel
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
@@ -219,6 +219,7 @@ class FleetBackend:
         return replace(
             info, epoch=fleet.epoch, version=fleet.version, state="idle", prepared="",
             fence=fleet.fence, transports=self._transports(info),
+            max_adapters=0, max_lora_rank=0, adapters={},
             last_update_id="" if last is None else last.update_id,
         )  # fmt: skip
 
@@ -267,10 +268,10 @@ class FleetBackend:
         return self.fleet.ask_any(lambda client: client.digests(timeout))
 
     def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
-        raise ConfigError("adapters are loaded at each member: call it there")
+        raise ConfigError(f"adapter {name!r:.300}: {NO_ADAPTERS}")
 
     def unload_lora_adapter(self, name: str) -> bool:
-        raise ConfigError("adapters are unloaded at each member: call it there")
+        raise ConfigError(f"adapter {name!r:.300}: {NO_ADAPTERS}")
 
     def save_sharded_state(self, path: str, timeout: float) -> int:
         raise ConfigError("save_sharded_state writes where ranks run: call it on a member")

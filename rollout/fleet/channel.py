@@ -22,6 +22,10 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import served
 
 AHEAD = 2  # buckets under way to every member
+NO_ADAPTERS = (
+    "a fleet's members hold no adapters yet, as one that joins could not be given them: send the "
+    "PEFT model merged through the front, update_weights(model)"
+)
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class FleetChannel:
                 "a fleet's members drain within their leases or not at all: in_flight='wait' is "
                 "for one engine; use keep, recompute, abort or pin"
             )
+        if request.adapters:
+            raise ConfigError(NO_ADAPTERS)
         live = (fleet.epoch, fleet.version)
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(
@@ -82,7 +88,7 @@ class FleetChannel:
         self._request = replace(request, version=version)
         links = self._of.links.values()
         self._parts = {link.name: _Part(link, link.client.open()) for link in links}
-        self._each(self._begin_part)
+        self._each(self._begin_part, begins=True)
         return Begun(
             update_id=request.update_id, epoch=live[0], base_version=live[1], version=version
         )
@@ -157,11 +163,13 @@ class FleetChannel:
         self._of.check()
         return self._request
 
-    def _each(self, fn: Callable[[_Part], None], *, at_once: bool = True) -> None:
+    def _each(
+        self, fn: Callable[[_Part], None], *, at_once: bool = True, begins: bool = False
+    ) -> None:
         """``fn`` of every member that is left; those that fail drop out."""
         self._live()
         parts = dict(self._parts)
-        self._of.each(lambda link: fn(parts[link.name]), at_once=at_once)
+        self._of.each(lambda link: fn(parts[link.name]), at_once=at_once, begins=begins)
 
     def _let_go(self, name: str) -> None:
         if (part := self._parts.pop(name, None)) is not None:

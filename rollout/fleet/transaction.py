@@ -8,17 +8,27 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
-from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineOverloaded,
+    LimitExceeded,
+    RolloutError,
+    TransferFailed,
+)
 from rollout.fleet.fleet import Fleet, Link
 from rollout.weight_sync.protocol.messages import UpdateReceipt
+
+REFUSALS = (ConfigError, EngineOverloaded, LimitExceeded)  # of the request: the member is well
 
 
 class Transaction:
     """One of them, on the members that serve as it begins.
 
-    A member that fails drops out, as long as ``quorum`` are left; with fewer it fails with the
-    first one's error, and is aborted on all. ``record`` takes the receipt of a commit; ``let_go``
-    is called with the name of a member that has dropped out, or whose part is over.
+    A member that fails drops out, as long as ``quorum`` are left; with fewer, or where one refuses
+    the request itself, it fails with the first one's error, and is aborted on all. ``record`` takes
+    the receipt of a commit; ``let_go`` is called with the name of a member that has dropped out, or
+    whose part is over.
     """
 
     def __init__(
@@ -48,15 +58,25 @@ class Transaction:
         if outcome.done() and not outcome.result().committed:
             self._fail(outcome.result().reason)
 
-    def each(self, fn: Callable[[Link], Any], *, at_once: bool = True) -> None:
-        """``fn`` of every member that is left; those that fail drop out."""
+    def each(
+        self, fn: Callable[[Link], Any], *, at_once: bool = True, begins: bool = False
+    ) -> None:
+        """``fn`` of every member that is left; those that fail drop out.
+
+        ``begins``: it opens the update, which one member's refusal of the request ends for all.
+        """
         self.check()
         if at_once:
             results = self._fleet.each(self.links.values(), fn)
         else:
             results = {name: _error_of(fn, link) for name, link in self.links.items()}
         failed = {n: e for n, e in results.items() if isinstance(e, BaseException)}
-        self._errors.update(failed)
+        refused = {n: e for n, e in failed.items() if begins and isinstance(e, REFUSALS)}
+        self._errors = {**refused, **self._errors, **failed}
+        if refused:
+            whys = "; ".join(f"{name}: {error}" for name, error in refused.items())
+            self._fleet.give_up(self.update_id, whys)
+            self._fail(whys)
         for name, error in failed.items():
             del self.links[name]
             self._let_go(name)

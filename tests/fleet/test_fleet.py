@@ -16,11 +16,14 @@ from rollout.errors import (
     EngineClosed,
     EngineError,
     InvalidRequest,
+    LimitExceeded,
     UpdateInProgress,
     VersionConflict,
     WeightMismatch,
 )
 from rollout.weight_sync.protocol.membership import Grant
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weights.adapters import AdapterSpec
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 PROMPTS = [[5, 6, 7, n] for n in range(12)]
@@ -305,6 +308,43 @@ def test_what_a_fleet_cannot_do_is_refused_by_name(front, engines, trained):
     with pytest.raises(ConfigError, match=r"sleep\(1\)"):
         front.rollout.sleep(2)
     assert front.rollout.update_weights(trained).version == 1
+
+
+def test_one_members_refusal_of_the_request_ends_it_for_all(front, engines, trained):
+    front.rollout.update_weights(trained)
+    engines[0].sleep(1)  # which gives up its shadow: an update takes more memory there
+    engines[0].wake_up()
+    front.fleet.wait_serving(3, 10.0)
+    size = sum(meta.nbytes for meta in engines[0].weight_info().tensors)
+    with pytest.raises(LimitExceeded, match=rf"member {front.names[0]}: .*max_extra_memory"):
+        front.rollout.update_weights(trained, max_extra_memory=size // 2, bucket_bytes=1 << 16)
+    assert [engine.weight_version for engine in engines] == [1, 1, 1]
+    assert [engine.weight_info().state for engine in engines] == ["idle"] * 3
+    front.fleet.wait_serving(3, 10.0)
+    receipt = front.rollout.update_weights(trained)
+    assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+
+
+def test_adapters_are_refused_at_the_front_and_at_its_members(checkpoint, tmp_path):
+    settings = {**ENGINE, "max_adapters": 2, "max_lora_rank": 8}
+    with Rollout(checkpoint, **settings) as engine:
+        assert engine.unload_lora_adapter("math") is False
+        front = Front(tmp_path / "record", [engine])
+        try:
+            front.fleet.wait_serving(1, 10.0)
+            info = front.rollout.weight_info()
+            assert (info.max_adapters, info.adapters) == (0, {})
+            spec = {"math": AdapterSpec(modules={})}
+            request = UpdateRequest(update_id="a", bucket_bytes=1 << 16, adapters=spec, timeout=5.0)
+            with pytest.raises(ConfigError, match=r"no adapters yet.*merged through the front"):
+                front.backend.open().begin(request)
+            for rollout in (front.rollout, engine):
+                with pytest.raises(ConfigError, match=r"'math': .*fleet.* no adapters yet"):
+                    rollout.load_lora_adapter("math", tmp_path)
+                with pytest.raises(ConfigError, match=r"'math': .*fleet.* no adapters yet"):
+                    rollout.unload_lora_adapter("math")
+        finally:
+            front.close()
 
 
 def test_a_fleet_that_sleeps_refuses_calls_at_once(front):

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.follower import Follower, readable
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
@@ -55,6 +56,27 @@ def checkpoint(path, weights, shards: int = 1) -> None:
         files.update(dict.fromkeys(part, file))
     if shards > 1:
         (path / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+def test_a_version_whose_number_another_commit_took_is_warned_of_once(
+    follower, engine, checkpoints, caplog
+) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-7", checkpoints[2])
+    assert following.look().version == 7
+    checkpoint(where / "checkpoint-6", checkpoints[2])  # older than what was followed: no news
+    options = UpdateOptions(timeout=DEADLINE)
+    assert publish(checkpoints[1], connect=lambda: engine, options=options).version == 8
+    assert following.look() is None
+    assert not caplog.records
+    checkpoint(where / "checkpoint-8", checkpoints[2])
+    assert [following.look() for _ in range(2)] == [None, None]
+    [record] = caplog.records
+    assert f"{where / 'checkpoint-8'} is not read: version 8 is live" in record.getMessage()
+    assert "write it as 9 or later" in record.getMessage()
+    (where / "checkpoint-8").rename(where / "checkpoint-9")
+    assert following.look().version == 9
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("shards", [1, 3])

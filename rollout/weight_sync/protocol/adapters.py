@@ -28,7 +28,7 @@ def check_room(adapters: Mapping[str, AdapterSpec], slots: int, max_rank: int) -
     if not slots:
         raise ConfigError(
             f"adapter {next(iter(adapters))!r}: the engine holds no adapters: start it with "
-            "max_adapters=, or send the PEFT model merged: update_weights(model)"
+            "max_adapters=, or send the PEFT model merged, as to a fleet: update_weights(model)"
         )
     if len(adapters) > slots:
         raise ConfigError(

@@ -85,6 +85,8 @@ class Follower:
         self._connect, self._timeout = connect, timeout
         self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
         self._said = ""  # the last error
+        self._followed = 0  # the newest version that came from here
+        self._skipped: Path | None = None  # the last one that was warned of
         self._on_state = on_state
 
     def run(self, stop: threading.Event, poll: float = POLL) -> None:
@@ -118,6 +120,7 @@ class Follower:
         try:
             for candidate in candidates:
                 if candidate.version <= info.version:
+                    self._warn_of(candidate, info)
                     break
                 try:
                     source = self._usable(candidate, info)
@@ -160,12 +163,25 @@ class Follower:
             version=candidate.version, label=candidate.path.name, timeout=self._timeout
         )
         try:
-            return publish(source, connect=self._connect, options=options)
+            receipt = publish(source, connect=self._connect, options=options)
+            self._followed = receipt.version
+            return receipt
         except (WeightError, ConfigError) as error:
             damaged = isinstance(source, _Version) and source.damaged
             if damaged or not isinstance(error, UpdateInProgress | TransferFailed):
                 self._failed[candidate.path] = looked
             raise
+
+    def _warn_of(self, candidate: Candidate, info: WeightInfo) -> None:
+        """Once of the newest one whose number another commit has taken."""
+        if candidate.version <= self._followed or candidate.path == self._skipped:
+            return
+        self._skipped = candidate.path
+        log.warning(
+            "%s is not read: version %d is live already, by another commit (of weights or of an "
+            "adapter), and only what is numbered above it is followed: write it as %d or later",
+            candidate.path, info.version, info.version + 1,
+        )  # fmt: skip
 
     def _candidates(self) -> Iterator[Candidate]:
         try:
