@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.adapter_commits import AdapterCommits
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.journal import Finished, Journal
 from rollout.engine.sampling.output import SamplerOutput
@@ -206,8 +207,8 @@ class Sample:
         self._end("length" if policy == "finish" else "abort", None)
         self.sequence.stop_reason = MAX_STALENESS
 
-    def snapshot(self, live: Callable[[Sequence], int]) -> SampleSnapshot:
-        """``live``: the version whose weights a sequence would get now."""
+    def snapshot(self, staleness: Callable[[Sequence], int]) -> SampleSnapshot:
+        """``staleness``: of a sequence, as of now."""
         seq = self.sequence
         finished = seq.finish_reason is not None
         return SampleSnapshot(
@@ -219,7 +220,7 @@ class Sample:
             seq.stop_reason,
             seq.weight_versions.spans(),
             seq.stamped_kv_spans(),
-            seq.staleness(live(seq)),
+            staleness(seq),
             seq.adapter_name,
         )
 
@@ -257,7 +258,7 @@ class RequestState:
         return [sample.sequence for sample in self.samples]
 
     def snapshot(
-        self, epoch: int, live: Callable[[Sequence], int], sparse_layers: tuple[bool, ...]
+        self, epoch: int, staleness: Callable[[Sequence], int], sparse_layers: tuple[bool, ...]
     ) -> Snapshot:
         """Everything so far; copies no list."""
         first = self.samples[0].sequence
@@ -268,7 +269,7 @@ class RequestState:
             prompt_token_ids=self.request.prompt_token_ids,
             scores=scores,
             num_scored=0 if scores is None else scores.length,
-            samples=tuple(sample.snapshot(live) for sample in self.samples),
+            samples=tuple(sample.snapshot(staleness) for sample in self.samples),
             finished=self.num_open == 0,
             num_cached_tokens=max(first.num_cached_tokens, 0),
             epoch=epoch,
@@ -305,6 +306,7 @@ class OutputProcessor:
         self._eos_ids = eos_ids
         self._journal = journal
         self._adapters = adapters
+        self._adapter_commits = AdapterCommits()
         self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
@@ -395,7 +397,7 @@ class OutputProcessor:
             most = default if params.max_staleness is None else params.max_staleness
             if adapters is not None and (seq.adapter is None or seq.adapter.name not in adapters):
                 continue
-            if most is None or seq.staleness(version) <= most:
+            if most is None or self._staleness(seq, version) <= most:
                 continue
             policy = params.on_stale or on_stale
             self._counters.stale[policy] += 1
@@ -407,6 +409,7 @@ class OutputProcessor:
             else:
                 sample.end_for_staleness(policy)
                 self._close(state, sample, version)
+        self._adapter_commits.note(version, adapters)
         return again
 
     def newest(self, seq: Sequence) -> AdapterVersion | None:
@@ -446,7 +449,7 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            snapshot = state.snapshot(self._epoch, self._version_for, self._sparse_layers)
+            snapshot = state.snapshot(self._epoch, self._staleness, self._sparse_layers)
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)
@@ -520,13 +523,19 @@ class OutputProcessor:
         del self._samples[seq.seq_id]
         assert seq.finish_reason is not None
         self._counters.finished[seq.finish_reason] += 1
-        live = self._version_for(seq) if live is None else live
-        self._counters.staleness.observe(seq.staleness(live))
+        self._counters.staleness.observe(self._staleness(seq, live))
         state.num_open -= 1
         if state.num_open == 0:
             del self.requests[state.request.request_id]
         if state.num_open == 0 or state.call.stream:
             self._changed[state.request.request_id] = state
+
+    def _staleness(self, seq: Sequence, live: int | None = None) -> int:
+        """Behind ``live``; None: behind the version that it would be computed by, if it began
+        now.
+        """
+        live = self._version_for(seq) if live is None else live
+        return self._adapter_commits.staleness(seq, live)
 
     def _version_for(self, seq: Sequence) -> int:
         """The version that it would be computed by, if it began now."""

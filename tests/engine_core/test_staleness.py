@@ -6,8 +6,10 @@ import pytest
 from engine_core.harness import PROMPT, Sink, Start, commit, held, request, run
 from engine_core.toy_model import continuation
 
+from rollout.engine.core import EngineCore
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import SamplingParams
+from rollout.weights.adapters import AdapterVersion
 
 
 @pytest.mark.parametrize("on_stale", ["recompute", "finish", "abort"])
@@ -64,6 +66,42 @@ def test_samples_of_one_request_are_judged_each_by_its_own_tokens(start: Start) 
     assert len(first.token_ids) < 220
     assert [span.version for span in second.weight_versions] == [1]
     assert (len(second.token_ids), second.staleness) == (220, 0)
+
+
+def test_commits_of_other_adapters_alone_do_not_count(start: Start) -> None:
+    core = start()
+    sink = held(core, 5, max_tokens=220, max_staleness=1, on_stale="abort")
+    [seq] = core.scheduler.begun()
+    seq.adapter = AdapterVersion(name="math", version=0, slot=0)  # this model has no slots
+    for version in (1, 4):
+        commit_adapters(core, version, "code")
+    commit(core, 5)
+    commit_adapters(core, 7, "code")
+    assert sum(core.counters.stale.values()) == 0
+    commit_adapters(core, 8, "code", "math")
+    assert core.counters.stale == {"recompute": 0, "finish": 0, "abort": 1}
+    core.control.resume().result()
+    sample = sink.results()["a"].outputs[0]
+    assert (sample.finish_reason, sample.stop_reason) == ("abort", "max_staleness")
+    assert core.stats().staleness.total == 2
+
+
+def test_a_sample_of_the_base_is_behind_by_the_bases_commits(start: Start) -> None:
+    core = start()
+    sink = held(core, 5, max_tokens=20, max_staleness=0, on_stale="abort")
+    for version in (1, 2):
+        commit_adapters(core, version, "math")
+    commit(core, 5)  # three numbers on: as far as without adapters
+    core.control.resume().result()
+    assert sink.results()["a"].outputs[0].stop_reason == "max_staleness"
+    assert core.stats().staleness.total == 3
+
+
+def commit_adapters(core: EngineCore, version: int, *names: str) -> None:
+    def boundary() -> None:
+        core.on_commit(version, "keep", models=False, adapters=names)
+
+    core.at_step_boundary(boundary).result(5)
 
 
 def test_bounds_that_are_none_are_refused() -> None:
