@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from rollout.errors import ConfigError, InvalidRequest, VersionConflict
 from rollout.weights.adapters import AdapterVersion
@@ -11,14 +12,17 @@ from rollout.weights.adapters import AdapterVersion
 class AdapterTable:
     """Names and their newest versions; a sequence that has begun keeps the slot it began with.
 
-    A slot is free where no newest version lies in it, nobody has reserved it, ``kept`` has it not,
-    and no live sequence needs it, which ``in_use()`` says. ``names``, ``versions`` and ``newest``
-    may be read in any thread; all else is the engine thread's.
+    A slot is free where no newest version lies in it, nobody has reserved it, ``before`` has it
+    not, and no live sequence needs it, which ``in_use()`` says. ``names``, ``versions``, ``newest``
+    and ``before`` may be read in any thread; all else is the engine thread's.
+
+    ``before``: what the names of the last commit meant before it (None: nothing), for a rollback;
+    None if that is gone.
     """
 
     def __init__(self, slots: int, in_use: Callable[[], Collection[int]]) -> None:
         self.slots = slots
-        self.kept: set[int] = set()
+        self.before: dict[str, AdapterVersion | None] | None = {}
         self._in_use = in_use
         self._newest: dict[str, AdapterVersion] = {}
         self._last: dict[str, int] = {}  # the last number of a name, also of one that was removed
@@ -49,6 +53,11 @@ class AdapterTable:
             hint = "; ask by the name alone, which is its newest version" if "@" in name else ""
             raise InvalidRequest(f"there is no adapter {name!r:.300}; loaded: {known:.1000}{hint}")
         return found
+
+    @property
+    def kept(self) -> set[int]:
+        """The slots of ``before``."""
+        return {version.slot for version in (self.before or {}).values() if version is not None}
 
     def reserve(self) -> int:
         """A free slot, which no version is in until ``commit``, or until ``release``."""
@@ -82,12 +91,38 @@ class AdapterTable:
         return made
 
     def restore(self, name: str, version: AdapterVersion | None) -> None:
-        """What ``name`` was before: an earlier version, whose slot was ``kept``, or nothing."""
+        """What ``name`` was before: an earlier version, whose slot was kept, or nothing."""
         if version is None:
             self._newest.pop(name, None)
         else:
             self._newest[name] = version
 
     def remove(self, name: str) -> AdapterVersion | None:
-        """Forget a name; what runs goes on with it."""
+        """Forget a name, also what a rollback would make of it; what runs goes on with it."""
+        if self.before is not None:
+            self.before.pop(name, None)
         return self._newest.pop(name, None)
+
+    def books(self) -> AdapterBooks:
+        """All that is written here, to be ``reset`` to."""
+        return AdapterBooks(
+            newest=dict(self._newest),
+            last=dict(self._last),
+            reserved=frozenset(self._reserved),
+            before=None if self.before is None else dict(self.before),
+        )
+
+    def reset(self, books: AdapterBooks) -> None:
+        self._newest, self._last = dict(books.newest), dict(books.last)
+        self._reserved = set(books.reserved)
+        self.before = None if books.before is None else dict(books.before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterBooks:
+    """What an ``AdapterTable`` said at one moment."""
+
+    newest: Mapping[str, AdapterVersion]
+    last: Mapping[str, int]
+    reserved: frozenset[int]
+    before: Mapping[str, AdapterVersion | None] | None

@@ -6,8 +6,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -376,7 +377,7 @@ class EngineCore:
         *,
         models: bool = True,
         adapters: Collection[str] = (),
-        name: Callable[[int], None] = lambda version: None,
+        name: Callable[[int], object] = lambda version: None,
     ) -> None:
         """Inside a boundary: the live weights are those of ``version``, a newer one, from now on.
 
@@ -384,7 +385,7 @@ class EngineCore:
         its terms, and that no pins last. Where the old version cannot run, they fall back at once.
         ``models`` False: ``adapters`` alone have changed, which ``name`` gives their new versions;
         the caches of all else, and pins, stay. What has begun with one goes on with the version
-        that it has, but where it is computed again.
+        that it has, but where it is computed again. Where this raises, names mean what they meant.
         """
         if in_flight not in IN_FLIGHT:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
@@ -400,12 +401,13 @@ class EngineCore:
             if not models:
                 begun = [s for s in begun if s.adapter is not None and s.adapter.name in adapters]
             self.outputs.abort({seq.request_id for seq in begun})
-        name(version)
-        self._follow_names(adapters, in_flight == "recompute")
-        if in_flight == "recompute" and models:
-            self.scheduler.recompute()
-        stale = self.config.max_staleness, self.config.on_stale
-        again = self.outputs.end_stale(version, *stale, None if models else adapters)
+        with self._names_on_trial():
+            name(version)
+            self._follow_names(adapters, in_flight == "recompute")
+            if in_flight == "recompute" and models:
+                self.scheduler.recompute()
+            stale = self.config.max_staleness, self.config.on_stale
+            again = self.outputs.end_stale(version, *stale, None if models else adapters)
         if models:
             if in_flight == "pin" and pin is not None:
                 begun = [seq for seq in self.scheduler.begun() if seq.seq_id not in again]
@@ -413,7 +415,21 @@ class EngineCore:
                     self.pins.begin(begun, version, pin)
             self.blocks.set_version(version, pin=self.pins.version is not None)
         self.version = version
-        self.mark_broken(None)
+        if models:  # adapters say nothing of the weights that they are added to
+            self.mark_broken(None)
+
+    @contextmanager
+    def _names_on_trial(self) -> Iterator[None]:
+        """What raises within leaves names, and the adapters of sequences, as they were."""
+        books = self.adapters.books()
+        had = [(seq, seq.adapter) for seq in self.scheduler.sequences() if seq.adapter is not None]
+        try:
+            yield
+        except BaseException:
+            self.adapters.reset(books)
+            for seq, adapter in had:
+                seq.adapter = adapter
+            raise
 
     def _follow_names(self, adapters: Collection[str], recompute: bool) -> None:
         """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
@@ -437,6 +453,16 @@ class EngineCore:
     def end_pins(self, why: str, timeout: float) -> None:
         """What is pinned to a version takes its fallback, at the next step boundary."""
         self.loop.ask("end of the pins", lambda: self.pins.end(why), timeout).result()
+
+    @property
+    def base_version(self) -> int:
+        """The models' version, which their ranks have: commits of adapters alone leave it."""
+        return self.blocks.version
+
+    def check_whole(self) -> None:
+        """``EngineBroken`` where no weights are live that one version made."""
+        if self.broken is not None:
+            raise EngineBroken(self.control.broken_text)
 
     def mark_broken(self, reason: str | None) -> None:
         """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""

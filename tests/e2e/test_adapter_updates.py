@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from trainer_processes import Job
 from rollout import Rollout, SamplingParams
 from rollout.errors import (
     ConfigError,
+    DeadlineExceeded,
+    EngineBroken,
+    EngineError,
     EngineOverloaded,
     InvalidRequest,
+    SourceFailed,
     VersionConflict,
     WeightMismatch,
 )
@@ -286,6 +291,112 @@ def test_no_slot_is_waited_for_at_most_the_updates_timeout(engine, base) -> None
     for stream in streams:
         stream.close()
     engine.update_weights(adapters={"math": model})
+
+
+def dies_midway(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, (name, value) in enumerate(model.get_base_model().state_dict().items()):
+        if index == 5:
+            raise OSError("the disk is gone")
+        if "lora_" not in name:
+            yield name.replace(".base_layer", ""), value * 2
+
+
+def test_adapters_alone_mend_no_weights_that_are_broken(engine, base, monkeypatch) -> None:
+    model, other = adapted(base, 17), shaken(adapted(base, 17), 18)
+    coordinator = engine._async.backend.coordinator
+
+    def refused() -> None:
+        for verb in (engine.rollback, lambda: said(engine, "math")):
+            with pytest.raises(EngineBroken, match="until a full update"):
+                verb()
+        assert engine.metrics().state == "broken"
+        assert engine.weight_version == version
+
+    engine.update_weights(model, adapters={"math": model})
+    old = said(engine, "math")
+    version = engine.update_weights(adapters={"math": other}).version
+    with pytest.raises(SourceFailed):
+        engine.update_weights(dies_midway(model), staging="none")
+    refused()
+    engine.update_weights(model, adapters={"math": model})
+    assert said(engine, "math") == old
+    version = engine.update_weights(adapters={"math": other}).version
+    advance = coordinator.advance
+
+    def asleep_at_its_commit(lease: object, state: str) -> None:
+        advance(lease, state)
+        if state == "committing":
+            engine.sleep(2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "advance", asleep_at_its_commit)
+        with pytest.raises(EngineBroken, match="until a full update"):
+            engine.update_weights(adapters={"math": model})
+    engine.wake_up()
+    refused()
+    engine.update_weights(model, adapters={"math": model})
+    assert said(engine, "math") == old
+
+
+def test_a_commit_that_fails_after_one_of_adapters_alone_goes_back_in_all(
+    engine, base, monkeypatch
+) -> None:
+    first, second = adapted(base, 19), shaken(adapted(base, 19), 20)
+    core = engine._async.backend.core
+    engine.update_weights(first, adapters={"math": first})
+    version = engine.update_weights(adapters={"math": first}).version
+    before = said(engine, "math"), said(engine, None), engine.weight_info().adapters
+    for models in ((second,), ()):
+        with monkeypatch.context() as patch:
+            patch.setattr(core.outputs, "end_stale", lambda *_: 1 // 0)
+            with pytest.raises(EngineError, match="ZeroDivisionError"):
+                engine.update_weights(*models, adapters={"math": second, "new": second})
+        assert engine.metrics().state == "running"
+        assert engine.weight_version == version
+        assert (said(engine, "math"), said(engine, None), engine.weight_info().adapters) == before
+    receipt = engine.update_weights(second, adapters={"math": second})
+    assert stamps(engine, "math") == (f"math@{receipt.version}", {receipt.version})
+
+
+def test_slots_that_come_too_late_are_free_again(engine, base, monkeypatch) -> None:
+    model, backend = adapted(base, 21), engine._async.backend
+    adapters, table = backend.coordinator.adapters, backend.core.adapters
+    go_on, take = threading.Event(), adapters._take
+
+    def late(names: Any) -> Any:
+        assert go_on.wait(20)
+        return take(names)
+
+    def refused() -> None:
+        with pytest.raises(DeadlineExceeded, match=r"slots for the adapters math \(phase: begin"):
+            engine.update_weights(adapters={"math": model}, timeout=0.1)
+        go_on.set()
+        for _ in range(2):  # what gives them back is asked for by then
+            backend.core.at_step_boundary(lambda: None).result(20)
+        assert not table._reserved
+
+    busy = backend.core.at_step_boundary(lambda: go_on.wait(20))
+    refused()
+    assert busy.result(20)
+    go_on.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "_take", late)
+        refused()
+    engine.update_weights(adapters={"math": model})
+
+
+def test_what_was_unloaded_is_not_brought_back(engine, base) -> None:
+    model = adapted(base, 23)
+    for models in ((), (model,)):
+        engine.update_weights(model, adapters={"math": model})
+        engine.update_weights(*models, adapters={"math": shaken(model, 24)})
+        assert engine.unload_lora_adapter("math")
+        if models:
+            assert engine.rollback().adapters == {}
+        else:
+            with pytest.raises(VersionConflict, match="no predecessor"):
+                engine.rollback()
+        assert "math" not in engine.weight_info().adapters
 
 
 def test_an_engine_without_slots_says_what_to_do(base) -> None:

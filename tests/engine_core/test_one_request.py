@@ -191,8 +191,8 @@ class NotANumberAt(ToyExecutor):
         super().__init__()
         self.position = position
 
-    def _reply(self, states: list[int], sampling: SamplingMetadata) -> Reply:
-        header, out = super()._reply(states, sampling)
+    def _reply(self, states: list[int], sampling: SamplingMetadata, version: int) -> Reply:
+        header, out = super()._reply(states, sampling, version)
         for row in np.flatnonzero(sampling.counters == self.position):
             out["raw"][row] = math.nan
         return header, out

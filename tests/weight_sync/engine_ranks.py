@@ -199,12 +199,20 @@ class Engine:
             future.set_exception(error)
         return future
 
+    @property
+    def base_version(self) -> int:
+        return self.version
+
     def wait(self, seconds: float) -> bool:
         return True
 
-    def on_commit(self, version: int, in_flight: str, pin: Any = None, *, name, **_) -> None:
+    def on_commit(
+        self, version: int, in_flight: str, pin: Any = None, *, name, models: bool = True, **_
+    ) -> None:
         name(version)
         self.version = version
+        if models:
+            self.broken = None
         self.committed.append((version, in_flight))
 
     def drain(self, timeout: float) -> None:

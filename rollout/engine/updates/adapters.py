@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 
+from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
 from rollout.errors import ConfigError, EngineOverloaded
 from rollout.weights.adapters import AdapterVersion
@@ -26,8 +29,11 @@ class AdapterUpdates:
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
-        # What the names of the last commit meant before it (None: nothing); None if that is gone.
-        self.before: dict[str, AdapterVersion | None] | None = {}
+
+    @property
+    def before(self) -> dict[str, AdapterVersion | None] | None:
+        """See ``AdapterTable.before``."""
+        return self._engine.adapters.before
 
     @property
     def newest(self) -> dict[str, AdapterVersion]:
@@ -38,11 +44,15 @@ class AdapterUpdates:
     def reserve(self, names: Sequence[str], timeout: float) -> dict[str, int]:
         """A free slot for each name; waits for sequences to leave theirs, at most ``timeout``.
 
-        Raises ``ConfigError`` where waiting cannot help, ``EngineOverloaded`` at the deadline.
+        Raises ``ConfigError`` where waiting cannot help, ``EngineOverloaded`` at the deadline, and
+        ``DeadlineExceeded`` where the engine's thread came to no boundary.
         """
         deadline = time.monotonic() + timeout
+        what = f"taking slots for the adapters {', '.join(names)} (phase: begin)"
         while True:
-            slots = self._engine.at_step_boundary(lambda: self._take(names)).result(timeout)
+            taken = self._engine.at_step_boundary(lambda: self._take(names))
+            give_back = partial(taken.add_done_callback, self._nobody_waits)
+            slots = Asked(taken, what, timeout, give_back).result()
             if slots is not None:
                 return slots
             if time.monotonic() > deadline:
@@ -63,18 +73,13 @@ class AdapterUpdates:
         before = {name: table.newest(name) for name in slots}
         for name, slot in slots.items():
             table.commit(name, slot, version)
-        self._keep(before)
+        table.before = before
 
     def go_back(self) -> None:
         """Names mean again what they meant before the last commit."""
         for name, before in (self.before or {}).items():
             self._engine.adapters.restore(name, before)
-        self._keep(None)
-
-    def _keep(self, before: dict[str, AdapterVersion | None] | None) -> None:
-        self.before = before
-        kept = (version.slot for version in (before or {}).values() if version is not None)
-        self._engine.adapters.kept = set(kept)
+        self._engine.adapters.before = None
 
     def _take(self, names: Sequence[str]) -> dict[str, int] | None:
         """Slots for all of them, or None; at the cost of a rollback where there are no others."""
@@ -94,8 +99,13 @@ class AdapterUpdates:
                 if not table.kept:
                     self._give_back(slots)
                     return None
-                self._keep(None)
+                table.before = None
         return slots
+
+    def _nobody_waits(self, taken: Future[dict[str, int] | None]) -> None:
+        """Slots that were taken after the update had given up are free again."""
+        if not taken.cancelled() and taken.exception() is None:
+            self.release(taken.result() or {})
 
     def _give_back(self, slots: Mapping[str, int]) -> None:
         for slot in slots.values():

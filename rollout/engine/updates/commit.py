@@ -181,7 +181,7 @@ class Switch:
         *,
         models: bool = True,
         adapters: Collection[str] = (),
-        name: Callable[[int], None] = lambda version: None,
+        name: Callable[[int], object] = lambda version: None,
     ) -> tuple[float, dict[str, int]]:
         """Make what was staged live on all ranks between two steps, or what was live before
         (no ``request``); returns the stall in seconds, and the digest per tensor of what is live.
@@ -191,11 +191,12 @@ class Switch:
         failure takes all ranks back and raises; where that fails too the engine is broken.
 
         ``models`` False: no instance changes, and the ranks have nothing to do. ``name`` says
-        at that boundary which slots the names of ``adapters`` mean in this version.
+        at that boundary which slots the names of ``adapters`` mean in this version. Weights that
+        are broken are not mended by it: ``EngineBroken``.
         """
-        base = self._engine.version
+        base, live = self._engine.base_version, self._engine.version
         given_up = threading.Event()
-        version = base + 1 if request is None or request.version is None else request.version
+        version = live + 1 if request is None or request.version is None else request.version
         in_flight = "keep" if request is None else request.in_flight
         pin = None if request is None or in_flight != "pin" else pin_terms(request)
 
@@ -206,6 +207,7 @@ class Switch:
             # already, and looked at once what was kept has been brought back.
             moved = request is None or request.staging != "none"
             if not models:
+                self._engine.check_whole()
                 self._engine.on_commit(
                     version, in_flight, models=False, adapters=adapters, name=name
                 )

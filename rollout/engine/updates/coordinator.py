@@ -428,5 +428,4 @@ class Coordinator:
             *map(str, (self.adapters.before or {}).values()),
         }
         self.adapter_receipts = {k: v for k, v in self.adapter_receipts.items() if k in live}
-        self.engine.mark_broken(None)
         self.engine.counters.record_update(receipt.timings.get("stall", 0.0))

@@ -170,8 +170,13 @@ class Rollback:
 
 
 def check_possible(of: Coordinator) -> None:
-    """``VersionConflict`` where the engine knows that nothing is kept to go back to."""
-    if of.can_roll_back and of.adapters.before is not None:
+    """``VersionConflict`` where the engine knows that nothing is kept to go back to;
+    ``EngineBroken`` where that is adapters alone, and what is below them is broken.
+    """
+    before = of.adapters.before
+    if of.can_roll_back and before is not None and (of.models_changed or before):
+        if not of.models_changed:
+            of.engine.check_whole()
         return
     again = bool(of.receipts) and of.receipts[-1].transport == "rollback"
     raise VersionConflict(
