@@ -14,6 +14,7 @@ from tiny_models import write_tiny
 from trainer_processes import Job
 
 from rollout import Rollout, SamplingParams
+from rollout.engine.updates.live_weights import live_weights
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -25,6 +26,8 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.weight_sync.protocol.delta import Committed, DeltaBase
+from rollout.weights import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
@@ -385,6 +388,24 @@ def test_slots_that_come_too_late_are_free_again(engine, base, monkeypatch) -> N
     engine.update_weights(adapters={"math": model})
 
 
+def test_after_a_commit_of_adapters_alone_the_models_weights_can_be_read(engine, base) -> None:
+    model = adapted(base, 22)
+    engine.update_weights(model, adapters={"math": model})
+    engine.update_weights(adapters={"math": model})
+    core, tensors = engine._async.backend.core, engine.weight_info().tensors
+    assert [name for name, _ in live_weights(core, tensors, 30)] == [meta.name for meta in tensors]
+
+
+def test_adapters_are_voted_on_while_the_models_weights_are_parked(base) -> None:
+    with Rollout(base, **SETTINGS) as rollout:
+        executor: Any = rollout._async.backend.core._executor
+        instances = executor._worker.runner.instances
+        instances._parked = {"": torch.empty(0)}  # as sleep(1) leaves them on a GPU
+        rollout.update_weights(adapters={"math": adapted(base, 26)})
+        instances._parked = {}
+        assert stamps(rollout, "math")[0] == "math@1"
+
+
 def test_what_was_unloaded_is_not_brought_back(engine, base) -> None:
     model = adapted(base, 23)
     for models in ((), (model,)):
@@ -397,6 +418,19 @@ def test_what_was_unloaded_is_not_brought_back(engine, base) -> None:
             with pytest.raises(VersionConflict, match="no predecessor"):
                 engine.rollback()
         assert "math" not in engine.weight_info().adapters
+
+
+def test_copies_for_deltas_last_only_where_nobody_committed_in_between(engine, base) -> None:
+    model, before = adapted(base, 25), engine.weight_info()
+    copies, place = DeltaBase(), ("x", Box.full((1,)))
+    copies.put(Committed(epoch=before.epoch, version=before.version, values={place: torch.ones(1)}))
+    first = engine.update_weights(adapters={"math": model})
+    copies.stays(before, first)
+    assert copies.nbytes == 4
+    between = engine.weight_info()
+    engine.update_weights(model, adapters={"math": model})
+    copies.stays(between, engine.update_weights(adapters={"math": model}))
+    assert copies.nbytes == 0
 
 
 def test_an_engine_without_slots_says_what_to_do(base) -> None:

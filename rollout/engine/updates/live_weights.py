@@ -24,7 +24,7 @@ def live_weights(
     Bounded by 64 MiB or the largest tensor at a time; the caller sees to it that nothing commits
     meanwhile (``Coordinator.holding_still``), else ``VersionConflict``.
     """
-    version = engine.version
+    version = engine.base_version  # the ranks' own
     for group in _groups(metadata):
         args = {"names": [meta.name for meta in group]}
         replies = gather_replies(engine.call("stage_read", args), "read", timeout)

@@ -152,7 +152,7 @@ class RankUpdates:
         return {
             "digests": rows,
             "quantized": held,
-            "scheme": self._instances.scheme,
+            "scheme": self._instances.scheme if update.request.models else "",
             "nonfinite": slot_rows(bad or ()),
             "num_bytes": num_bytes,
             "stage_seconds": update.seconds,

@@ -234,10 +234,18 @@ class DeltaBase:
             self._committed = committed
 
     def stays(self, before: WeightInfo, receipt: UpdateReceipt) -> None:
-        """A commit changed no model's weights: copies of what was live are of what is live."""
+        """A commit changed no model's weights: copies of what was live are of what is live.
+
+        They are dropped where its version does not follow on ``before``: what other senders
+        committed in between may have changed them.
+        """
         with self._lock:
             copies = self._committed
-            if copies is not None and copies.is_live(before.epoch, before.version, copies.cut):
+            if copies is None or not copies.is_live(before.epoch, before.version, copies.cut):
+                return
+            if (receipt.epoch, receipt.version) != (before.epoch, before.version + 1):
+                self._committed = None
+            else:
                 copies.version = receipt.version
 
     @property
