@@ -218,7 +218,8 @@ class EngineCore:
             )
         save = f"{self.epoch}:{self.version}:{secrets.token_hex(8)}"
         args = {"directory": str(directory.absolute()), "save": save}
-        replies = self._ask("save_shard", args, timeout)
+        saving = self.call("save_shard", args)
+        replies = gather_replies(saving, "save_shard", timeout, to_the_end=True)
         copy_side_files(Path(self._directory), directory)
         return int(replies[0][0]["version"])
 

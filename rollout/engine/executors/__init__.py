@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -69,12 +69,15 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocessExecutor(config)
 
 
-def gather_replies(futures: Sequence[Future[Reply]], phase: str, timeout: float) -> list[Reply]:
-    """Every rank's answer, by rank; a rank's error wins over another rank's silence, at once.
+def gather_replies(
+    futures: Sequence[Future[Reply]], phase: str, timeout: float, *, to_the_end: bool = False
+) -> list[Reply]:
+    """Every rank's answer, by rank; a rank's error wins over another rank's silence, at once, or
+    ``to_the_end``: when no rank is at work any more.
 
     ``DeadlineExceeded`` names the ranks that are silent, and the ``phase``.
     """
-    done, _ = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+    done, _ = wait(futures, timeout, ALL_COMPLETED if to_the_end else FIRST_EXCEPTION)
     for future in futures:
         if future in done and (error := future.exception()) is not None:
             raise error
