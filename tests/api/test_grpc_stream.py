@@ -121,7 +121,8 @@ from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 channel = RolloutClient(sys.argv[1]).open()
 offer = {"grace": 1.5, "senders": 1}
-channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0, offer=offer))
+begun = UpdateRequest(update_id="dying-slowly", bucket_bytes=1 << 20, timeout=30.0, offer=offer)
+channel.begin(begun)
 print("begun", flush=True)
 time.sleep(60)
 """

@@ -117,7 +117,7 @@ from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 client = RolloutClient(sys.argv[1])
 channel = client.open()
-channel.begin(UpdateRequest(update_id="held", bucket_bytes=1 << 20, timeout=30.0))
+channel.begin(UpdateRequest(update_id="dying", bucket_bytes=1 << 20, timeout=30.0))
 print("begun", flush=True)
 time.sleep(60)
 """
