@@ -9,6 +9,8 @@ import pytest
 
 from rollout.errors import TransferFailed
 from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.star import Star
+from rollout.wire import frames
 
 
 def groups(size: int) -> list[RankGroup]:
@@ -42,3 +44,13 @@ def test_rows_that_one_rank_owes_leave_nothing_unread_for_the_next_call() -> Non
     assert [str(error) for error in heard] == [str(raised.value)]
     first.close()
     third.close()
+
+
+@pytest.mark.parametrize("sent", [0, 4, 30])
+def test_who_left_is_named_wherever_in_a_frame_it_left(sent: int) -> None:
+    near, far = socket.socketpair()
+    frame = b"".join(bytes(part) for part in frames.encode({"kind": "part", "of": "a frame"}))
+    far.sendall(frame[:sent])
+    far.close()
+    with near, pytest.raises(TransferFailed, match="trainer rank 7 is gone, at 'digests'"):
+        Star((5, 7), {1: near}).receive(1, 10, "digests")

@@ -54,7 +54,7 @@ class Star:
             frame = frames.recv_frame(link)
         except TimeoutError:
             raise self.late({index}, phase) from None
-        except OSError as error:
+        except (OSError, TransferFailed) as error:  # between frames, or within one
             raise TransferFailed(
                 f"trainer rank {self.ranks[index]} is gone, at {phase!r}: {error}"
             ) from error
