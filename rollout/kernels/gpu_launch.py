@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rollout.kernels.gpu_support import interpreted
 
 #: dtypes that the kernels are made for; others run the reference
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_HELD = 4096  # elements of a state that one program keeps in registers
 
 INTERPRETED = tl.constexpr(interpreted())
 
@@ -78,6 +81,16 @@ def launch(
 def power_of_2(n: int) -> int:
     """The next power of two; Triton's blocks have such sizes."""
     return int(triton.next_power_of_2(max(1, n)))
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x [tokens, heads, dim] with whole rows, any distance apart; a copy where it has none."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def held_columns(rows: int, columns: int) -> int:
+    """How many columns of a state of ``rows``, a power of two, one program keeps in registers."""
+    return max(1, min(power_of_2(columns), _HELD // rows))
 
 
 @triton.jit

@@ -116,33 +116,34 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         told = () if experts is None else (experts,)
         names = self.names
-        x, residual = self._before(names.before_attention, x, residual)
+        x, residual = _normed(self._norm(names.before_attention), x, residual)
         out = getattr(self, self.mixer_name)(x, turn, batch, kv)
         if self.parallel:
             return self._scaled(out + getattr(self, self.mlp_name)(x, *told)), residual
         x = self._scaled(self._after(names.after_attention, out))
-        x, residual = self._before(names.before_mlp, x, residual)
+        x, residual = _normed(self._norm(names.before_mlp), x, residual)
         out = getattr(self, self.mlp_name)(x, *told)
         return self._scaled(self._after(names.after_mlp, out)), residual
 
-    def _before(
-        self, name: str | None, x: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """What a half reads, and the residual sum with x."""
-        norm: Norm | None = None if name is None else getattr(self, name)
-        if residual is None:
-            return x if norm is None else norm(x), x
-        if norm is not None:
-            return norm.add(x, residual)
-        total = x + residual
-        return total, total
+    def _norm(self, name: str | None) -> Norm | None:
+        return None if name is None else getattr(self, name)
 
     def _after(self, name: str | None, x: Tensor) -> Tensor:
-        out: Tensor = x if name is None else getattr(self, name)(x)
-        return out
+        norm = self._norm(name)
+        return x if norm is None else norm(x)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x * self.scale
+
+
+def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the next half of a block reads, and the residual sum with x."""
+    if residual is None:
+        return x if norm is None else norm(x), x
+    if norm is not None:
+        return norm.add(x, residual)
+    total = x + residual
+    return total, total
 
 
 def make_mixer(build: Build, index: int) -> tuple[str, nn.Module]:
@@ -177,7 +178,7 @@ class LoneBlock(nn.Module):
         experts: RoutedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         told = () if experts is None else (experts,)
-        x, residual = (self.norm(x), x) if residual is None else self.norm.add(x, residual)
+        x, residual = _normed(self.norm, x, residual)
         return self.mixer(x, turn, batch, kv) if self.mixes else self.mixer(x, *told), residual
 
 

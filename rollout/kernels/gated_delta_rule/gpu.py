@@ -9,9 +9,14 @@ from torch import Tensor
 
 from rollout.kernels.gated_delta_rule import EPS
 from rollout.kernels.gated_delta_rule import gated_delta_rule as op
-from rollout.kernels.gpu_launch import FLOATS, launch, narrow, power_of_2
-
-_HELD = 4096  # elements of a state that one program keeps in registers
+from rollout.kernels.gpu_launch import (
+    FLOATS,
+    held_columns,
+    in_rows,
+    launch,
+    narrow,
+    power_of_2,
+)
 
 
 def gated_delta_rule(
@@ -33,11 +38,11 @@ def gated_delta_rule(
     assert q.shape == k.shape == (tokens, key_heads, key_dim)
     assert states.shape[1:] == (heads, key_dim, dim)
     assert gates.shape == betas.shape == (tokens, heads)
-    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
     gates, betas = gates.float().contiguous(), betas.float().contiguous()
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     rows = power_of_2(key_dim)
-    columns = max(1, min(power_of_2(dim), _HELD // rows))
+    columns = held_columns(rows, dim)
     launch(
         _scan,
         (len(slots), heads, triton.cdiv(dim, columns)),

@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.gpu_launch import FLOATS, launch, narrow, power_of_2
+from rollout.kernels.gpu_launch import (
+    FLOATS,
+    held_columns,
+    in_rows,
+    launch,
+    narrow,
+    power_of_2,
+)
 from rollout.kernels.ssd_scan import ssd_scan as op
-
-_HELD = 4096  # elements of a state that one program keeps in registers
 
 
 def ssd_scan(
@@ -34,11 +39,11 @@ def ssd_scan(
     assert b.shape == c.shape == (tokens, groups, size)
     assert states.shape[1:] == (heads, size, dim)
     assert steps.shape == (tokens, heads)
-    x, b, c = (of if of.stride()[1:] == (of.shape[2], 1) else of.contiguous() for of in (x, b, c))
+    x, b, c = in_rows(x), in_rows(b), in_rows(c)
     steps, rates, skips = (of.float().contiguous() for of in (steps, rates, skips))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = power_of_2(size)
-    columns = max(1, min(power_of_2(dim), _HELD // rows))
+    columns = held_columns(rows, dim)
     launch(
         _scan,
         (len(slots), heads, triton.cdiv(dim, columns)),
