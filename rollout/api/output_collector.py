@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.engine.output import Snapshot
+from rollout.engine.request_state import Snapshot
 
 
 class RequestOutputCollector:

@@ -121,7 +121,7 @@ class _Rounds:
 
     def run(self) -> tuple[int, float]:
         """Tokens made, and seconds from handing in all prompts to the last one's end."""
-        from rollout.engine.output import Snapshot
+        from rollout.engine.request_state import Snapshot
 
         args = self._args
         vocab = self._core.model_config.vocab_size

@@ -29,8 +29,9 @@ from rollout.engine.input_processor import InputProcessor
 from rollout.engine.journal import Journal
 from rollout.engine.kv_cache import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.loop import StepLoop
-from rollout.engine.output import Call, OutputProcessor, Sink
+from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
+from rollout.engine.request_state import Call, Sink
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.serving_lease import ServingLease
 from rollout.engine.state_slots import StateSlots

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.images.positions import ImagePositions
-from rollout.engine.output import Call, RequestState, Sample
+from rollout.engine.request_state import Call, RequestState, Sample
 from rollout.engine.sequence import Sequence as TokenSequence
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest, PromptTooLong
