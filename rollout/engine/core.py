@@ -6,9 +6,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +36,7 @@ from rollout.engine.serving_lease import ServingLease
 from rollout.engine.state_slots import StateSlots
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
+from rollout.engine.version_switch import VersionSwitch
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import (
     ConfigError,
@@ -186,6 +186,10 @@ class EngineCore:
             sparse_layers=self._sparse_layers, adapters=self.adapters,
         )  # fmt: skip
         self.pins = Pins(self.scheduler, self.outputs, self.counters)
+        self._switch = VersionSwitch(
+            self.scheduler, self.outputs, self.pins, self.adapters,
+            config.max_staleness, config.on_stale,
+        )  # fmt: skip
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
             step_timeout=config.timeout, runs_ahead=config.async_scheduling,
@@ -393,64 +397,14 @@ class EngineCore:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
         assert self.loop.is_current_thread, "commit outside a step boundary"
         assert version > self.version, "versions only grow"
-        if models:
-            self.pins.end("at the next commit")  # which has waited for them, but for a bug
-            self.pins.since = -1
         if in_flight == "pin" and (pin is None or self.broken is not None or self.control.asleep):
             in_flight = "keep" if pin is None else pin.fallback
-        if in_flight == "abort":  # what could fail comes first: then the version is as it was
-            begun = self.scheduler.begun()
-            if not models:
-                begun = [s for s in begun if s.adapter is not None and s.adapter.name in adapters]
-            self.outputs.abort({seq.request_id for seq in begun})
-        with self._names_on_trial():
-            name(version)
-            self._follow_names(adapters, in_flight == "recompute")
-            if in_flight == "recompute" and models:
-                self.scheduler.recompute()
-            stale = self.config.max_staleness, self.config.on_stale
-            again = self.outputs.end_stale(version, *stale, None if models else adapters)
-        if models:
-            if in_flight == "pin" and pin is not None:
-                begun = [seq for seq in self.scheduler.begun() if seq.seq_id not in again]
-                if begun:
-                    self.pins.begin(begun, version, pin)
-            self.blocks.set_version(version, pin=self.pins.version is not None)
+        self._switch.to(
+            version, in_flight, pin, models=models, adapters=adapters, name=lambda: name(version)
+        )
         self.version = version
         if models:  # adapters say nothing of the weights that they are added to
             self.mark_broken(None)
-
-    @contextmanager
-    def _names_on_trial(self) -> Iterator[None]:
-        """What raises within leaves names, and the adapters of sequences, as they were."""
-        books = self.adapters.books()
-        had = [(seq, seq.adapter) for seq in self.scheduler.sequences() if seq.adapter is not None]
-        try:
-            yield
-        except BaseException:
-            self.adapters.reset(books)
-            for seq, adapter in had:
-                seq.adapter = adapter
-            raise
-
-    def _follow_names(self, adapters: Collection[str], recompute: bool) -> None:
-        """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
-        again, which is by the live weights.
-        """
-        if not adapters:
-            return
-        begun = {seq.seq_id for seq in self.scheduler.begun()}
-        again = []
-        for seq in self.scheduler.sequences():
-            newest = None if seq.adapter is None else self.adapters.newest(seq.adapter.name)
-            if newest is None or newest.name not in adapters or newest == seq.adapter:
-                continue
-            if seq.seq_id not in begun or recompute:
-                seq.adapter = newest
-                again.append(seq)
-        again = [seq for seq in again if seq.seq_id in begun]
-        self.scheduler.unpin(again)
-        self.scheduler.recompute(again)
 
     def end_pins(self, why: str, timeout: float) -> None:
         """What is pinned to a version takes its fallback, at the next step boundary."""

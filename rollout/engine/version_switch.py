@@ -1,0 +1,96 @@
+"""What becomes of the requests that run, and of the caches, when a newer version goes live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.output import OutputProcessor
+from rollout.engine.pins import Pins, PinTerms
+from rollout.engine.scheduler import Scheduler
+
+
+class VersionSwitch:
+    """In the engine's thread, inside a step boundary.
+
+    ``max_staleness`` and ``on_stale``: the bound and the policy of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        outputs: OutputProcessor,
+        pins: Pins,
+        adapters: AdapterTable,
+        max_staleness: int | None,
+        on_stale: str,
+    ) -> None:
+        self._scheduler, self._outputs, self._pins = scheduler, outputs, pins
+        self._adapters, self._stale = adapters, (max_staleness, on_stale)
+
+    def to(
+        self,
+        version: int,
+        in_flight: str,
+        pin: PinTerms | None,
+        *,
+        models: bool,
+        adapters: Collection[str],
+        name: Callable[[], object],
+    ) -> None:
+        """``EngineCore.on_commit``; where it raises, names mean what they meant."""
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
+        if models:
+            self._pins.end("at the next commit")  # which has waited for them, but for a bug
+            self._pins.since = -1
+        if in_flight == "abort":  # what could fail comes first: then the version is as it was
+            begun = scheduler.begun()
+            if not models:
+                begun = [s for s in begun if s.adapter is not None and s.adapter.name in adapters]
+            self._outputs.abort({seq.request_id for seq in begun})
+        with self._names_on_trial():
+            name()
+            self._follow_names(adapters, in_flight == "recompute")
+            if in_flight == "recompute" and models:
+                scheduler.recompute()
+            again = self._outputs.end_stale(version, *self._stale, None if models else adapters)
+        if not models:
+            return
+        if in_flight == "pin" and pin is not None:
+            begun = [seq for seq in scheduler.begun() if seq.seq_id not in again]
+            if begun:
+                self._pins.begin(begun, version, pin)
+        blocks.set_version(version, pin=self._pins.version is not None)
+
+    @contextmanager
+    def _names_on_trial(self) -> Iterator[None]:
+        """What raises within leaves names, and the adapters of sequences, as they were."""
+        books, sequences = self._adapters.books(), self._scheduler.sequences()
+        had = [(seq, seq.adapter) for seq in sequences if seq.adapter is not None]
+        try:
+            yield
+        except BaseException:
+            self._adapters.reset(books)
+            for seq, adapter in had:
+                seq.adapter = adapter
+            raise
+
+    def _follow_names(self, adapters: Collection[str], recompute: bool) -> None:
+        """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
+        again, which is by the live weights.
+        """
+        if not adapters:
+            return
+        begun = {seq.seq_id for seq in self._scheduler.begun()}
+        again = []
+        for seq in self._scheduler.sequences():
+            newest = None if seq.adapter is None else self._adapters.newest(seq.adapter.name)
+            if newest is None or newest.name not in adapters or newest == seq.adapter:
+                continue
+            if seq.seq_id not in begun or recompute:
+                seq.adapter = newest
+                again.append(seq)
+        again = [seq for seq in again if seq.seq_id in begun]
+        self._scheduler.unpin(again)
+        self._scheduler.recompute(again)
