@@ -163,7 +163,7 @@ def reason(row: Any) -> str:
             "do not run without memory",
             "modules that do not run on `meta`, which shows their shapes",
         ),
-        ("differ", "logprobs that differ over pages: refused"),
+        ("logprobs differ", "logprobs that differ over pages"),
         ("unknown tensor", "files that name or shape tensors otherwise than the modules"),
         ("were not initialized", "files that name or shape tensors otherwise than the modules"),
         ("no box of a parameter", "files that name or shape tensors otherwise than the modules"),

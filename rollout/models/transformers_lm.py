@@ -217,15 +217,18 @@ def _table(model: nn.Module) -> WeightTable:
         name: owners[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
     }  # a tied name, too -> the parameter
     hollow = {name: torch.empty(spec.shape, device="meta") for name, spec in params.items()}
+    # Views, to tell a tied name from its owner whatever files call either.
+    given = {n: hollow[own] if n == own else hollow[own][...] for n, own in held.items()}
+    spelled = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {id(given[name]) for name in spelled if name in given}
     with _Copies() as copies:
-        files = revert_weight_conversion(model, {name: hollow[own] for name, own in held.items()})
+        files = revert_weight_conversion(model, dict(given))
     places = {storage_id(tensor): name for name, tensor in hollow.items()}
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     aliases: dict[str, str] = {}
     taken: dict[tuple[str, Box], str] = {}
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
     # Owners before tied names; files have the owners alone.
-    for name in sorted(files, key=lambda each: (each in tied, each not in params)):
+    for name in sorted(files, key=lambda each: (id(files[each]) in tied, each not in params)):
         tensor = files[name]
         view = copies.origin(tensor)
         param = None if view is None else places.get(storage_id(view))
@@ -240,6 +243,9 @@ def _table(model: nn.Module) -> WeightTable:
         taken[param, put] = name
         shape = tuple(tensor.shape)
         slots[name] = (WeightSlot(name, shape, Box.full(shape), param, put),)
+    for name, own in held.items():
+        if name not in files and (owner := taken.get((own, Box.full(params[own].shape)))):
+            aliases |= {name: owner} if name != own else {}
     known = Spellings.of({name: found[0].shape for name, found in slots.items()})
     renames = {
         param: name

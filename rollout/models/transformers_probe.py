@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.errors import ConfigError
 from rollout.models.remote_code import MODEL, RemoteCode, auto_map
@@ -40,7 +41,12 @@ class AttentionCall:
 
 
 class Step(Protocol):
-    """Attention of one model's modules, in the order in which they call."""
+    """Attention of one model's modules, in the order in which they call.
+
+    ``positions``: [1, T] of the step; None where the modules count by themselves.
+    """
+
+    positions: Tensor | None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[1, T, heads, dim of the values]."""
@@ -72,21 +78,31 @@ def probe(
     """
     kind, config = _classes(values, architecture, file, code)
     refuse(kind, config, architecture)
-    model = construct(kind, config, torch.float32, torch.device("meta"))
-    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        raise ConfigError(f"{architecture}: convolutions over tokens need a state beside the cache")
-    seen = _Shapes()
+    try:
+        model = construct(kind, config, torch.float32, torch.device("meta"))
+    except KeyError as error:  # of a table of its own, which has attention by name
+        if error.args != (NAME,):
+            raise
+        raise ConfigError(
+            f"{architecture}: its attention does not go through the interface"
+        ) from None
+    seen, convolved = _Shapes(), list[nn.Module]()
     bind(model, seen)
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d):
+            module.register_forward_pre_hook(lambda module, args: convolved.append(module))
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS)[None].to("meta")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _NoValues():  # type: ignore[no-untyped-call]
             model(input_ids=ids, use_cache=False, **position_arguments(model, positions))
     except Exception as error:
         raise ConfigError(
             f"{architecture}: its modules do not run without memory, which would tell what they "
             f"cache ({type(error).__name__}: {str(error)[:200]})"
         ) from error
+    if convolved:
+        raise ConfigError(f"{architecture}: convolutions over tokens need a state beside the cache")
     if not seen.calls:
         raise ConfigError(f"{architecture}: its attention does not go through the interface")
     text = config.get_text_config()
@@ -168,9 +184,13 @@ def bind(model: nn.Module, step: Step) -> None:
 
 
 def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    positions = getattr(module.__dict__["rollout_step"], "positions", None)
-    if positions is not None and kwargs.get("position_ids") is None:
+    positions, given = module.__dict__["rollout_step"].positions, kwargs.get("position_ids")
+    if positions is None:
+        return args, kwargs
+    if given is None:
         kwargs = {**kwargs, "position_ids": positions}
+    elif given.dim() == 1:  # what the modules have counted: who is told positions has rows of them
+        kwargs = {**kwargs, "position_ids": positions[0]}
     return args, kwargs
 
 
@@ -295,8 +315,35 @@ def _rope_types(text: Any) -> set[str]:
     return {str(row.get("rope_type", "default")) for row in rows}
 
 
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Where modules look at values that tensors without memory lack (which experts have tokens):
+    there are none, or 0."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        if name == "aten::nonzero" and args[0].is_meta:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        if name in ("aten::index", "aten::index_put_") and args[0].is_meta:
+            rows = [each for index in args[1] for each in _no_rows(index)]
+            args = (args[0], rows, *args[2:])
+        if name == "aten::_local_scalar_dense" and args[0].is_meta:
+            return 0
+        return func(*args, **(kwargs or {}))
+
+
+def _no_rows(index: Tensor | None) -> list[Tensor | None]:
+    """Of a mask, which takes none of what it is of: an index for each of its dimensions."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return [index.new_empty(0, dtype=torch.int64) for _ in index.shape]
+
+
 class _Shapes:
     """Notes (heads, KV heads, largest dim) of every call."""
+
+    positions: Tensor | None = None
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int]] = []

@@ -48,8 +48,32 @@ SIZES: dict[str, Any] = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 8, "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 1,
+    "mamba_d_state": 12, "shared_intermediate_size": 24, "num_heads": 4, "patch_size": 8,
+    "image_size": 16, "laurel_rank": 8, "default_language": "en_XX", "zero_expert_num": 2,
+    "pronunciation_vocab_size": 9, "pronunciation_embed_dim": 8, "shape_vocab_size": 9,
+    "shape_embed_dim": 8, "num_dense_layers": 1, "n_heads": 4, "n_layers": 2, "num_layers": 2,
+    "ffn_hidden_size": 48, "max_seq_len": 128,
 }  # fmt: skip
+# Of a type alone: what its config class does not derive of its other fields.
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}
 # What some of them want instead: heads that are not grouped, more layers, their own sizes of heads.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -149,13 +173,7 @@ def judge(model_type: str, architecture: str, where: Path) -> Row:
 def write(architecture: str, where: Path, seed: int, changes: dict[str, Any]) -> Any:
     """A random tiny model of that class, saved."""
     kind = getattr(transformers, architecture)
-    fields = kind.config_class()
-    known = {
-        *vars(fields),
-        *type(fields).attribute_map,
-        *getattr(type(fields), "__annotations__", {}),
-    }
-    settings = {name: value for name, value in (SIZES | changes).items() if name in known}
+    settings = tiny_settings(kind.config_class(), SIZES | changes)
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(kind.config_class(**settings)).parameters())
     if size > MOST:
@@ -166,6 +184,17 @@ def write(architecture: str, where: Path, seed: int, changes: dict[str, Any]) ->
     model.config.dtype = torch.float32
     model.save_pretrained(where)
     return model
+
+
+def tiny_settings(fields: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``sizes`` that a config has, and its nested configs theirs."""
+    kind = type(fields)
+    known = {*vars(fields), *kind.attribute_map, *getattr(kind, "__annotations__", {})}
+    found = {name: value for name, value in sizes.items() if name in known}
+    for name in kind.sub_configs:
+        if (inner := getattr(fields, name, None)) is not None:
+            found[name] = {"model_type": inner.model_type, **tiny_settings(inner, sizes)}
+    return found | OWN.get(fields.model_type, {})
 
 
 def load(config: ModelConfig, where: Path) -> Model:
