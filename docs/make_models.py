@@ -34,7 +34,8 @@ whether it is served natively, by transformers, or not, and why.
 Each is a declaration in `rollout/models/architectures/`, tested against transformers' own model.
 "One call": on a CPU all blocks of a bfloat16 model run in one native call where its layers are
 alike; the others run op by op, in the same kernels. Qwen3-VL, Qwen3.5 and
-Qwen2.5-VL see [images](vision.md).
+Qwen2.5-VL see [images](vision.md). Where a name ends in `ForCausalLM` the same decoder is served as
+`ForSequenceClassification`, too ([reward models](scoring.md#classifiers-and-reward-models)).
 
 | architecture | what sets it apart | attention | feed-forward | CPU blocks |
 |---|---|---|---|---|

@@ -16,6 +16,7 @@ _HOME = {
     "AsyncSession": "api",
     "ChatOptions": "generation",
     "ChecksumMismatch": "errors",
+    "ClassificationOutput": "generation",
     "ColocatedRollout": "api",
     "Completion": "generation",
     "ConfigError": "errors",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from rollout.errors import WeightMismatch as WeightMismatch
     from rollout.errors import WorkerDied as WorkerDied
     from rollout.generation import ChatOptions as ChatOptions
+    from rollout.generation import ClassificationOutput as ClassificationOutput
     from rollout.generation import Completion as Completion
     from rollout.generation import EmbeddingOutput as EmbeddingOutput
     from rollout.generation import Logprobs as Logprobs

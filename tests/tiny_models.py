@@ -277,6 +277,7 @@ def write_tiny(
     dtype: torch.dtype = torch.float32,
     tokenizer: bool = False,
     original_format: bool = True,
+    labels: int = 0,
     **config_overrides: Any,
 ) -> PreTrainedModel:
     """Save a tiny random model into ``path`` and return it, in eval mode.
@@ -286,6 +287,7 @@ def write_tiny(
     random, and wide enough that the greedy token is well separated. The same arguments give the
     same bits. ``tokenizer=True`` adds a byte-level BPE tokenizer with a chat template; its
     ``<|im_end|>`` becomes the end-of-sequence token (else there is none).
+    ``labels``: of a sequence classifier over the same decoder, in the place of the language model.
     ``original_format=False`` writes the names that transformers has in memory (fused experts).
     """
     config_class, model_class = ARCHITECTURES[arch]
@@ -306,6 +308,11 @@ def write_tiny(
     settings.update(EXPERTS.get(arch, {}))
     settings.update(DENSE[arch][1] if arch in DENSE else {})
     settings.update(config_overrides)
+    if labels:
+        settings["num_labels"] = labels
+        stem = model_class.__name__.removesuffix("ForCausalLM")
+        stem += "Text" if arch in TEXTS else ""
+        model_class = getattr(transformers, f"{stem}ForSequenceClassification")
     fast = make_tokenizer(settings["vocab_size"]) if tokenizer else None
     if fast is not None:
         settings["eos_token_id"] = fast.eos_token_id
@@ -316,7 +323,8 @@ def write_tiny(
         randomize(model)
     model = model.to(dtype)
     model.config.dtype = dtype
-    model.generation_config.do_sample = False
+    if not labels:
+        model.generation_config.do_sample = False
     model.save_pretrained(path, save_original_format=original_format)
     if fast is not None:
         fast.save_pretrained(path)

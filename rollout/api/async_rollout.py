@@ -32,11 +32,13 @@ from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
+    ClassificationOutput,
     ContinuedPrompt,
     EmbeddingOutput,
     ImagePrompt,
     RequestOutput,
     ScoreOutput,
+    classify_params,
     embed_params,
     score_params,
     scored_rows,
@@ -201,6 +203,26 @@ class AsyncRollout:
             EmbeddingOutput.of(output, normalize=normalize, dimensions=dimensions)
             for output in outputs
         ]
+
+    async def classify(
+        self,
+        prompts: Prompts,
+        *,
+        pooling: str = "last",
+        adapter: str | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[ClassificationOutput]:
+        """The score head's logits of each prompt's last token (``pooling`` "all": of each token),
+        with probabilities, label and reward: of a model whose architecture ends in
+        ForSequenceClassification, a reward model's among them.
+
+        Prompts as for ``generate``; ``adapter``: of the model with that one. ``InvalidRequest``
+        where the model has no such head, ``RequestAborted`` where one was aborted, ``EngineError``
+        where the weights give NaN.
+        """
+        params = replace(classify_params(pooling), adapter=adapter)
+        outputs = await self.generate(prompts, params, request_ids=request_ids)
+        return [ClassificationOutput.of(output, pooling) for output in outputs]
 
     async def score(
         self,

@@ -36,10 +36,12 @@ from rollout.errors import (
     RolloutError,
 )
 from rollout.generation import (
+    ClassificationOutput,
     EmbeddingOutput,
     RequestOutput,
     SamplingParams,
     ScoreOutput,
+    classify_params,
     embed_params,
     score_params,
     scored_rows,
@@ -151,6 +153,17 @@ class ColocatedRollout:
             EmbeddingOutput.of(output, normalize=normalize, dimensions=dimensions)
             for output in self._outputs("embed", said, act, timeout)
         ]
+
+    def classify(
+        self, prompts: Prompts, *, pooling: str = "last", timeout: float = CALL_TIMEOUT
+    ) -> list[ClassificationOutput]:
+        """As ``Rollout.classify``: the same logits on every rank."""
+
+        def act() -> list[RequestOutput]:
+            return self._generated(lambda r: r.generate(prompts, classify_params(pooling)), timeout)
+
+        found = self._outputs("classify", [prompts, pooling], act, timeout)
+        return [ClassificationOutput.of(output, pooling) for output in found]
 
     def score(
         self,

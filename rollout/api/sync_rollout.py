@@ -119,6 +119,7 @@ class Rollout:
     generate = _blocking(AsyncRollout.generate)
     chat = _blocking(AsyncRollout.chat)
     embed = _blocking(AsyncRollout.embed)
+    classify = _blocking(AsyncRollout.classify)
     score = _blocking(AsyncRollout.score)
     tokenize = _blocking(AsyncRollout.tokenize)
     render = _blocking(AsyncRollout.render)

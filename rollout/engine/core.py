@@ -47,7 +47,7 @@ from rollout.errors import (
     RolloutError,
     WorkerDied,
 )
-from rollout.generation import Request
+from rollout.generation import Labels, Request
 from rollout.loader import copy_side_files, portable
 from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
@@ -164,6 +164,7 @@ class EngineCore:
             adapters=self.adapters,
             image_token=None if vision is None else vision.image_token,
             experts=self._experts(),
+            classifier=self.model_config.architecture if self.model_config.labels else "",
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size
@@ -183,7 +184,7 @@ class EngineCore:
         self.outputs = OutputProcessor(
             self.scheduler, self.counters, epoch=self.epoch, eos_ids=self.eos_ids,
             live_ids=self.inputs.live_ids, journal=self.journal,
-            sparse_layers=self._sparse_layers, adapters=self.adapters,
+            sparse_layers=self._sparse_layers, labels=self._labels(), adapters=self.adapters,
         )  # fmt: skip
         self.pins = Pins(self.scheduler, self.outputs, self.counters)
         self._switch = VersionSwitch(
@@ -433,6 +434,11 @@ class EngineCore:
     @property
     def _sparse_layers(self) -> tuple[bool, ...]:
         return tuple(self.rank_info[0].get("sparse_layers", ()))
+
+    def _labels(self) -> Labels | None:
+        """Those of a score head; None: the model has a language-model head."""
+        model = self.model_config
+        return Labels(names=model.labels, problem_type=model.problem_type) if model.labels else None
 
     def _experts(self) -> tuple[int, int, int] | None:
         """Layers with experts, experts of a token, experts; None: they cannot be told."""

@@ -29,7 +29,8 @@ class InputProcessor:
     counts the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be.
     ``hidden_states``: whether the model gives them. ``image_token``: what stands for images in a
     prompt of a model that sees them. ``experts``: of a mixture, its layers that have some,
-    how many a token has of them, and how many there are.
+    how many a token has of them, and how many there are. ``classifier``: the architecture of one
+    with a score head in the place of the language model's.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class InputProcessor:
         adapters: AdapterTable,
         image_token: int | None = None,
         experts: tuple[int, int, int] | None = None,
+        classifier: str = "",
     ) -> None:
         self.live_ids: set[str] = set()
         self._max_queued, self._num_waiting = max_queued, num_waiting
         self._hidden_states, self._image_token = hidden_states, image_token
         self._adapters = adapters
-        self._experts = experts
+        self._experts, self._classifier = experts, classifier
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -73,6 +75,7 @@ class InputProcessor:
             twice = next(i for i in ids if ids.count(i) > 1)
             raise InvalidRequest(f"request id {twice!r} occurs twice in one call; make ids unique")
         for request in requests:
+            self._check_task(request)
             self._check_length(request)  # first, and without a look at the tokens
             self._check_tokens(request)
             self._check_images(request)
@@ -254,6 +257,21 @@ class InputProcessor:
         if array.size and int(array.max()) >= count:
             raise InvalidRequest(
                 f"{name}: routed_experts name expert {int(array.max())}, but there are {count}"
+            )
+
+    def _check_task(self, request: Request) -> None:
+        params, name = request.params, f"request {request.request_id!r}"
+        if params.classifies and not self._classifier:
+            raise InvalidRequest(
+                f"{name}: this model has no score head: to classify, or to have a reward, serve a "
+                "checkpoint whose architecture ends in ForSequenceClassification"
+            )
+        answers = params.max_tokens != 0 or params.prompt_logprobs is not None
+        if self._classifier and (answers or not params.classifies):
+            raise InvalidRequest(
+                f"{name}: {self._classifier} has a score head and no LM head: ask it by classify "
+                "(POST /classify); to generate, score tokens or embed serve a checkpoint whose "
+                "architecture ends in ForCausalLM"
             )
 
     def _check_length(self, request: Request) -> None:

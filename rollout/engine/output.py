@@ -19,7 +19,7 @@ from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.errors import EngineError
-from rollout.generation import SamplingMask
+from rollout.generation import Labels, SamplingMask
 from rollout.metrics import EngineCounters
 from rollout.weights.adapters import AdapterVersion
 
@@ -43,9 +43,10 @@ class OutputProcessor:
         live_ids: set[str],
         journal: Journal | None = None,
         sparse_layers: tuple[bool, ...] = (),
+        labels: Labels | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        self._sparse_layers = sparse_layers
+        self._sparse_layers, self._labels = sparse_layers, labels
         self.requests: dict[str, RequestState] = {}
         self._scheduler = scheduler
         self._counters = counters
@@ -196,7 +197,9 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            snapshot = state.snapshot(self._epoch, self._staleness, self._sparse_layers)
+            snapshot = state.snapshot(
+                self._epoch, self._staleness, self._sparse_layers, self._labels
+            )
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)

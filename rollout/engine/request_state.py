@@ -15,6 +15,7 @@ from rollout.generation import (
     MAX_STALENESS,
     NAN_LOGITS,
     Completion,
+    Labels,
     Logprobs,
     Request,
     RequestOutput,
@@ -89,6 +90,7 @@ class Snapshot:
     hidden_state: list[float] | None
     answered: bool  # whether tokens follow the prompt
     sparse_layers: tuple[bool, ...]
+    labels: Labels | None
 
     def output(self) -> RequestOutput:
         """Everything up to then, cumulative; its lists belong to the caller."""
@@ -106,6 +108,7 @@ class Snapshot:
             hidden_state=None if hidden is None else list(hidden),
             scores=None if self.answered else scores,
             sparse_layers=self.sparse_layers,
+            labels=self.labels,
         )
 
 
@@ -243,7 +246,11 @@ class RequestState:
         return [sample.sequence for sample in self.samples]
 
     def snapshot(
-        self, epoch: int, staleness: Callable[[Sequence], int], sparse_layers: tuple[bool, ...]
+        self,
+        epoch: int,
+        staleness: Callable[[Sequence], int],
+        sparse_layers: tuple[bool, ...],
+        labels: Labels | None,
     ) -> Snapshot:
         """Everything so far; copies no list."""
         first = self.samples[0].sequence
@@ -261,4 +268,5 @@ class RequestState:
             hidden_state=first.hidden_state,
             answered=first.draws,
             sparse_layers=() if first.experts is None else sparse_layers,
+            labels=labels,
         )

@@ -181,7 +181,7 @@ class Sequence:
     def cacheable(self) -> int:
         """How many leading positions may come from a cache: the others have to be computed."""
         most = self.num_tokens - 1
-        whole = self.needs_hidden_state and self.params.pooling != "last"
+        whole = self.needs_hidden_state and not self.params.pools_last
         if whole or not self.shares_kv:
             return 0
         if self.needs_hidden_state:
@@ -300,14 +300,14 @@ class ScheduledEntry:
         seq = self.sequence
         if not seq.needs_hidden_state:
             return range(0)
-        first = seq.prompt_len - 1 if seq.params.pooling == "last" else 0
+        first = seq.prompt_len - 1 if seq.params.pools_last else 0
         return range(max(self.start, first), min(self.stop, seq.prompt_len))
 
     @property
     def num_hidden(self) -> int:
         """As how many rows they come: one by one, or as one sum."""
         count = len(self.hidden_positions)
-        return count if self.sequence.params.pooling == "all" else min(count, 1)
+        return count if self.sequence.params.pools_each else min(count, 1)
 
     @property
     def expert_positions(self) -> range:

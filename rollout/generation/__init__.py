@@ -1,8 +1,10 @@
 """Nouns of generation that cross a process: what is asked for, and what comes back."""
 
 from rollout.generation.chat_options import ChatOptions
+from rollout.generation.classification import ClassificationOutput, classify_params
 from rollout.generation.embedding import EmbeddingOutput, embed_params
 from rollout.generation.images import ImagePrompt, PatchedImage, PlacedImage
+from rollout.generation.labels import Labels
 from rollout.generation.outputs import (
     CUT_SHORT,
     MAX_STALENESS,
@@ -33,10 +35,12 @@ __all__ = [
     "TOKEN_PARAMS",
     "AnyPrompt",
     "ChatOptions",
+    "ClassificationOutput",
     "Completion",
     "ContinuedPrompt",
     "EmbeddingOutput",
     "ImagePrompt",
+    "Labels",
     "Logprobs",
     "PackedScores",
     "PatchedImage",
@@ -48,6 +52,7 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "VersionSpan",
+    "classify_params",
     "embed_params",
     "score_params",
     "scored_rows",

@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from rollout.generation.labels import Labels
 from rollout.generation.packed_scores import PackedScores
 from rollout.generation.sampling_mask import SamplingMask
 
@@ -94,6 +95,7 @@ class RequestOutput:
     ``prompt_logprobs_start``. ``scores``: the same of a request with max_tokens=0, in its place.
     ``hidden_state``: None, or what the model's last norm gave for the prompt's last token, [hidden
     size] float32, by the weights that computed its KV; with pooling "all" of one after the other.
+    With pooling "classify" [labels], what a score head made of that; ``labels`` says of what.
     ``sparse_layers``: of a mixture, for each layer of the model, whether it has experts; where
     ``routed_experts`` were asked for.
     """
@@ -109,3 +111,4 @@ class RequestOutput:
     hidden_state: list[float] | None = None
     scores: PackedScores | None = None
     sparse_layers: tuple[bool, ...] = ()
+    labels: Labels | None = None

@@ -260,9 +260,10 @@ class SamplingParams:
     )
     pooling: str = _param(
         "last",
-        _one_of("last", "mean", "all"),
+        _one_of("last", "mean", "all", "classify", "token_classify"),
         "which `hidden_state`: of the prompt's last token, the mean over all of them, or each of "
-        "them, which are all computed then",
+        "them, which are all computed then; of a model with a score head what that makes of the "
+        "last (classify) or of each of them (token_classify)",
         served=False,
     )
     return_routed_experts: bool = _param(
@@ -301,6 +302,21 @@ class SamplingParams:
                 value = f.default
             object.__setattr__(self, f.name, value)
         self._check_contradictions()
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it asks a score head instead of the decoder below it."""
+        return self.pooling in ("classify", "token_classify")
+
+    @property
+    def pools_last(self) -> bool:
+        """Whether of all hidden states the last is enough."""
+        return self.pooling in ("last", "classify")
+
+    @property
+    def pools_each(self) -> bool:
+        """Whether every token brings a row of its own."""
+        return self.pooling in ("all", "token_classify")
 
     @property
     def greedy(self) -> bool:

@@ -1,4 +1,4 @@
-"""A decoder with a vocabulary head."""
+"""A decoder with a vocabulary head, or with a score head."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
+from rollout.models.layers.score_head import ScoreHead
 from rollout.models.model import HEAD, Model
 from rollout.models.moe import SparseMoE
 from rollout.models.native_blocks import NativeBlocks
@@ -64,7 +65,8 @@ class CausalLM(Model):
         self.model = Decoder(build, blocks)
         if all(type(block) in (DecoderBlock, LoneBlock) for block in blocks):
             self.sparse_layers = tuple(map(_is_sparse, blocks))
-        self.lm_head = None if config.tied else Head(build)
+        self.score = ScoreHead(build) if config.labels else None
+        self.lm_head = None if config.tied or self.score is not None else Head(build)
         self.make_parts(build)
         self.table = build_table(
             self,
@@ -113,7 +115,8 @@ class CausalLM(Model):
         self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
     ) -> tuple[Tensor, Tensor]:
         states = self.hidden_states(batch, kv)
-        return self.logits(states[:count]), states
+        logits = self.logits(states[:count])
+        return logits, states if self.score is None else self.score(states)
 
     @torch.no_grad()
     def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
@@ -145,8 +148,11 @@ class CausalLM(Model):
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
         """Of some of the rows of ``hidden_states``, times their factor, under their cap; one
-        all-gather.
+        all-gather. Where a score head stands in the vocabulary's place there are no such rows.
         """
+        if self.score is not None:
+            assert not len(states), "requests that need logits are refused"
+            return states.new_empty(0, self.config.vocab_size)
         config, logits = self.config, self.head.logits(states)
         if config.logits_scale != 1:
             logits = logits * config.logits_scale

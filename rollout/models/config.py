@@ -14,6 +14,7 @@ from rollout.errors import ConfigError
 from rollout.models.arch import Arch, Scale
 from rollout.models.config_reader import Reader
 from rollout.models.delta_config import DeltaConfig, read_delta
+from rollout.models.labels_config import read_labels
 from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, read_layers
 from rollout.models.mamba_config import MambaConfig, read_mamba, with_kinds
@@ -37,7 +38,9 @@ class ModelConfig:
     or hold for a purpose that is none here (``weights.names.placed``). ``hf_values``: the whole
     file, of a model that runs as transformers' modules (``transformers_lm.py``); None for one of
     ours. ``vision``: of a model that sees images. ``code``: leave to run the checkpoint's own.
-    ``modules``: classes in the place of transformers' (``module_map.py``).
+    ``modules``: classes in the place of transformers' (``module_map.py``). ``labels``: the names of
+    what a score head, which stands in the place of the language model's, tells apart; none without
+    one. ``problem_type``: what its logits are, as transformers names it; "" where the file is mute.
     """
 
     architecture: str
@@ -76,6 +79,8 @@ class ModelConfig:
     vision: VisionConfig | None = None
     code: RemoteCode | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    problem_type: str = ""
 
     @classmethod
     def from_hf(
@@ -117,6 +122,8 @@ class ModelConfig:
         scaling = layers[0].rope.scaling
         latent = None if arch.latent is None else read_latent(read, arch.latent, scaling)
         head_dim = latent.rope_dim if latent else _read_head_dim(read, arch, heads)
+        classifies = registry.decoder_of(architecture) is not None
+        labels, problem_type = read_labels(read) if classifies else ((), "")
         return cls(
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
@@ -129,11 +136,11 @@ class ModelConfig:
             norm_eps=read.number(arch.norm_eps),
             max_position_embeddings=read.count("max_position_embeddings"),
             layers=layers,
-            tied=read.flag("tie_word_embeddings", arch.tied),
+            tied=not labels and read.flag("tie_word_embeddings", arch.tied),
             qkv_bias=read.switch(arch.qkv_bias),
             o_bias=read.switch(arch.o_bias),
             mlp_bias=read.switch(arch.mlp_bias),
-            head_bias=read.switch(arch.head_bias),
+            head_bias=not labels and read.switch(arch.head_bias),
             qk_norm=read.switch(arch.qk_norm),
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
@@ -150,6 +157,8 @@ class ModelConfig:
             logits_scale=_read_scale(read, arch.logits_scale),
             attention_softcap=_read_softcap(read, arch.attention_softcap),
             logits_softcap=_read_softcap(read, arch.logits_softcap),
+            labels=labels,
+            problem_type=problem_type,
             vision=None if outer.vision is None else read_vision(whole, outer.vision, read),
         )
 

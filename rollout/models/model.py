@@ -60,8 +60,9 @@ class Model(nn.Module):
         self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
     ) -> tuple[Tensor, Tensor]:
         """The logits of ``forward`` of the first ``count`` rows, and [rows, hidden size] what those
-        of all rows are made of, after the last norm, whole on every rank. Where
-        ``gives_hidden_states``; in lockstep, as ``forward``.
+        of all rows are made of, after the last norm, whole on every rank; of a classifier what its
+        head makes of that, [rows, labels]. Where ``gives_hidden_states``; in lockstep, as
+        ``forward``.
         """
         raise NotImplementedError
 

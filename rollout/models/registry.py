@@ -18,6 +18,7 @@ from rollout.models.arch import Arch
 
 TYPO = 0.9  # how alike a name must be to be one misspelt, rather than another model's
 ENTRY_POINT_GROUP = "rollout.models"
+DECODER, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 @functools.cache
@@ -53,18 +54,36 @@ class Registry:
 
     def knows(self, architectures: Iterable[str]) -> bool:
         """Whether one of them is declared here or by an installed package."""
-        return any(
-            n in known for known in (self.entries, installed_models()) for n in architectures
-        )
+        return self._first_known(architectures) is not None
 
     def choose(self, architectures: Iterable[str]) -> str:
         """The first supported name; ``ConfigError`` lists the supported ones and the nearest."""
+        names = list(architectures)
+        if (name := self._first_known(names)) is None:
+            raise self.refusal(names)
+        return name
+
+    def decoder_of(self, architecture: str) -> str | None:
+        """The declared decoder below the score head of ``...ForSequenceClassification``; None where
+        that name is declared itself, or is none, or has no declared decoder of text alone.
+        """
+        stem = architecture.removesuffix(CLASSIFIER)
+        if stem == architecture or architecture in self.entries:
+            return None
+        for name in (f"{stem}{DECODER}", f"{stem.removesuffix('Text')}{DECODER}"):
+            if name in self.entries:
+                found = self.load(name)
+                plain = isinstance(found, Arch) and found.texts is None and found.vision is None
+                return name if plain else None
+        return None
+
+    def _first_known(self, architectures: Iterable[str]) -> str | None:
         names = list(architectures)
         for known in (self.entries, installed_models()):
             for name in names:
                 if name in known:
                     return name
-        raise self.refusal(names)
+        return next((name for name in names if self.decoder_of(name) is not None), None)
 
     def refusal(self, names: list[str], why: str = "") -> ConfigError:
         """The error of architectures that are not known; ``why`` comes last."""
@@ -77,13 +96,15 @@ class Registry:
         ]
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return ConfigError(
-            f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}."
-            f"{why}"
+            f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}, "
+            f"and ...{CLASSIFIER} of a dense decoder or mixture among them.{why}"
         )
 
     def load(self, architecture: str) -> Any:
         """Import the ``Arch`` or class of an architecture that ``choose`` named."""
         path = self.entries.get(architecture) or installed_models().get(architecture)
+        if path is None and (decoder := self.decoder_of(architecture)) is not None:
+            return self.load(decoder)
         if path is None:
             self.choose([architecture])
         module, _, name = str(path).partition(":")

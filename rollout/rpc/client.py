@@ -354,7 +354,7 @@ class RolloutClient:
         """For a service that draws a token in any case; an embedding is beside it."""
         if params.max_tokens != 0:
             return params
-        if params.prompt_logprobs is not None or params.pooling == "all":
+        if params.prompt_logprobs is not None or params.pools_each or params.classifies:
             raise InvalidRequest(
                 f"the service at {self.address} is of a version that scores nothing"
             )

@@ -21,6 +21,7 @@ from rollout.generation import (
     Completion,
     ContinuedPrompt,
     ImagePrompt,
+    Labels,
     Logprobs,
     PackedScores,
     RequestOutput,
@@ -137,6 +138,11 @@ def output_to_proto(output: RequestOutput) -> Any:
         hidden_state=output.hidden_state or (),
         scores=None if output.scores is None else _scores_to_proto(output.scores),
         sparse_layers=output.sparse_layers,
+        labels=(
+            None
+            if (labels := output.labels) is None
+            else pb.Labels(names=labels.names, problem_type=labels.problem_type)
+        ),
     )
 
 
@@ -157,6 +163,11 @@ def output_from_proto(message: Any) -> RequestOutput:
         hidden_state=list(message.hidden_state) or None,
         scores=_scores_from_proto(message.scores) if message.HasField("scores") else None,
         sparse_layers=tuple(message.sparse_layers),
+        labels=(
+            Labels(names=tuple(message.labels.names), problem_type=message.labels.problem_type)
+            if message.HasField("labels")
+            else None
+        ),
     )
 
 

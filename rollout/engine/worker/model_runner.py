@@ -83,7 +83,8 @@ class ModelRunner:
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
         own = isinstance(live.policy, CausalLM) and not self.model_config.recurrent_layers
-        self._captures = wants_graphs(config, self.device, own)
+        decodes = not self.model_config.labels
+        self._captures = decodes and wants_graphs(config, self.device, own)
         self._graphs: dict[Model, DecodeGraphs] = {}  # by instance
         self.instances = ModelInstances(
             live,
