@@ -19,7 +19,7 @@ ADDED = {
         weight_sync/trainer/sources/lora.py api/adapters.py server/http/adapters.py api/ranks.py
         api/rank_calls.py engine/executors/external.py engine/executors/ray.py""",
     "adapters served by themselves": """*/adapter*.py */*/adapter*.py */*/*/adapter*.py
-        api/served_adapters.py kernels/lora_linear/* kernels/native/lora.c
+        kernels/lora_linear/* kernels/native/lora.c
         loader/peft_adapter.py""",
     "scores, routed experts, sampling masks": """generation/*score* engine/score* server/http/score*
         generation/sampling_mask.py engine/expert_rows.py""",

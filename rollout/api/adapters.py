@@ -2,7 +2,8 @@
 
 Loading one makes ``checkpoint + adapter`` the next version, a transaction like any update; the one
 before it is no longer in the weights. So every name that is loaded is answered by what is live, and
-each token tells its version. ``served_adapters.py`` is about adapters beside the weights.
+each token tells its version. ``weight_sync/versions/adapter_files.py`` is about adapters beside the
+weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest, VersionConflict
-from rollout.generation.sampling_params import MAX_NAME
 from rollout.loader import open_checkpoint, resolve_model
 from rollout.loader.peft_adapter import PeftAdapter
 from rollout.weight_sync.protocol.digests import total
@@ -25,7 +25,8 @@ from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
-from rollout.weight_sync.versions.follower import allowed, check_inside, looks
+from rollout.weight_sync.versions.adapter_files import adapter_directory
+from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
 
 MAX_NAMES = 1024
@@ -72,7 +73,7 @@ class MergedAdapters:
         Raises ``ConfigError`` for what cannot be read, ``VersionConflict`` where the live weights
         are not the checkpoint's, and what an update raises; then nothing has changed.
         """
-        where = adapter_directory(name, path, self._config)
+        where = adapter_directory(name, path, self._config.weight_dirs)
         with self._lock:
             asked, info = _Loaded(name, where, looks(where)), link.info()
             still = info.state == "idle" and info.version == self._version
@@ -160,18 +161,3 @@ class MergedAdapters:
                 if name in wanted:
                     weight = lazy.read(Box.full(lazy.shape))
                     yield name, weight if adapter is None else adapter.merged(name, weight)
-
-
-def adapter_directory(name: str, path: str, config: EngineConfig) -> Path:
-    """Where an adapter may be read; ``InvalidRequest`` or ``ConfigError`` where it may not."""
-    check_name(name)
-    if "\0" in path:
-        raise InvalidRequest("lora_path must have no null byte in it")
-    where = allowed(path, config.weight_dirs)
-    check_inside(where, config.weight_dirs)
-    return where
-
-
-def check_name(name: str) -> None:
-    if not 0 < len(name) <= MAX_NAME:
-        raise InvalidRequest(f"the name of an adapter must have 1 to {MAX_NAME} characters")

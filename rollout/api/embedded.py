@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import rollout
-from rollout.api.adapters import MergedAdapters, adapter_directory
+from rollout.api.adapters import MergedAdapters
 from rollout.api.image_inputs import take_images
 from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
-from rollout.api.served_adapters import ServedAdapters
 from rollout.config import EngineConfig
+from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
-from rollout.engine.updates.live_weights import live_weights
+from rollout.engine.updates.live_weights import live_adapters, live_weights
 from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.rollback import Rollback
 from rollout.engine.updates.vllm_session import VerbSession
@@ -56,6 +56,7 @@ from rollout.weight_sync.protocol.messages import (
     WeightInfo,
 )
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights import TensorMeta
@@ -79,7 +80,7 @@ class EmbeddedBackend:
         self.core = EngineCore(config, executor=executor)
         self.prompts = PromptPreparer(self.core)
         self.adapters = MergedAdapters(config)
-        self.served_adapters = ServedAdapters(self.core)
+        self.served_adapters = AdapterFiles(lambda: self.core.adapters.versions)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce(self._is_live)
@@ -279,12 +280,16 @@ class EmbeddedBackend:
                         f"version {self.core.version} is live here, not {request.version}"
                     )
                 metadata = tuple(coordinator.metadata.values())
+                info, there = coordinator.info(), peer.info()
+                lacks = info.adapter_digests.items() - there.adapter_digests.items()
                 return publish(
                     live_weights(self.core, metadata, request.timeout),
+                    adapters=live_adapters(coordinator, dict(lacks), request.timeout),
                     connect=lambda: peer,
                     options=UpdateOptions(
                         version=request.version, encoding="full", timeout=request.timeout,
-                        label=coordinator.info().label,
+                        label=info.label,
+                        adapters_after=info.adapters if info.adapters or there.adapters else None,
                     ),
                 )  # fmt: skip
         finally:
@@ -302,6 +307,20 @@ class EmbeddedBackend:
         return self._reads.run(options.update_id or "", options.timeout, read)
 
     @property
+    def weight_dirs(self) -> tuple[str, ...]:
+        """Under which the engine may read."""
+        return self.config.weight_dirs
+
+    @property
+    def max_adapters(self) -> int:
+        """How many are served beside the weights; 0: they are merged."""
+        return self.config.max_adapters
+
+    @property
+    def max_lora_rank(self) -> int:
+        return self.config.max_lora_rank
+
+    @property
     def adapter_names(self) -> tuple[str, ...]:
         """Of adapters that requests may name."""
         return (self.served_adapters if self.config.max_adapters else self.adapters).names
@@ -314,11 +333,15 @@ class EmbeddedBackend:
         Unless ``anywhere``, and to be merged, it has to lie under a ``weight_dirs``.
         """
         self.core.serving.check_alone(f"adapter {name!r:.300}")
-        if self.config.max_adapters:
+        config = self.config
+        if config.max_adapters:
             where = Path(path).expanduser().absolute()
             if not anywhere:
-                where = adapter_directory(name, path, self.config)
-            version = self.served_adapters.load(name, where, self.link, inplace=inplace)
+                where = adapter_directory(name, path, config.weight_dirs)
+            version = self.served_adapters.load(
+                name, where, self.link, inplace=inplace, timeout=config.timeout,
+                base_names=(config.served_model_name, config.model),
+            )  # fmt: skip
             return AdapterLoaded(name=name, version=version, merged=False)
         receipt = self.adapters.load(name, path, self.link, inplace=inplace)
         version = self.core.version if receipt is None else receipt.version
@@ -328,8 +351,12 @@ class EmbeddedBackend:
         """Forget the name, and what was merged in it; whether it was there."""
         self.core.serving.check_alone(f"adapter {name!r:.300}")
         if self.config.max_adapters:
-            return self.served_adapters.unload(name)
+            return self.served_adapters.unload(name, lambda: self._forget(name))
         return self.adapters.unload(name, self.link)
+
+    def _forget(self, name: str) -> bool:
+        removed = self.core.at_step_boundary(lambda: self.core.adapters.remove(name))
+        return Asked(removed, "an adapter's step", self.config.timeout).result() is not None
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         return self.coordinator.rollback(timeout)

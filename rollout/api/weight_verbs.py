@@ -167,7 +167,10 @@ class WeightVerbs:
         return self._backend.load_lora_adapter(name, str(path), inplace=inplace)
 
     def unload_lora_adapter(self, name: str) -> bool:
-        """Forget an adapter, also where requests still use it; whether it was there."""
+        """Forget an adapter, also where requests still use it; whether it was there.
+
+        From a client, and of a fleet, by a commit that makes a version, and has no way back.
+        """
         return self._backend.unload_lora_adapter(name)
 
     def save_sharded_state(self, path: str | Path, *, timeout: float = DEFAULT_TIMEOUT) -> int:

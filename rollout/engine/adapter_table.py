@@ -77,16 +77,19 @@ class AdapterTable:
         """Give up a reserved slot."""
         self._reserved.discard(slot)
 
-    def commit(self, name: str, slot: int, version: int | None = None) -> AdapterVersion:
+    def commit(
+        self, name: str, slot: int, version: int | None = None, *, again: bool = False
+    ) -> AdapterVersion:
         """What lies in a reserved slot is the newest of ``name``, under the next number of it or
-        ``version``, a later one.
+        ``version``: a later one, unless it is the same version ``again``.
         """
         last = self._last.get(name, 0)
-        if version is not None and version <= last:
+        if version is not None and version <= last and not again:
             raise VersionConflict(f"adapter {name!r}: version {version} is not above {last}")
-        self._last[name] = last + 1 if version is None else version
+        number = last + 1 if version is None else version
+        self._last[name] = max(last, number)
         self._reserved.discard(slot)
-        made = AdapterVersion(name=name, version=self._last[name], slot=slot)
+        made = AdapterVersion(name=name, version=number, slot=slot)
         self._newest[name] = made
         return made
 

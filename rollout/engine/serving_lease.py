@@ -31,7 +31,7 @@ class ServingLease:
         if self._until is not None:
             raise ConfigError(
                 f"{what}: this engine is a member of a fleet, whose members hold the same weights "
-                "and no adapters yet: send the PEFT model merged through the fleet's own address"
+                "and adapters: ask the fleet's own address"
             )
 
     @property

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Grant
 from rollout.weight_sync.protocol.messages import Decision
+
+Adapters = tuple[HeldAdapter, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +17,8 @@ class Promise:
 
     ``fence`` grows with every coordinator that takes the record over. (``epoch``, ``version``) is
     what the fleet serves, by the update ``update_id``, with weights of ``digest``. ``before``: the
-    digest that a rollback leads to, 0 where there is none.
+    digest that a rollback leads to, 0 where there is none. ``adapters``: those that are in
+    ``digest``; ``adapters_before``: in ``before``.
     """
 
     fence: int
@@ -24,6 +28,8 @@ class Promise:
     update_id: str = ""
     before: int = 0
     lease: float = 0.0  # the longest that any of them may have granted, in seconds
+    adapters: Adapters = ()
+    adapters_before: Adapters = ()
 
 
 @dataclass(frozen=True, slots=True)

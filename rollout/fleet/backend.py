@@ -7,9 +7,11 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import LOOPBACK
 from rollout.engine.control import WAKE_TAGS
 from rollout.errors import (
@@ -22,12 +24,13 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.fleet.call import FleetCall, Outputs
-from rollout.fleet.channel import NO_ADAPTERS, FleetChannel
+from rollout.fleet.channel import FleetChannel
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
+from rollout.fleet.stats import summed
 from rollout.generation import AnyPrompt, ChatOptions, SamplingParams
-from rollout.metrics import EngineStats, HistogramSnapshot
+from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
@@ -38,8 +41,10 @@ from rollout.weight_sync.protocol.messages import (
     WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.protocol.unload import unload
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports import same_host
+from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights.adapters import AdapterLoaded
@@ -71,6 +76,8 @@ class FleetBackend:
         self.asleep: set[str] = set()  # tags that were given up through this front
         self._weight_dirs = tuple(weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
+        self._files = AdapterFiles(lambda: self.adapters)
+        self.max_adapters = self.max_lora_rank = 0  # of its members, as they were at the start
         self._timeout = start_timeout
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
@@ -91,6 +98,7 @@ class FleetBackend:
                     "a fleet's members bring each other up to date by what was sent, which an "
                     "engine with quantization= does not keep: run it by itself"
                 )
+            self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
             self._started = await self._any(lambda client: client.server_info())
 
     @property
@@ -135,6 +143,7 @@ class FleetBackend:
         *,
         stream: bool,
     ) -> Outputs:
+        params = self._floored(params)
         return self._spread(
             FleetCall(prompts=prompts, params=params, request_ids=request_ids, stream=stream)
         )
@@ -150,8 +159,8 @@ class FleetBackend:
     ) -> Outputs:
         return self._spread(
             FleetCall(
-                prompts=conversations, params=params, request_ids=request_ids, stream=stream,
-                options=options,
+                prompts=conversations, params=self._floored(params), request_ids=request_ids,
+                stream=stream, options=options,
             )
         )  # fmt: skip
 
@@ -202,8 +211,9 @@ class FleetBackend:
             self.fleet.one()  # says why none serves
             raise EngineClosed("no member of the fleet answers")
         return replace(
-            _summed(rows), state=await self.state(), epoch=self.fleet.epoch,
+            summed(rows), state=await self.state(), epoch=self.fleet.epoch,
             weight_version=self.fleet.version, weight_updates_total=self._commits,
+            adapters=self.adapters,
         )  # fmt: skip
 
     # ---- weights (blocking) ----
@@ -219,7 +229,8 @@ class FleetBackend:
         return replace(
             info, epoch=fleet.epoch, version=fleet.version, state="idle", prepared="",
             fence=fleet.fence, transports=self._transports(info),
-            max_adapters=0, max_lora_rank=0, adapters={},
+            adapters=self.adapters,
+            adapter_digests={one.name: one.digest for one in fleet.adapters},
             last_update_id="" if last is None else last.update_id,
         )  # fmt: skip
 
@@ -267,11 +278,40 @@ class FleetBackend:
     def digests(self, timeout: float) -> dict[str, int]:
         return self.fleet.ask_any(lambda client: client.digests(timeout))
 
-    def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
-        raise ConfigError(f"adapter {name!r:.300}: {NO_ADAPTERS}")
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The version of each that every member holds which serves."""
+        return {one.name: one.version for one in self.fleet.adapters}
+
+    @property
+    def weight_dirs(self) -> tuple[str, ...]:
+        """Under which the front may read."""
+        return self._weight_dirs
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Of adapters that requests may name: every member that serves holds them."""
+        return self._files.names
+
+    def load_lora_adapter(
+        self, name: str, path: str, *, inplace: bool = False, anywhere: bool = True
+    ) -> AdapterLoaded:
+        """A PEFT directory's, read by the front, into a slot of every member, or of none.
+
+        Unless ``anywhere``, it has to lie under one of ``weight_dirs``.
+        """
+        base = None if self._started is None else self._started.model
+        where = Path(path).expanduser().absolute()
+        if not anywhere:
+            where = adapter_directory(name, path, self._weight_dirs)
+        version = self._files.load(
+            name, where, self, inplace=inplace, timeout=DEFAULT_TIMEOUT, base_names=(base,)
+        )
+        return AdapterLoaded(name=name, version=version, merged=False)
 
     def unload_lora_adapter(self, name: str) -> bool:
-        raise ConfigError(f"adapter {name!r:.300}: {NO_ADAPTERS}")
+        """By a commit of its own: from its version on, no member that serves has the name."""
+        return self._files.unload(name, lambda: unload(self.adapters, self.open, name))
 
     def save_sharded_state(self, path: str, timeout: float) -> int:
         raise ConfigError("save_sharded_state writes where ranks run: call it on a member")
@@ -288,6 +328,15 @@ class FleetBackend:
         """Bytes with the calls go on to every member; shared memory is mapped by all of them."""
         near = same_host(info) and info.device == "cpu" and "ipc" in info.transports
         return ("ipc", "inline") if near else ("inline",)
+
+    def _floored(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """A member that is about to commit an adapter is waited for by who asks for it."""
+        versions = self.adapters
+        floors = [versions.get(p.adapter or "", 0) for p in params]
+        return [
+            replace(p, min_version=floor) if floor > (p.min_version or 0) else p
+            for p, floor in zip(params, floors, strict=True)
+        ]
 
     async def _any(self, verb: Callable[[RolloutClient], Awaitable[T]]) -> T:
         """The answer of a member that serves; where one does not answer, another's."""
@@ -416,25 +465,3 @@ async def _calling(link: Link, calls: int) -> AsyncIterator[None]:
         yield
     finally:
         link.calls -= calls
-
-
-def _summed(rows: Sequence[EngineStats]) -> EngineStats:
-    """Totals added up; what is no total is the mean, or the first member's."""
-    first, found = rows[0], {}
-    for name in (f.name for f in fields(EngineStats)):
-        values: list[Any] = [getattr(row, name) for row in rows]
-        kind = type(values[0])
-        if name in ("epoch", "seed", "weight_version"):
-            continue
-        if name in ("kv_usage", "last_stall_seconds"):
-            found[name] = max(values)
-        elif kind in (int, float):
-            found[name] = sum(values)
-        elif kind is HistogramSnapshot:
-            counts = tuple(map(sum, zip(*(v.counts for v in values), strict=True)))
-            total = sum(v.total for v in values)
-            found[name] = HistogramSnapshot(values[0].bounds, counts, total)
-        elif isinstance(values[0], dict):
-            keys = {key for value in values for key in value}
-            found[name] = {key: sum(value.get(key, 0) for value in values) for key in keys}
-    return replace(first, **found)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rollout.errors import ConfigError, VersionConflict
+from rollout.fleet.actions import Adapters
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.transaction import Transaction
-from rollout.weight_sync.protocol.digests import total
+from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
+from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -20,12 +22,9 @@ from rollout.weight_sync.protocol.messages import (
     WeightChannel,
 )
 from rollout.weight_sync.transports import served
+from rollout.weights.components import adapter_component, component_of
 
 AHEAD = 2  # buckets under way to every member
-NO_ADAPTERS = (
-    "a fleet's members hold no adapters yet, as one that joins could not be given them: send the "
-    "PEFT model merged through the front, update_weights(model)"
-)
 
 
 @dataclass(slots=True)
@@ -77,14 +76,16 @@ class FleetChannel:
                 "a fleet's members drain within their leases or not at all: in_flight='wait' is "
                 "for one engine; use keep, recompute, abort or pin"
             )
-        if request.adapters:
-            raise ConfigError(NO_ADAPTERS)
         live = (fleet.epoch, fleet.version)
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(
                 f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
             )
-        version = self._of.begin(request.update_id, request.version, request.timeout)
+        # What is unloaded has no version to go back to.
+        version = self._of.begin(
+            *(request.update_id, request.version, request.timeout),
+            reversible=request.adapters_after is None,
+        )
         self._request = replace(request, version=version)
         links = self._of.links.values()
         self._parts = {link.name: _Part(link, link.client.open()) for link in links}
@@ -113,11 +114,12 @@ class FleetChannel:
         fleet, request = self.fleet, self._live()
         if seal.fence is not None:
             raise VersionConflict("a fleet decides by itself: an update of one cannot be prepared")
-        digest = self._digest_after(seal)
+        adapters = self._adapters_after(seal)
+        digest = digest_of_all(self._models_after(seal), (one.digest for one in adapters))
 
         def vote(part: _Part) -> None:
             part.channel.seal(replace(seal, fence=fleet.fence))
-            fleet.voted(request.update_id, part.link.name, digest)
+            fleet.voted(request.update_id, part.link.name, digest, adapters)
 
         self._seal = seal
         self._each(vote)
@@ -175,9 +177,23 @@ class FleetChannel:
         if (part := self._parts.pop(name, None)) is not None:
             part.channel.close()
 
-    def _digest_after(self, seal: Seal) -> int:
-        """Of all that members will hold."""
+    def _adapters_after(self, seal: Seal) -> Adapters:
+        """All that members will hold."""
         request = self._live()
+        stay = request.adapters_after
+        after = {one.name: one for one in self.fleet.adapters if stay is None or one.name in stay}
+        for name, spec in request.adapters.items():
+            part, version = adapter_component(name), request.adapter_version(name)
+            tensors = total(v for n, v in seal.digests.items() if component_of(n) == part)
+            digest = adapter_digest(name, version, spec, tensors)
+            after[name] = HeldAdapter(name, version, digest)
+        return tuple(after[name] for name in sorted(after))
+
+    def _models_after(self, seal: Seal) -> int:
+        """The digest of all models' tensors that members will hold."""
+        request = self._live()
+        if not request.models:
+            return (self.fleet.digest - total(a.digest for a in self.fleet.adapters)) & MASK
         sent = {name: value for name, value in seal.digests.items() if name in self._names}
         if len(sent) < len(self._names):  # it is partial, or of one component
             part = next(iter(self._parts.values()))

@@ -29,7 +29,7 @@ import secrets
 from dataclasses import replace
 
 from rollout.errors import EngineClosed, UpdateInProgress, VersionConflict
-from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Promise, Tell, Write
+from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.member import Member, Phase, Status, Update
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
@@ -126,8 +126,12 @@ class Coordinator:
             member.busy, member.why = False, why
         return []
 
-    def checked(self, name: str, version: int, digest: int, now: float) -> list[Action]:
-        """A member holds weights of ``digest`` as ``version``: proof enough, or not."""
+    def checked(
+        self, name: str, version: int, digest: int, now: float, adapters: Adapters = ()
+    ) -> list[Action]:
+        """A member holds weights of ``digest`` as ``version``: proof enough, or not. ``adapters``:
+        those that are in the digest.
+        """
         member = self.members.get(name)
         if member is None:
             return []
@@ -141,7 +145,7 @@ class Coordinator:
             member.serves_until = max(member.serves_until, now + self._counted)
             return [self._ask(member, now)]
         if version == live.version and not live.digest and self._founding is None:
-            self._founding = replace(live, digest=digest)
+            self._founding = replace(live, digest=digest, adapters=adapters)
             return [Write(self._founding)]
         if version == live.version and live.digest:
             member.why = f"its weights of version {version} are not the fleet's: restart it"
@@ -170,11 +174,18 @@ class Coordinator:
     # ---- an update ----
 
     def begin(
-        self, update_id: str, version: int | None, now: float, *, back: bool = False
+        self,
+        update_id: str,
+        version: int | None,
+        now: float,
+        *,
+        back: bool = False,
+        reversible: bool = True,
     ) -> tuple[list[str], int]:
         """The members that take part, and the version that the update will have.
 
         ``back``: it is a rollback, to the digest that was promised before the last commit.
+        ``reversible``: a rollback may follow it.
         """
         if self.update is not None or self._founding is not None:
             raise UpdateInProgress("another update of this fleet is under way")
@@ -185,7 +196,7 @@ class Coordinator:
         if back and not self.promise.before:
             raise VersionConflict(
                 f"the fleet's version {live} has no predecessor: a rollback is possible once after "
-                "a commit"
+                "a commit, and not once an adapter has been unloaded"
             )
         members = self.serving
         if len(members) < self.quorum:
@@ -193,7 +204,9 @@ class Coordinator:
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
                 f"needs {self.quorum}: {self._whys() or 'none was added'}"
             )
-        self.update = Update(update_id, version, dict.fromkeys(members, False), back=back)
+        reversible = reversible and not back
+        left = dict.fromkeys(members, False)
+        self.update = Update(update_id, version, left, back=back, reversible=reversible)
         return members, version
 
     # What is said of an update names it: what comes late is of another.
@@ -202,12 +215,16 @@ class Coordinator:
         """A member has failed its part of the update."""
         return [] if self._staging(update_id) is None else self._lose(name, why, now)
 
-    def voted(self, update_id: str, name: str, digest: int, now: float) -> list[Action]:
-        """A member is prepared; ``digest``: of all that it will hold, the sender's own sum."""
+    def voted(
+        self, update_id: str, name: str, digest: int, now: float, adapters: Adapters = ()
+    ) -> list[Action]:
+        """A member is prepared; ``digest``: of all that it will hold, the sender's own sum, with
+        that of ``adapters`` in it.
+        """
         update = self._staging(update_id)
         if update is None or name not in update.left:
             return []
-        update.left[name], update.digest = True, digest
+        update.left[name], update.digest, update.adapters = True, digest, adapters
         return self._judge(update, now)
 
     def commit(self, update_id: str, now: float) -> list[Action]:
@@ -383,7 +400,9 @@ class Coordinator:
                     version=update.version,
                     digest=update.digest,
                     update_id=update.update_id,
-                    before=0 if update.back else self.promise.digest,
+                    before=self.promise.digest if update.reversible else 0,
+                    adapters=update.adapters,
+                    adapters_before=self.promise.adapters if update.reversible else (),
                 )
             )
         ]
@@ -431,8 +450,9 @@ class Coordinator:
             return []  # it is looked at first
         epoch = secrets.randbits(48)
         self._founding = replace(
-            self.promise, epoch=epoch, version=best, digest=0, update_id="", before=0
-        )
+            self.promise, epoch=epoch, version=best, digest=0, update_id="", before=0,
+            adapters=(), adapters_before=(),
+        )  # fmt: skip
         return [Write(self._founding)]
 
     def _whys(self) -> str:

@@ -19,14 +19,15 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
 )
-from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Tell, Write
+from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Tell, Write
 from rollout.fleet.coordinator import Coordinator
 from rollout.fleet.member import describe
 from rollout.fleet.record import Record
 from rollout.rpc.client import RolloutClient
-from rollout.weight_sync.protocol.digests import total
+from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
+from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.membership import SendTo, Standing
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -173,6 +174,20 @@ class Fleet:
         return self._state.promise.before
 
     @property
+    def digest(self) -> int:
+        """Of all that members hold, their adapters among it."""
+        return self._state.promise.digest
+
+    @property
+    def adapters(self) -> Adapters:
+        return self._state.promise.adapters
+
+    @property
+    def adapters_before(self) -> Adapters:
+        """Those that a rollback leads to."""
+        return self._state.promise.adapters_before
+
+    @property
     def num_members(self) -> int:
         return len(self._links)
 
@@ -197,10 +212,12 @@ class Fleet:
     # ---- an update, as a ``Transaction`` makes it ----
 
     def begin(
-        self, update_id: str, version: int | None, *, back: bool = False
+        self, update_id: str, version: int | None, *, back: bool = False, reversible: bool = True
     ) -> tuple[list[Link], int]:
         with self._changed:
-            names, version = self._state.begin(update_id, version, time.monotonic(), back=back)
+            names, version = self._state.begin(
+                update_id, version, time.monotonic(), back=back, reversible=reversible
+            )
             self._ended[update_id] = Future()
             while len(self._ended) > KEPT:
                 self._ended.pop(next(iter(self._ended)))
@@ -212,8 +229,8 @@ class Fleet:
     def lost(self, update_id: str, name: str, why: str) -> None:
         self._feed(lambda now: self._state.lost(update_id, name, why, now))
 
-    def voted(self, update_id: str, name: str, digest: int) -> None:
-        self._feed(lambda now: self._state.voted(update_id, name, digest, now))
+    def voted(self, update_id: str, name: str, digest: int, adapters: Adapters) -> None:
+        self._feed(lambda now: self._state.voted(update_id, name, digest, now, adapters))
 
     def commit(self, update_id: str) -> None:
         self._feed(lambda now: self._state.commit(update_id, now))
@@ -322,17 +339,17 @@ class Fleet:
         if link is None:
             return
         try:
-            before = link.control.info().version
-            digest = total(link.client.digests(link.client.timeout).values())
-            version = link.control.info().version
-            if before != version:
+            before = link.control.info()
+            models = total(link.client.digests(link.client.timeout).values())
+            found = _Found.of(link.control.info(), models)
+            if found != _Found.of(before, models):
                 raise TransferFailed("its weights changed while they were looked at")
         except RolloutError as error:
             why = str(error)
             self._feed(lambda now: self._state.silent(name, why, now))
             return
         if self._links.get(name) is link:
-            self._feed(lambda now: self._state.checked(name, version, digest, now))
+            self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
 
     def _fill(self, action: Fill) -> None:
         link, donor = self._links.get(action.member), self._links.get(action.donor)
@@ -346,14 +363,15 @@ class Fleet:
                 timeout=FILL_TIMEOUT,
             )  # fmt: skip
             receipt = donor.client.send_to(request)
+            adapters = total(adapter.digest for adapter in receipt.adapters.values())
+            found = _Found.of(link.control.info(), (receipt.digest - adapters) & MASK)
         except RolloutError as error:
             why = f"bringing it up to date from {action.donor} failed: {error}"
             log.warning("member %s: %s", name, why)
             self._feed(lambda now: self._state.unfilled(name, why, now))
             return
         if self._links.get(name) is link:
-            found = (receipt.version, receipt.digest)
-            self._feed(lambda now: self._state.checked(name, *found, now))
+            self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
 
     def _write(self, action: Write) -> None:
         try:
@@ -363,6 +381,21 @@ class Fleet:
             self._feed(lambda now: self._state.unwritten(why, now))
             return
         self._feed(lambda now: self._state.written(action.promise, now))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a member holds: its version, the digest of all, and the adapters that are in it."""
+
+    weights: tuple[int, int]
+    adapters: Adapters
+
+    @classmethod
+    def of(cls, info: WeightInfo, models: int) -> _Found:
+        """``models``: the digest of its models, as they were read."""
+        adapters = held_adapters(info)
+        digest = digest_of_all(models, (adapter.digest for adapter in adapters))
+        return cls((info.version, digest), adapters)
 
 
 def _let_go(link: Link, action: Ask) -> None:

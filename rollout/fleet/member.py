@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollout.fleet.actions import Adapters
 from rollout.weight_sync.protocol.membership import Standing
 
 
@@ -44,7 +45,8 @@ class Member:
 class Update:
     """``left``: members that take part still, and whether each has voted (once written: has
     committed). ``lost``: why the others do not. ``wanted``: the trainer asks for the commit.
-    ``back``: it is a rollback.
+    ``back``: it is a rollback. ``reversible``: one may come after it. ``digest``: of all that is
+    held then, and of it ``adapters``.
     """
 
     update_id: str
@@ -52,8 +54,10 @@ class Update:
     left: dict[str, bool]
     phase: Phase = Phase.STAGING
     back: bool = False
+    reversible: bool = True
     wanted: bool = False
     digest: int = 0
+    adapters: Adapters = ()
     lost: dict[str, str] = field(default_factory=dict)
     told: float = float("-inf")
 

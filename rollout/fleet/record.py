@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sqlite3
 from dataclasses import asdict, astuple, fields, replace
@@ -11,6 +12,7 @@ from typing import Self
 
 from rollout.errors import ConfigError, UpdateInProgress
 from rollout.fleet.actions import Promise
+from rollout.weight_sync.protocol.adapters import HeldAdapter
 
 FILE = "fleet.sqlite"
 _COLUMNS = ", ".join(f.name for f in fields(Promise))
@@ -37,7 +39,9 @@ class Record:
             self._db.execute("BEGIN IMMEDIATE")
             columns = f"id INTEGER PRIMARY KEY, {_COLUMNS}"
             self._db.execute(f"CREATE TABLE IF NOT EXISTS promise ({columns})")
-            self._add_column("before")
+            self._add_column("before", "0")
+            self._add_column("adapters", "[]")
+            self._add_column("adapters_before", "[]")
             row = self._db.execute(f"SELECT {_COLUMNS} FROM promise WHERE id = 0").fetchone()
             found = _new() if row is None else _read(row, path)
             self.earlier = found.lease
@@ -77,14 +81,15 @@ class Record:
     ) -> None:
         self.close()
 
-    def _add_column(self, name: str) -> None:
+    def _add_column(self, name: str, default: str) -> None:
         """To a record that was begun without it."""
         if all(row[1] != name for row in self._db.execute("PRAGMA table_info(promise)")):
-            self._db.execute(f"ALTER TABLE promise ADD COLUMN {name} DEFAULT '0'")
+            self._db.execute(f"ALTER TABLE promise ADD COLUMN {name} DEFAULT '{default}'")
 
     def _put(self, promise: Promise) -> None:
         # An epoch or a digest has 64 bits, of which SQLite's integers have 63.
-        values = [str(value) for value in astuple(promise)]
+        # Adapters are written as JSON, [[name, version, digest], ...].
+        values = [v if isinstance(v, str) else json.dumps(v) for v in astuple(promise)]
         holes = ", ".join("?" * len(values))
         self._db.execute(f"REPLACE INTO promise (id, {_COLUMNS}) VALUES (0, {holes})", values)
         self._db.execute("COMMIT")
@@ -100,6 +105,17 @@ def _read(row: tuple[str, ...], path: Path) -> Promise:
         numbers = {
             name: int(plain[name]) for name in ("fence", "epoch", "version", "digest", "before")
         }
-        return Promise(**numbers, update_id=plain["update_id"], lease=float(plain["lease"]))
-    except ValueError as error:
+        return Promise(
+            **numbers,
+            update_id=plain["update_id"],
+            lease=float(plain["lease"]),
+            adapters=_adapters(plain["adapters"]),
+            adapters_before=_adapters(plain["adapters_before"]),
+        )
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"the fleet's record {path} is damaged: {error}") from error
+
+
+def _adapters(text: str) -> tuple[HeldAdapter, ...]:
+    rows = json.loads(text)
+    return tuple(HeldAdapter(str(name), int(number), int(digest)) for name, number, digest in rows)

@@ -20,7 +20,8 @@ def roll_back(
     commit and brought up to date by another. Raises the first one's error, most often a
     ``VersionConflict``, where fewer than the quorum are left.
     """
-    transaction, digest = Transaction(fleet, record), fleet.before
+    transaction = Transaction(fleet, record)
+    digest, adapters = fleet.before, fleet.adapters_before
     version = transaction.begin(uuid.uuid4().hex, None, timeout, back=True)
     update_id = transaction.update_id
 
@@ -31,7 +32,7 @@ def roll_back(
                 timeout=timeout,
             )
         )  # fmt: skip
-        fleet.voted(update_id, link.name, digest)
+        fleet.voted(update_id, link.name, digest, adapters)
 
     try:
         transaction.each(vote)

@@ -9,6 +9,7 @@ another takes its record while it goes on. Updates and rollbacks. What is checke
 - no version has two contents, and nothing is served that no update brought;
 - once a commit of v is answered, no member serves below v to who asks after that;
 - nothing that was answered is lost while a member that holds it lives;
+- the adapters that are promised are those of the weights that are, and of what a rollback leads to;
 - when faults end, all members serve again what was promised.
 """
 
@@ -24,11 +25,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout.errors import RolloutError
-from rollout.fleet.actions import Action, Ask, Check, Ended, Fill, Promise, Tell, Write
+from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.coordinator import DRIFT, Coordinator
 from rollout.fleet.findings import Findings, Violation, Weather
 from rollout.fleet.member import Phase, Status
 from rollout.fleet.simulated_member import SimulatedMember, Staged
+from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Standing
 
 LEASE = 2.0
@@ -185,6 +187,12 @@ class Simulation:
             self._feed(life, lambda c: c.unwritten("another has the record", self.now))
             return
         old, self.durable = self.durable, action.promise
+        for digest, adapters in (
+            (self.durable.digest, self.durable.adapters),
+            (self.durable.before, self.durable.adapters_before),
+        ):
+            if adapters != (_adapters(digest) if digest else ()):
+                raise Violation(f"{self.durable} has other adapters than its digests")
         if action.promise.epoch != old.epoch:
             self.found.refounded += 1
             self._check_lost(old)
@@ -271,7 +279,8 @@ class Simulation:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
             if isinstance(result, tuple):
                 version, digest = result
-                return lambda c: c.checked(action.member, version, digest, self.now)
+                held = version, digest, self.now, _adapters(digest)
+                return lambda c: c.checked(action.member, *held)
             return lambda c: c.silent(action.member, str(result), self.now)
 
         def held(engine: SimulatedMember) -> tuple[int, int]:
@@ -289,7 +298,8 @@ class Simulation:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
             if isinstance(result, tuple):
                 version, digest = result
-                return lambda c: c.checked(action.member, version, digest, self.now)
+                held = version, digest, self.now, _adapters(digest)
+                return lambda c: c.checked(action.member, *held)
             return lambda c: c.unfilled(action.member, str(result), self.now)
 
         self._call(action.member, life, fill, reply, work=self._some(self.weather.stage))
@@ -343,7 +353,8 @@ class Simulation:
     def _part(self, name: str, life: int, staged: Staged, fence: int) -> None:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
             if result is None:
-                return lambda c: c.voted(staged.update_id, name, staged.digest, self.now)
+                held = staged.digest, self.now, _adapters(staged.digest)
+                return lambda c: c.voted(staged.update_id, name, *held)
             return lambda c: c.lost(staged.update_id, name, str(result), self.now)
 
         work = self._some(self.weather.delay if staged.back else self.weather.stage)
@@ -440,6 +451,11 @@ class Simulation:
                 raise Violation(f"at rest {engine.name} holds {engine.version}")
             if engine.prepared is not None:
                 raise Violation(f"at rest {engine.name} waits for a decision")
+
+
+def _adapters(digest: int) -> Adapters:
+    """Those that are held beside weights, all of that digest."""
+    return (HeldAdapter("a", digest % 1000, digest),)
 
 
 def main(argv: list[str] | None = None) -> int:

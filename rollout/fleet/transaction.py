@@ -44,10 +44,18 @@ class Transaction:
         self.update_id, self.version, self.timeout = "", 0, 0.0
 
     def begin(
-        self, update_id: str, version: int | None, timeout: float, *, back: bool = False
+        self,
+        update_id: str,
+        version: int | None,
+        timeout: float,
+        *,
+        back: bool = False,
+        reversible: bool = True,
     ) -> int:
-        """The version that it will make; ``back``: it is a rollback."""
-        links, version = self._fleet.begin(update_id, version, back=back)
+        """The version that it will make; ``back``: it is a rollback, which may follow what is
+        ``reversible``.
+        """
+        links, version = self._fleet.begin(update_id, version, back=back, reversible=reversible)
         self.links = {link.name: link for link in links}
         self.update_id, self.version, self.timeout = update_id, version, timeout
         return version

@@ -54,6 +54,7 @@ from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.unload import unload
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
@@ -319,7 +320,11 @@ class RolloutClient:
         )
 
     def unload_lora_adapter(self, name: str) -> bool:
-        raise _not_from_here("unload_lora_adapter acts")
+        """Of an engine that serves them beside the weights, by a commit of its own."""
+        info = self.info()
+        if not info.max_adapters:
+            raise _not_from_here("unload_lora_adapter takes what was merged out of the weights")
+        return unload(info.adapters, self.open, name)
 
     def save_sharded_state(self, path: str, timeout: float) -> int:
         raise _not_from_here("save_sharded_state writes")

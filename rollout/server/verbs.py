@@ -323,9 +323,10 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
 def _lora_config(rollout: AsyncRollout) -> Document | None:
     """None where no adapter can be loaded: nobody has allowed a directory to read."""
     backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend) or not backend.config.weight_dirs:
+    if not isinstance(backend, EmbeddedBackend | FleetBackend) or not backend.weight_dirs:
         return None
-    if backend.config.max_adapters:
-        config = backend.config
-        return {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_adapters}
+    if backend.max_adapters:
+        return {"max_lora_rank": backend.max_lora_rank, "max_loras": backend.max_adapters}
+    if isinstance(backend, FleetBackend):
+        return None  # it merges none
     return {"max_lora_rank": MAX_RANK, "max_loras": MAX_NAMES}

@@ -366,9 +366,9 @@ def test_slots_that_come_too_late_are_free_again(engine, base, monkeypatch) -> N
     adapters, table = backend.coordinator.adapters, backend.core.adapters
     go_on, take = threading.Event(), adapters._take
 
-    def late(names: Any) -> Any:
+    def late(names: Any, after: Any) -> Any:
         assert go_on.wait(20)
-        return take(names)
+        return take(names, after)
 
     def refused() -> None:
         with pytest.raises(DeadlineExceeded, match=r"slots for the adapters math \(phase: begin"):

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
+from rollout.errors import VersionConflict
 from rollout.fleet.actions import Ask, Check, Ended, Promise, Tell, Write
 from rollout.fleet.coordinator import Coordinator
+from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Grant, Standing
 
 LEASE = 2.0
@@ -142,3 +146,28 @@ def test_a_grant_names_an_end_by_the_members_own_clock() -> None:
     assert ask.grant == Grant(
         fence=3, serial=ask.grant.serial, epoch=standing("a").epoch, until=50.0 + LEASE
     )
+
+
+def test_a_promise_says_which_adapters_are_live_and_which_a_rollback_brings_back() -> None:
+    old, new = (HeldAdapter("math", 4, 5),), (HeldAdapter("math", 5, 6),)
+    fleet = Coordinator(replace(LIVE, adapters=old), quorum=1, lease=LEASE, now=0.0)
+    stand(fleet, "a", fleet.add("a", 0.0), 0.0)
+    fleet.checked("a", 4, 77, 0.0, old)
+
+    def made(update_id: str, adapters, **how) -> Promise:
+        fleet.begin(update_id, None, 0.1, **how)
+        fleet.voted(update_id, "a", 88, 0.1, adapters)
+        [write] = fleet.commit(update_id, 0.1)
+        fleet.written(write.promise, 0.1)
+        fleet.decided(update_id, "a", "", 0.1)
+        return fleet.promise
+
+    promise = made("u5", new)
+    assert (promise.adapters, promise.adapters_before, promise.before) == (new, old, 77)
+    promise = made("u6", old, back=True)
+    assert (promise.adapters, promise.adapters_before, promise.before) == (old, (), 0)
+    made("u7", new)
+    promise = made("u8", (), reversible=False)  # it is unloaded
+    assert (promise.adapters, promise.adapters_before, promise.before) == ((), (), 0)
+    with pytest.raises(VersionConflict, match="not once an adapter has been unloaded"):
+        fleet.begin("u9", None, 0.2, back=True)

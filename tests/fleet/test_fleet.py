@@ -22,8 +22,6 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.protocol.membership import Grant
-from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.weights.adapters import AdapterSpec
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 PROMPTS = [[5, 6, 7, n] for n in range(12)]
@@ -323,28 +321,6 @@ def test_one_members_refusal_of_the_request_ends_it_for_all(front, engines, trai
     front.fleet.wait_serving(3, 10.0)
     receipt = front.rollout.update_weights(trained)
     assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
-
-
-def test_adapters_are_refused_at_the_front_and_at_its_members(checkpoint, tmp_path):
-    settings = {**ENGINE, "max_adapters": 2, "max_lora_rank": 8}
-    with Rollout(checkpoint, **settings) as engine:
-        assert engine.unload_lora_adapter("math") is False
-        front = Front(tmp_path / "record", [engine])
-        try:
-            front.fleet.wait_serving(1, 10.0)
-            info = front.rollout.weight_info()
-            assert (info.max_adapters, info.adapters) == (0, {})
-            spec = {"math": AdapterSpec(modules={})}
-            request = UpdateRequest(update_id="a", bucket_bytes=1 << 16, adapters=spec, timeout=5.0)
-            with pytest.raises(ConfigError, match=r"no adapters yet.*merged through the front"):
-                front.backend.open().begin(request)
-            for rollout in (front.rollout, engine):
-                with pytest.raises(ConfigError, match=r"'math': .*fleet.* no adapters yet"):
-                    rollout.load_lora_adapter("math", tmp_path)
-                with pytest.raises(ConfigError, match=r"'math': .*fleet.* no adapters yet"):
-                    rollout.unload_lora_adapter("math")
-        finally:
-            front.close()
 
 
 def test_a_fleet_that_sleeps_refuses_calls_at_once(front):

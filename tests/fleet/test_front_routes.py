@@ -2,13 +2,15 @@
 
 import asyncio
 import base64
+from pathlib import Path
 
 import httpx
 import pytest
-from fleet_front import LEASE
+from adapted_models import adapted
+from fleet_front import ENGINE, LEASE
 from safetensors.torch import save, save_file
 
-from rollout import AsyncRollout
+from rollout import AsyncRollout, Rollout
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
@@ -108,3 +110,47 @@ def test_groups_of_trainers_are_refused_by_name(engines, tmp_path):
 
     for text in asked(engines, tmp_path, ask):
         assert "a fleet's members come and go" in text
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_vllms_adapter_routes_load_and_name_one_of_every_member(checkpoint, tmp_path):
+    where = tmp_path / "allowed" / "math"
+    adapted(Path(checkpoint), 1).save_pretrained(where)
+    body = PROMPT | {"ignore_eos": True, "return_token_ids": True}
+
+    async def ask(http, fleet):
+        async def posted(path, **body):
+            reply = await http.post(path, json=body)
+            return reply.status_code, reply.json()
+
+        async def tokens(model):
+            status, answer = await posted("/v1/completions", **body, model=model)
+            assert (status, answer["model"]) == (200, model)
+            return answer["choices"][0]["token_ids"]
+
+        load = {"lora_name": "math", "lora_path": str(where)}
+        base = (await http.get("/v1/models")).json()["data"][0]["id"]
+        plain = await tokens(base)
+        assert (await posted("/v1/load_lora_adapter", **load))[0] == 200
+        assert fleet.version == 1
+        names = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+        assert names == [base, "math"]
+        assert await tokens("math") == await tokens(f"{base}:math") != plain
+        assert await tokens(base) == plain
+        metrics = (await http.get("/metrics")).text
+        assert f'rollout_adapter_version{{adapter="math",model_name="{base}"}} 1.0' in metrics
+        status, answer = await posted("/v1/load_lora_adapter", **load | {"lora_name": base})
+        assert (status, "the base model's name" in str(answer)) == (400, True)
+        status, answer = await posted("/v1/load_lora_adapter", lora_name="x", lora_path="/etc")
+        assert (status, "--weight-dir" in str(answer)) == (400, True)
+        assert (await posted("/v1/unload_lora_adapter", lora_name="math"))[0] == 200
+        assert (await posted("/v1/unload_lora_adapter", lora_name="math"))[0] == 404
+        assert (await posted("/v1/completions", **body, model="math"))[0] == 404
+
+    started = [Rollout(checkpoint, **ENGINE, max_adapters=2, max_lora_rank=4) for _ in range(2)]
+    try:
+        asked(started, tmp_path, ask, weight_dirs=[str(tmp_path / "allowed")])
+        assert [engine.weight_version for engine in started] == [2, 2]
+    finally:
+        for engine in started:
+            engine.shutdown()

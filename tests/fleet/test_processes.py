@@ -8,11 +8,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
+from adapted_models import adapted, shaken
 from serving import alive, descendants, serve
 
-from rollout import Rollout
+from rollout import Rollout, SamplingParams
 from rollout.errors import RolloutError
 
 pytestmark = pytest.mark.more
@@ -61,6 +63,26 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
     while any(map(alive, processes)):
         assert time.monotonic() < deadline, "a replica outlived its front"
         time.sleep(0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_a_replica_that_was_killed_comes_back_with_the_adapters(checkpoint):
+    model = adapted(Path(checkpoint), 1)
+    flags = (*FLAGS, "--max-adapters", "3", "--max-lora-rank", "4")
+    with serve(checkpoint, "--replicas", "2", *flags) as served:
+        processes = descendants(served.process.pid)
+        with Rollout.connect(served.grpc) as client:
+            client.update_weights(model, adapters={"math": model})
+            live = client.update_weights(adapters={"code": shaken(model, 2)})
+            asked = [SamplingParams(adapter=name, **GREEDY) for name in ("math", "code")] * 6
+            expected = tokens(client.generate(PROMPTS, asked))
+            os.kill(next(p for p in processes if b"serve" in command(p)), signal.SIGKILL)
+            assert tokens(client.generate(PROMPTS, asked)) == expected
+            wait_serving(served.http, 2)
+            assert client.weight_info().adapters == {"math": 1, "code": live.version}
+            assert tokens(client.generate(PROMPTS, asked)) == expected
+            receipt = client.update_weights(adapters={"math": model})
+            assert set(receipt.details["members"].values()) == {"committed"}
 
 
 def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_path):

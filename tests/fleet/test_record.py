@@ -1,17 +1,23 @@
 """What a coordinator has promised survives it."""
 
+import sqlite3
 from dataclasses import replace
 
 import pytest
 
 from rollout.errors import ConfigError, UpdateInProgress
 from rollout.fleet.record import FILE, Record
+from rollout.weight_sync.protocol.adapters import HeldAdapter
 
 
 def test_a_promise_is_there_for_the_next_under_a_higher_fence(tmp_path):
     with Record(tmp_path) as record:
         assert (record.promise.fence, record.promise.version) == (1, 0)
-        promise = replace(record.promise, version=7, digest=(1 << 64) - 1, update_id="u")
+        adapters = (HeldAdapter("math/é", 7, (1 << 64) - 2), HeldAdapter("code", 3, 0))
+        promise = replace(
+            record.promise, version=7, digest=(1 << 64) - 1, update_id="7", adapters=adapters,
+            adapters_before=adapters[1:],
+        )  # fmt: skip
         record.write(promise)
     with Record(tmp_path) as record:
         assert record.promise == replace(promise, fence=2)
@@ -29,3 +35,14 @@ def test_what_is_no_record_is_refused_by_name(tmp_path):
         Record(tmp_path)
     with pytest.raises(ConfigError, match="cannot be kept"):
         Record("/proc/nowhere")
+
+
+def test_a_record_of_before_adapters_is_taken_over(tmp_path):
+    with Record(tmp_path) as record:
+        promise = record.promise
+    with sqlite3.connect(tmp_path / FILE) as db:
+        for name in ("adapters", "adapters_before"):
+            db.execute(f"ALTER TABLE promise DROP COLUMN {name}")
+    db.close()
+    with Record(tmp_path) as record:
+        assert record.promise == replace(promise, fence=2)

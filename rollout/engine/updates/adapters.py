@@ -10,14 +10,31 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
-from rollout.errors import ConfigError, EngineOverloaded
-from rollout.weights.adapters import AdapterVersion
+from rollout.errors import ConfigError, EngineOverloaded, VersionConflict
+from rollout.weight_sync.protocol.adapters import adapter_digest
+from rollout.weight_sync.protocol.messages import AdapterReceipt, UpdateRequest
+from rollout.weights.adapters import AdapterSpec, AdapterVersion
 
 _LOOK = 0.005  # seconds between looks for a slot that a sequence has left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptAdapter:
+    """What is known of one version; ``digest``: ``protocol.adapters.adapter_digest``."""
+
+    receipt: AdapterReceipt
+    spec: AdapterSpec
+    digest: int
+
+    @classmethod
+    def of(cls, name: str, receipt: AdapterReceipt, spec: AdapterSpec) -> KeptAdapter:
+        digest = adapter_digest(name, receipt.version, spec, receipt.digest)
+        return cls(receipt=receipt, spec=spec, digest=digest)
 
 
 class AdapterUpdates:
@@ -29,6 +46,7 @@ class AdapterUpdates:
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
+        self._kept: dict[str, KeptAdapter] = {}  # by name@version
 
     @property
     def before(self) -> dict[str, AdapterVersion | None] | None:
@@ -41,16 +59,50 @@ class AdapterUpdates:
         found = {name: table.newest(name) for name in table.names}
         return {name: version for name, version in found.items() if version is not None}
 
-    def reserve(self, names: Sequence[str], timeout: float) -> dict[str, int]:
+    @property
+    def digests(self) -> dict[str, int]:
+        """Of the newest version of each name."""
+        kept = self._kept  # commits add to it, and what replaces it comes after them
+        found = {name: kept.get(str(version)) for name, version in self.newest.items()}
+        return {name: one.digest for name, one in found.items() if one is not None}
+
+    @property
+    def digests_before(self) -> dict[str, int]:
+        """As ``digests`` after a rollback."""
+        found: dict[str, AdapterVersion | None] = {**self.newest, **(self.before or {})}
+        return {name: self.kept(one).digest for name, one in found.items() if one is not None}
+
+    def kept(self, version: AdapterVersion) -> KeptAdapter:
+        """Of one that is the newest, or that a rollback would bring back."""
+        return self._kept[str(version)]
+
+    def prune(self) -> None:
+        """Forget what is known of versions that are gone."""
+        live = {*map(str, self.newest.values()), *map(str, (self.before or {}).values())}
+        self._kept = {name: kept for name, kept in self._kept.items() if name in live}
+
+    def check(self, request: UpdateRequest) -> None:
+        """``VersionConflict`` where what is to be there afterwards is neither held nor sent."""
+        newest = self.newest
+        for name, version in (request.adapters_after or {}).items():
+            held = newest.get(name)
+            if name not in request.adapters and (held is None or held.version != version):
+                raise VersionConflict(f"adapter {name}@{version} is not sent, and {held} is here")
+
+    def reserve(
+        self, names: Sequence[str], timeout: float, after: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """A free slot for each name; waits for sequences to leave theirs, at most ``timeout``.
 
+        ``after``: ``UpdateRequest.adapters_after``. An engine that may not serve, as it catches up
+        with its fleet, gives up what it will not need where slots are short.
         Raises ``ConfigError`` where waiting cannot help, ``EngineOverloaded`` at the deadline, and
         ``DeadlineExceeded`` where the engine's thread came to no boundary.
         """
         deadline = time.monotonic() + timeout
         what = f"taking slots for the adapters {', '.join(names)} (phase: begin)"
         while True:
-            taken = self._engine.at_step_boundary(lambda: self._take(names))
+            taken = self._engine.at_step_boundary(lambda: self._take(names, after))
             give_back = partial(taken.add_done_callback, self._nobody_waits)
             slots = Asked(taken, what, timeout, give_back).result()
             if slots is not None:
@@ -68,12 +120,23 @@ class AdapterUpdates:
         if slots:
             self._engine.at_step_boundary(lambda: self._give_back(slots))
 
-    def commit(self, slots: Mapping[str, int], version: int) -> None:
+    def commit(
+        self,
+        slots: Mapping[str, int],
+        made: Mapping[str, KeptAdapter],
+        after: Mapping[str, int] | None,
+    ) -> None:
+        """Names mean what was ``made`` in these slots; ``after``: and there are no others."""
         table = self._engine.adapters
         before = {name: table.newest(name) for name in slots}
         for name, slot in slots.items():
-            table.commit(name, slot, version)
-        table.before = before
+            version = made[name].receipt.version
+            self._kept[f"{name}@{version}"] = made[name]
+            table.commit(name, slot, version, again=after is not None)
+        gone = [] if after is None else [name for name in table.names if name not in after]
+        for name in gone:
+            table.remove(name)
+        table.before = None if gone or (table.before is None and after is not None) else before
 
     def go_back(self) -> None:
         """Names mean again what they meant before the last commit."""
@@ -81,9 +144,14 @@ class AdapterUpdates:
             self._engine.adapters.restore(name, before)
         self._engine.adapters.before = None
 
-    def _take(self, names: Sequence[str]) -> dict[str, int] | None:
+    def _take(self, names: Sequence[str], after: Mapping[str, int] | None) -> dict[str, int] | None:
         """Slots for all of them, or None; at the cost of a rollback where there are no others."""
         table = self._engine.adapters
+        short = len(table.names) + len(names) > table.slots
+        if after is not None and short and self._engine.serving.is_over:
+            for name in [n for n in table.names if n in names or n not in after]:
+                table.remove(name)
+            table.before = None
         live = len(table.names)
         if live + len(names) > table.slots:
             raise ConfigError(

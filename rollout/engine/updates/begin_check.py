@@ -74,6 +74,7 @@ def check_request(
         part for part in request.components if adapter_of(part) is not None
     }:
         raise ConfigError("adapters and components of a request name the same adapters")
+    _check_adapters_after(request)
     if request.adapters and request.encoding == "delta":
         raise ConfigError("adapters travel whole: send them with encoding full")
     accepted = find(request.transport, device).check(request, num_ranks, device)
@@ -87,6 +88,18 @@ def check_request(
             components=request.components,
         )
     return accepted
+
+
+def _check_adapters_after(request: UpdateRequest) -> None:
+    after = request.adapters_after
+    if after is None:
+        return
+    if max(after.values(), default=0) > MAX_VERSION:
+        raise ConfigError(f"version must be at most {MAX_VERSION}, got {max(after.values())}")
+    if not request.adapters.keys() <= after.keys():
+        raise ConfigError("adapters that are sent are not among those that are to be there")
+    if request.adapters and not request.models:
+        raise ConfigError("adapters get versions of their own as a copy, with the models, alone")
 
 
 def _one_of(what: str, value: str, known: Sequence[str]) -> None:

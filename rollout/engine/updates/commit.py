@@ -132,14 +132,13 @@ class Sealed:
     def _adapters(
         self, metadata: Mapping[str, TensorMeta], names: list[str], request: UpdateRequest
     ) -> dict[str, AdapterReceipt]:
-        assert request.version is not None
         parts: dict[str, list[str]] = {adapter_component(name): [] for name in request.adapters}
         for name in names:
             if (component := component_of(name)) in parts:
                 parts[component].append(name)
         return {
             str(adapter_of(component)): AdapterReceipt(
-                version=request.version,
+                version=request.adapter_version(str(adapter_of(component))),
                 digest=total(self.seal.digests[name] for name in found),
                 num_tensors=len(found),
                 num_bytes=sum(metadata[name].nbytes for name in found),

@@ -35,7 +35,6 @@ from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.adapters import adapter_tensors, check_room
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import (
-    AdapterReceipt,
     Decision,
     QuantizationGrid,
     UpdateReceipt,
@@ -46,7 +45,6 @@ from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
-from rollout.weights.adapters import AdapterVersion
 from rollout.weights.components import component_of
 
 T = TypeVar("T")
@@ -113,7 +111,6 @@ class Coordinator:
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
         self.can_roll_back = self.models_changed = False  # by the last commit
-        self.adapter_receipts: dict[str, AdapterReceipt] = {}  # by name@version
         self.prepared: Prepared | None = None
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen
         # What the ranks voted to hold, by tensor, of the version before the live one.
@@ -151,11 +148,9 @@ class Coordinator:
             quantized=self.quantized,
             max_adapters=self._max_adapters,
             max_lora_rank=self._max_lora_rank if self._max_adapters else 0,
-            adapters=self.engine.adapters.versions if self._max_adapters else {},
+            adapters=self.engine.adapters.versions,
+            adapter_digests=self.adapters.digests,
         )
-
-    def _newest(self) -> dict[str, AdapterVersion]:
-        return self.adapters.newest if self._max_adapters else {}
 
     def wanted(self, request: UpdateRequest) -> dict[str, TensorMeta]:
         """All that may be sent in an update: the models' tensors, and its adapters'.
@@ -386,6 +381,7 @@ class Coordinator:
         version = request.version if request.version is not None else live[1] + 1
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
+        self.adapters.check(request)
         others = set(self.components) - set(request.components)
         if self.engine.broken is not None and (
             request.partial or request.encoding == "delta" or others
@@ -421,11 +417,5 @@ class Coordinator:
             self._note_version(receipt.version, held)
         self._label = label
         self.can_roll_back, self.models_changed = reversible, models
-        for name, found in receipt.adapters.items():
-            self.adapter_receipts[f"{name}@{found.version}"] = found
-        live = {
-            *map(str, self._newest().values()),
-            *map(str, (self.adapters.before or {}).values()),
-        }
-        self.adapter_receipts = {k: v for k, v in self.adapter_receipts.items() if k in live}
+        self.adapters.prune()
         self.engine.counters.record_update(receipt.timings.get("stall", 0.0))

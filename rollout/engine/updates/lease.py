@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.engine.executors import gather_replies
+from rollout.engine.updates.adapters import KeptAdapter
 from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.ended import Outcome
@@ -234,11 +235,15 @@ class Lease:
             of.advance(self, "committing")
             held = {n: v for n, v in self._sealed.held.items() if n in of.metadata}
             before = of.pins_before() if request.models else {}
+            made = {
+                name: KeptAdapter.of(name, receipt.adapters[name], spec)
+                for name, spec in request.adapters.items()
+            }
             stall, held = of.switch.run(
                 *(request, request.timeout, held),
                 models=bool(request.models),
                 adapters=request.adapters,
-                name=lambda version: of.adapters.commit(self._slots, version),
+                name=lambda version: of.adapters.commit(self._slots, made, request.adapters_after),
             )
         except BaseException as error:
             self._leave()
@@ -323,7 +328,9 @@ class Lease:
         self._base_is_whole = kept and of.engine.broken is None
         args: dict[str, Any] = {"request": to_plain(replace(request, metadata=None))}
         if request.adapters:
-            self._slots = of.adapters.reserve(tuple(request.adapters), request.timeout)
+            self._slots = of.adapters.reserve(
+                tuple(request.adapters), request.timeout, request.adapters_after
+            )
             args["slots"] = self._slots
         replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
         # The ranks go on to meet the sender; their replies are due before the first bucket's.

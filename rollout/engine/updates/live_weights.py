@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,14 @@ from torch import Tensor
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
+from rollout.engine.updates.coordinator import Coordinator
 from rollout.errors import VersionConflict
+from rollout.loader.peft_adapter import PeftAdapter
+from rollout.weight_sync.protocol.adapters import adapter_tensors
 from rollout.weights import Box, TensorMeta
+from rollout.weights.adapters import A, B
+from rollout.weights.components import own_name
+from rollout.wire.codec import to_plain
 
 _AT_ONCE = 64 << 20  # bytes that the ranks are asked for
 
@@ -34,6 +40,28 @@ def live_weights(
         for reply, values in replies:
             _place(reply["boxes"], values, tensors)
         yield from tensors.items()
+
+
+def live_adapters(
+    coordinator: Coordinator, names: Iterable[str], timeout: float
+) -> dict[str, PeftAdapter]:
+    """The newest version of each of these adapters, on the CPU, in the engine's dtype; for the
+    holder of the lease.
+    """
+    updates, found = coordinator.adapters, {}
+    for name in names:
+        version = updates.newest[name]
+        spec = updates.kept(version).spec
+        args = {"slot": version.slot, "spec": to_plain(spec)}
+        asked = coordinator.engine.call("stage_read_adapter", args)
+        replies = gather_replies(asked, "read", timeout)
+        metas = adapter_tensors(name, spec, coordinator.metadata, coordinator.aliases)
+        tensors = {own_name(m.name): torch.empty(m.shape, dtype=m.dtype) for m in metas}
+        for reply, values in replies:
+            _place(reply["boxes"], values, tensors)
+        factors = {stem: (tensors[stem + A], tensors[stem + B]) for stem in spec.modules}
+        found[name] = PeftAdapter(spec, factors)
+    return found
 
 
 def _place(

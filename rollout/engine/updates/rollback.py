@@ -11,9 +11,10 @@ from rollout.engine.updates.adapters import AdapterUpdates
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates, Outcome
 from rollout.errors import VersionConflict
+from rollout.weight_sync.protocol.adapters import digest_of_all
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.membership import PrepareRollback
-from rollout.weight_sync.protocol.messages import AdapterReceipt, Begun, Decision, UpdateReceipt
+from rollout.weight_sync.protocol.messages import Begun, Decision, UpdateReceipt
 from rollout.weights import TensorMeta
 
 _TWICE = (
@@ -40,10 +41,11 @@ class Coordinator(Protocol):
     held_before: dict[str, int] | None
     adapters: AdapterUpdates
     models_changed: bool
-    adapter_receipts: dict[str, AdapterReceipt]
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
+
+    def digests(self, timeout: float) -> dict[str, int]: ...
 
     def acquire(self, lease: object, timeout: float) -> None: ...
 
@@ -140,7 +142,7 @@ class Rollback:
             update_id=self.update_id,
             transport="rollback",
             adapters={
-                name: of.adapter_receipts[str(before)]
+                name: of.adapters.kept(before).receipt
                 for name, before in adapters.items()
                 if before is not None
             },
@@ -187,11 +189,17 @@ def check_possible(of: Coordinator) -> None:
 
 
 def _digest_before(of: Coordinator, timeout: float) -> int:
+    """Of all that would be live then."""
+    return digest_of_all(_models_before(of, timeout), of.adapters.digests_before.values())
+
+
+def _models_before(of: Coordinator, timeout: float) -> int:
     """Of what every rank would go back to: read there, where it is an instance; else as it was
     when it went live.
     """
-    if not of.models_changed and of.switch.held is not None:
-        return total(of.switch.held.values())  # adapters alone would go back
+    if not of.models_changed:  # adapters alone would go back
+        held = of.switch.held
+        return total((of.digests(timeout) if held is None else held).values())
     asked = of.engine.call("stage_digests_before", {})
     replies = [reply for reply, _ in gather_replies(asked, "digest", timeout)]
     if not all(reply["possible"] for reply in replies):

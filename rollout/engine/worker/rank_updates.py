@@ -15,7 +15,14 @@ from torch import Tensor
 
 from rollout.engine.worker.staged_load import StagedLoad
 from rollout.engine.worker.weight_instances import ModelInstances
-from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, from_wire, to_wire
+from rollout.errors import (
+    ConfigError,
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    from_wire,
+    to_wire,
+)
 from rollout.models.adapter_slots import AdapterSlots
 from rollout.weight_sync.protocol.bucket import Unpacked, read_in_place, unpack
 from rollout.weight_sync.protocol.digests import slot_rows
@@ -25,6 +32,7 @@ from rollout.weight_sync.transports.base import EngineRank, InPlaceReceiver, Rec
 from rollout.weight_sync.transports.vllm import make_member
 from rollout.weight_sync.transports.vllm_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot
+from rollout.weights.adapters import AdapterSpec
 from rollout.weights.box import disjoint
 from rollout.wire.codec import from_plain, to_plain
 
@@ -159,6 +167,18 @@ class RankUpdates:
             "verify_seconds": verify,
             "extra_bytes": extra,
         }
+
+    def read_adapter(self, args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What this rank holds of the adapter in ``args["slot"]``, box by box; the caller sees to
+        it that nothing is staged there.
+        """
+        if self._adapters is None:
+            raise ConfigError("this rank holds no adapters: start it with max_adapters=")
+        model = self._adapters.view(int(args["slot"]), from_plain(AdapterSpec, args["spec"]))
+        found = [slot for slots in model.table.slots.values() for slot in slots]
+        boxes = [[s.source, list(s.take.starts), list(s.take.stops)] for s in found]
+        values = (model.read_slot(slot).contiguous().cpu().clone() for slot in found)
+        return {"boxes": boxes}, {str(index): value for index, value in enumerate(values)}
 
     def abort(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Forget the update ``args["update_id"]`` if it is this rank's current one."""

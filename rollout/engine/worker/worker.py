@@ -90,6 +90,7 @@ class Worker:
             "stage_digests": self._plain(self.digests),
             "stage_digests_before": self._plain(self.digests_before),
             "digests": self._plain(self.digests),
+            "stage_read_adapter": lambda args, _: self.updates.read_adapter(args),
             "stage_read": lambda args, _: self.read(args),
         }
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.errors import ConfigError
+from rollout.fleet.backend import FleetBackend
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 
@@ -42,7 +43,7 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
     """A slot takes it, or checkpoint + adapter become the next version; asked again, it is done
     already.
     """
-    backend = _embedded(rollout)
+    backend = _served(rollout)
     done = await rollout.threads.run(
         lambda: backend.load_lora_adapter(
             body.lora_name, body.lora_path, inplace=body.load_inplace, anywhere=False
@@ -55,15 +56,15 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
 @routes.on("POST", "/v1/unload_lora_adapter", Access.CONTROL)
 @routes.on("POST", "/unload_lora_adapter", Access.CONTROL)
 async def unload(rollout: Engine, body: UnloadBody) -> dict[str, Any]:
-    """Of the live adapter: the checkpoint's weights become the next version."""
-    backend = _embedded(rollout)
+    """Of the live one that is merged: the checkpoint's weights become the next version."""
+    backend = _served(rollout)
     found = await rollout.threads.run(lambda: backend.unload_lora_adapter(body.lora_name))
     if not found:
         raise HTTPException(404, f"no adapter {body.lora_name!r:.300} is loaded")
     return {"message": f"adapter {body.lora_name!r} is unloaded"}
 
 
-def _embedded(rollout: AsyncRollout) -> EmbeddedBackend:
-    if not isinstance(rollout.backend, EmbeddedBackend):
+def _served(rollout: AsyncRollout) -> EmbeddedBackend | FleetBackend:
+    if not isinstance(rollout.backend, EmbeddedBackend | FleetBackend):
         raise ConfigError("adapters are loaded by the engine's own server: ask it")
     return rollout.backend

@@ -18,6 +18,7 @@ from rollout.api.backend import Outputs
 from rollout.api.embedded import EmbeddedBackend
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import InvalidRequest
+from rollout.fleet.backend import FleetBackend
 from rollout.generation import RequestOutput, SamplingParams
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ async def sampled_by(
     """
     model = await served_model(rollout, asked)
     backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend) or not backend.config.max_adapters:
+    if not isinstance(backend, EmbeddedBackend | FleetBackend) or not backend.max_adapters:
         return model, params
     base = (await rollout.server_info()).model
     name = model.removeprefix(f"{base}:")
@@ -115,4 +116,4 @@ def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:
 def adapter_names(rollout: AsyncRollout) -> tuple[str, ...]:
     """Of the adapters that requests may name as their model."""
     backend = rollout.backend
-    return backend.adapter_names if isinstance(backend, EmbeddedBackend) else ()
+    return backend.adapter_names if isinstance(backend, EmbeddedBackend | FleetBackend) else ()

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, VersionConflict, WeightMismatch
+from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import A, AdapterSpec, B
 from rollout.weights.components import adapter_component, qualified
 
 _MOST = 8  # modules named in one error
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """The newest version of an adapter; ``digest`` is ``adapter_digest``."""
+
+    name: str
+    version: int
+    digest: int
+
+
+def held_adapters(info: WeightInfo) -> tuple[HeldAdapter, ...]:
+    """What an engine announces of its adapters, by name; ``VersionConflict`` where it does not
+    prove what they are: it commits, or is of a version that does not.
+    """
+    digests = info.adapter_digests
+    if unproven := info.adapters.keys() - digests.keys():
+        raise VersionConflict(f"no digest is told of the adapters {', '.join(sorted(unproven))}")
+    found = sorted(info.adapters.items())
+    return tuple(HeldAdapter(name, version, digests[name]) for name, version in found)
+
+
+def adapter_digest(name: str, version: int, spec: AdapterSpec, tensors: int) -> int:
+    """64 bits over all that ``name@version`` is; ``tensors``: the digest of its factors."""
+    modules = sorted((module, of.rank, of.scaling) for module, of in spec.modules.items())
+    text = json.dumps([name, version, tensors, modules])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def digest_of_all(models: int, adapters: Iterable[int]) -> int:
+    """Of all that an engine holds live: the models' digest, and each adapter's."""
+    return total([models, *adapters])
 
 
 def check_adapters(adapters: Mapping[str, AdapterSpec], info: WeightInfo) -> None:
@@ -28,7 +64,7 @@ def check_room(adapters: Mapping[str, AdapterSpec], slots: int, max_rank: int) -
     if not slots:
         raise ConfigError(
             f"adapter {next(iter(adapters))!r}: the engine holds no adapters: start it with "
-            "max_adapters=, or send the PEFT model merged, as to a fleet: update_weights(model)"
+            "max_adapters=, or send the PEFT model merged: update_weights(model)"
         )
     if len(adapters) > slots:
         raise ConfigError(

@@ -101,6 +101,7 @@ class WeightInfo:
     max_adapters: Count = field(default=0, metadata=ADDED)
     max_lora_rank: Count = field(default=0, metadata=ADDED)
     adapters: Table[Count] = field(default_factory=dict, metadata=ADDED)
+    adapter_digests: Table[Digest] = field(default_factory=dict, metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
@@ -117,8 +118,10 @@ class UpdateRequest:
     sent, each whole unless ``partial``; the engine's others stay as they are live. ``max_stall``
     (seconds) and ``max_extra_memory`` (bytes of a rank's device): what it may take, or nothing
     is staged. ``adapters``: by name, those that are sent, which are components, too, and always
-    whole. With ``in_flight="pin"``: ``pin_timeout`` in seconds, 0 for ``timeout``, then
-    ``pin_fallback``.
+    whole. ``adapters_after``: all that are to be there after the commit, by version: those that
+    are sent get theirs, the others have to be held in it, and what is not named goes; None: those
+    that are sent are added, as of the update's version. With ``in_flight="pin"``: ``pin_timeout``
+    in seconds, 0 for ``timeout``, then ``pin_fallback``.
     """
 
     update_id: Text
@@ -141,6 +144,12 @@ class UpdateRequest:
     adapters: Table[AdapterSpec] = field(default_factory=dict, metadata=ADDED)
     pin_timeout: Seconds = field(default=0.0, metadata=ADDED)
     pin_fallback: Text = field(default="keep", metadata=ADDED)
+    adapters_after: Table[Count] | None = field(default=None, metadata=ADDED)
+
+    def adapter_version(self, name: str) -> int:
+        """Of an adapter that is sent, where ``version`` is known."""
+        assert self.version is not None
+        return self.version if self.adapters_after is None else self.adapters_after[name]
 
     @property
     def models(self) -> tuple[str, ...]:

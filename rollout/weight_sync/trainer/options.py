@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,8 @@ class UpdateOptions:
     server reads itself, by which a repeated one is known. ``max_stall``: seconds in which no step
     may run; ``max_extra_memory``: bytes that a rank may take on its device beyond what it holds.
     ``pin_timeout``: how long requests may stay with the version before, at most ``timeout`` (None:
-    as long), then ``pin_fallback``.
+    as long), then ``pin_fallback``. ``adapters_after``: of a copy of another engine, all adapters
+    that are to be there then, by version.
     """
 
     version: int | None = None
@@ -67,6 +69,7 @@ class UpdateOptions:
     max_extra_memory: int | None = None
     pin_timeout: float | None = None
     pin_fallback: str = "keep"
+    adapters_after: Mapping[str, int] | None = None
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""

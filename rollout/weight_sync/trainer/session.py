@@ -288,6 +288,7 @@ class Opener:
             protocol=min(PROTOCOL, self.info.protocol),
             components=source.components,
             adapters=source.adapters,
+            adapters_after=options.adapters_after,
             **self._limits(),
         )
 

@@ -25,7 +25,7 @@ from rollout.weight_sync.trainer.sources.base import WeightSource
 from rollout.weight_sync.trainer.sources.detect import Detected, bare_module, combined, detect
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
-from rollout.weights.components import POLICY, adapter_of
+from rollout.weights.components import POLICY, adapter_component, adapter_of
 from rollout.weights.names import placed
 
 
@@ -79,6 +79,8 @@ def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
 
 
 def _detected(name: str, obj: Any, alone: bool) -> tuple[str, DetectedAdapter]:
+    if isinstance(obj, PeftAdapter):
+        return adapter_component(name), DetectedAdapter(obj, "files", None, alone=alone)
     adapter = Adapter.of(name, obj, bare_module(obj) if isinstance(obj, nn.Module) else None)
     if not adapter.peft_name:
         files = PeftAdapter.read(adapter.obj)
