@@ -202,6 +202,12 @@ class EngineConfig:
         "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "
         "preempted; docs/benchmarks.md has the cost",
     )
+    task: str = _setting(
+        "auto",
+        "what the model has to be for: auto (whatever its architecture says), generate, classify "
+        "(it has a score head) or reward (one of one label)",
+        *("auto", "generate", "classify", "reward"),
+    )
     head_dtype: str = _setting(
         "auto",
         "of the logits and the sums that make them: auto (the model's) or float32",

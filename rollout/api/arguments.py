@@ -65,6 +65,14 @@ def as_completions(completions: Any) -> list[list[int]] | None:
     return [list(ids) for ids in completions]
 
 
+def are_conversations(prompts: Any) -> bool:
+    """Whether these are the messages of a conversation, or of several, instead of prompts."""
+    first = prompts
+    while isinstance(first, Sequence) and not isinstance(first, str) and first:
+        first = first[0]
+    return isinstance(first, Mapping) and "role" in first
+
+
 def as_conversations(messages: Any) -> list[Messages]:
     """One conversation per entry."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):

@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import replace
 from functools import update_wrapper
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from rollout.api.arguments import (
     OneParams,
     Params,
     Prompts,
+    are_conversations,
     as_completions,
     as_conversations,
     as_ids,
@@ -206,22 +207,31 @@ class AsyncRollout:
 
     async def classify(
         self,
-        prompts: Prompts,
+        /,
+        prompts: Prompts | Messages | Sequence[Messages],
         *,
         pooling: str = "last",
         adapter: str | None = None,
         request_ids: Sequence[str] | None = None,
+        **options: Any,
     ) -> list[ClassificationOutput]:
         """The score head's logits of each prompt's last token (``pooling`` "all": of each token),
         with probabilities, label and reward: of a model whose architecture ends in
         ForSequenceClassification, a reward model's among them.
 
-        Prompts as for ``generate``; ``adapter``: of the model with that one. ``InvalidRequest``
-        where the model has no such head, ``RequestAborted`` where one was aborted, ``EngineError``
-        where the weights give NaN.
+        Prompts as for ``generate``; or conversations as for ``chat``, with its ``options``, which
+        end with their last message unless ``add_generation_prompt``. ``adapter``: of the model with
+        that one. ``InvalidRequest`` where the model has no such head, ``RequestAborted`` where one
+        was aborted, ``EngineError`` where the weights give NaN.
         """
-        params = replace(classify_params(pooling), adapter=adapter)
-        outputs = await self.generate(prompts, params, request_ids=request_ids)
+        params, given = replace(classify_params(pooling), adapter=adapter), cast(Any, prompts)
+        if are_conversations(prompts):
+            options = {"add_generation_prompt": False, **options}
+            outputs = await self.chat(given, params, request_ids=request_ids, **options)
+        elif options:
+            raise InvalidRequest(f"{next(iter(options))} is an option of conversations alone")
+        else:
+            outputs = await self.generate(given, params, request_ids=request_ids)
         return [ClassificationOutput.of(output, pooling) for output in outputs]
 
     async def score(

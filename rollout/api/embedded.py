@@ -194,6 +194,7 @@ class EmbeddedBackend:
             package_version=rollout.__version__,
             world_size=self.config.tensor_parallel_size,
             software=Speaks.here().software,
+            task="classify" if core.model_config.labels else "",
         )
 
     async def pause(self, mode: str, timeout: float) -> None:

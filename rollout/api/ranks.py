@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from rollout.api.arguments import Params, Prompts, as_completions
+from rollout.api.arguments import Params, Prompts, are_conversations, as_completions
 from rollout.api.async_rollout import AsyncRollout
 from rollout.api.backend import Backend
 from rollout.api.rank_calls import RankCalls
@@ -155,12 +155,20 @@ class ColocatedRollout:
         ]
 
     def classify(
-        self, prompts: Prompts, *, pooling: str = "last", timeout: float = CALL_TIMEOUT
+        self,
+        prompts: Prompts | Messages | Sequence[Messages],
+        *,
+        pooling: str = "last",
+        timeout: float = CALL_TIMEOUT,
     ) -> list[ClassificationOutput]:
         """As ``Rollout.classify``: the same logits on every rank."""
 
         def act() -> list[RequestOutput]:
-            return self._generated(lambda r: r.generate(prompts, classify_params(pooling)), timeout)
+            params = classify_params(pooling)
+            if not are_conversations(prompts):
+                return self._generated(lambda r: r.generate(prompts, params), timeout)
+            verb = lambda r: r.chat(prompts, params, add_generation_prompt=False)  # noqa: E731
+            return self._generated(verb, timeout)
 
         found = self._outputs("classify", [prompts, pooling], act, timeout)
         return [ClassificationOutput.of(output, pooling) for output in found]

@@ -48,6 +48,10 @@ _FRACTION = (
     "leave free; use --kv-cache-bytes N (of each rank) for another size"
 )
 _ALWAYS = "leave it out: it is always so here"
+_HEADS = (
+    "the architecture says what is served; --task classify or --task reward refuses another one at "
+    "the start, and embeddings need no flag"
+)
 _REPLICAS = "use --replicas N: engines behind one address, updated as one"
 _LOADED = "start with --max-adapters N, and load them by /v1/load_lora_adapter under a --weight-dir"
 _NO_PIPELINE = "there is no pipeline parallelism: use --tensor-parallel-size"
@@ -67,6 +71,9 @@ REFUSED: Mapping[str, str] = {
     "--data-parallel-size": _REPLICAS,
     "--dp": _REPLICAS,
     "--dp-size": _REPLICAS,
+    "--runner": _HEADS,
+    "--is-embedding": "leave it out: " + _HEADS,
+    "--convert": "nothing is converted: " + _HEADS,
     "--ep-size": "use --expert-parallel: all ranks share the experts",
     "--kv-cache-dtype": "the KV cache has the dtype of the model; use --dtype",
     "--enable-lora": "use --max-adapters N --max-lora-rank R; without them adapters are merged, by "

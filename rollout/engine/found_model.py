@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from rollout.config import EngineConfig
+from rollout.errors import ConfigError
 from rollout.loader import find_loader, resolve_model
 from rollout.models.config import ModelConfig
 from rollout.models.module_map import ModuleMap
@@ -36,10 +37,31 @@ class FoundModel:
         model = ModelConfig.from_directory(
             directory, registry, overrides=config.hf_overrides, code=code
         )
+        _check_task(config.task, model)
         mapped = model.architecture in own.models  # a map may be of several models
         return cls(
             directory=directory,
             location=config.model if "://" in config.model else str(directory),
             config=replace(model, modules={} if mapped else own.modules),
             registry=registry,
+        )
+
+
+def _check_task(task: str, model: ModelConfig) -> None:
+    """``ConfigError`` where the model has another head than the task needs."""
+    name, labels = model.architecture, len(model.labels)
+    if task == "generate" and labels:
+        raise ConfigError(
+            f"task='generate' needs a language model, and {name} has a score head: serve a "
+            "checkpoint whose architecture ends in ForCausalLM, or set task='classify'"
+        )
+    if task in ("classify", "reward") and not labels:
+        raise ConfigError(
+            f"task={task!r} needs a score head, and {name} has none that is served: serve a "
+            "checkpoint whose architecture ends in ForSequenceClassification"
+        )
+    if task == "reward" and labels != 1:
+        raise ConfigError(
+            f"task='reward' needs a score head of one label, and {name} has {labels}: set "
+            "task='classify', or save the checkpoint with num_labels=1"
         )

@@ -19,6 +19,7 @@ from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
 from rollout.models.build import build_tables
+from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
 from rollout.weights.names import placed
@@ -94,8 +95,7 @@ def check(config: EngineConfig) -> Preflight:
     size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
     return Preflight(
         architecture=model.architecture,
-        served="natively" if model.hf_values is None else "by transformers: its own modules, "
-        "their attention over pages",
+        served=_served(model),
         ranks=ranks, dtype=dtype_name(dtype), size=size,
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
@@ -125,6 +125,15 @@ def _tables(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> Sequ
     if config.load_format != "dummy":
         _check_files(config, found, tables[0])
     return tables
+
+
+def _served(model: ModelConfig) -> str:
+    if model.hf_values is not None:
+        return "by transformers: its own modules, their attention over pages"
+    if not (count := len(model.labels)):
+        return "natively"
+    labels = "1 label: a reward model, or a classifier" if count == 1 else f"{count} labels"
+    return f"natively, to classify: a score head of {labels}"
 
 
 def _kernels() -> str:

@@ -91,6 +91,7 @@ class ServerInfo:
     oldest_protocol: int = OLDEST  # 0: no other
     features: tuple[str, ...] = FEATURES
     software: str = ""  # its packages
+    task: str = ""  # "classify": it has a score head in the place of a language model's
 
     @property
     def speaks(self) -> Speaks:

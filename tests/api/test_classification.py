@@ -132,9 +132,30 @@ def test_a_reward_model_is_updated_like_any_other_to_the_bits_of_a_fresh_start(t
         check(engine.classify(PROMPTS), new, 2)
         assert not engine.check_weights(new).differing
         assert engine.check_weights(old).differing.count("score.weight") == 1
+        if size > 1:
+            return
         engine.save_sharded_state(str(tmp_path / "saved"))
         with Rollout(str(tmp_path / "saved"), **settings, load_format="sharded_state") as saved:
             check(saved.classify(PROMPTS), new, 0)
+
+
+def test_a_task_that_the_model_has_no_head_for_is_refused_at_the_start(tmp_path, checkpoint):
+    write_tiny(tmp_path, labels=2)
+    for path, task, why in (
+        (tmp_path, "generate", "needs a language model, and Qwen3ForSequenceClassification has a"),
+        (tmp_path, "reward", "one label, and Qwen3ForSequenceClassification has 2: .*num_labels=1"),
+        (checkpoint, "classify", "needs a score head, and Qwen3ForCausalLM has none"),
+        (checkpoint, "embed", "task must be one of auto, generate, classify, reward"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Rollout(str(path), **ENGINE, task=task)
+    with Rollout(str(tmp_path), **ENGINE, task="classify", deterministic=True) as engine:
+        alone = [engine.classify([ids])[0] for ids in PROMPTS[:5]]
+        engine.reset_prefix_cache()
+        together = engine.classify(PROMPTS[:5])
+        assert engine.server_info().task == "classify"
+    for one, same in zip(alone, together, strict=True):
+        assert np.array_equal(one.logits, same.logits)  # to the bit
 
 
 def test_a_config_that_names_no_labels_rightly_is_refused(tmp_path):

@@ -70,6 +70,17 @@ def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
     assert "undo='sparse' takes" in out
 
 
+def test_check_tells_of_a_score_head(run: Run, tmp_path: Path) -> None:
+    write_tiny(tmp_path, labels=1)
+    status, out, _ = run("check", tmp_path, "--task", "reward")
+    assert status == 0
+    facts = dict(line.split(None, 1) for line in out.splitlines())
+    assert facts["architecture"].startswith("Qwen3ForSequenceClassification")
+    assert facts["served"].startswith("natively, to classify: a score head of 1 label")
+    status, _, err = run("check", tmp_path, "--task", "generate")
+    assert (status, "architecture ends in ForCausalLM" in err) == (2, True)
+
+
 def test_generate_writes_the_same_twice_and_as_json(run: Run, tiny: Path) -> None:
     asked = ("generate", tiny, "Hello", "--temperature", 0, "--max-tokens", 6, *CPU)
     status, out, _ = run(*asked)

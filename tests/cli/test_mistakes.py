@@ -88,6 +88,7 @@ def test_the_spellings_of_others_mean_ours() -> None:
         ("--mem-fraction-static", "--kv-cache-bytes"),
         ("-pp", "there is no pipeline parallelism: use --tensor-parallel-size"),
         ("--data-parallel-size", "use --replicas N"),
+        ("--runner", "--task classify"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(run: Run, tiny: Path, flag, ours) -> None:

@@ -123,3 +123,10 @@ def test_verls_rows_are_of_the_token_after_each_and_padded_at_the_end() -> None:
     )
     assert teacher_rows([1, 4, 5], rows, 0) == ([[4], [5], [0]], [[-2.5], [-4.0], [0.0]])
     assert not math.isnan(teacher_rows([1, 2], [None, None], 1)[1][0][0])
+
+
+def test_a_language_model_classifies_nothing(http: httpx.Client) -> None:
+    for path in ("/classify", "/pooling"):
+        answer = http.post(path, json={"input": [1, 2]})
+        assert answer.status_code == 400
+        assert "ForSequenceClassification" in answer.text

@@ -22,6 +22,7 @@ from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
 from rollout.server.http import (
     adapters,
+    classify,
     control,
     dashboard,
     embeddings,
@@ -68,6 +69,7 @@ routes = Routes()
 DIALECTS = (
     Dialect(name="openai", routes=routes),
     Dialect(name="embeddings", routes=embeddings.routes),
+    Dialect(name="classify", routes=classify.routes),
     Dialect(name="score", routes=score.routes),
     Dialect(name="sessions", routes=sessions.routes),
     Dialect(name="vllm", routes=control.routes),

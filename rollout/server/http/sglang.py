@@ -21,7 +21,7 @@ from rollout.api import AsyncRollout
 from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
 from rollout.errors import RolloutError
-from rollout.generation import SamplingParams
+from rollout.generation import SamplingParams, classify_params
 from rollout.server.auth import Access
 from rollout.server.grpc.health import SERVING, state_of
 from rollout.server.http.answers import TokenText
@@ -145,10 +145,12 @@ async def abort_request(rollout: Engine, body: AbortBody) -> Response:
 
 @routes.on("GET", "/health_generate", Access.GENERATION)
 async def health_generate(rollout: Engine) -> Response:
-    """200 once a token was made."""
+    """200 once a token was made, or a prompt was classified."""
     if await state_of(rollout) != SERVING:
         return Response(status_code=503)
     one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    if (await rollout.server_info()).task == "classify":
+        one = classify_params("last")
     try:
         await asyncio.wait_for(rollout.generate([0], one), HEALTH_LIMIT)
     except (TimeoutError, RolloutError):
@@ -169,7 +171,7 @@ async def model_info(rollout: Engine) -> Document:
         "model_path": info.model,
         "served_model_name": info.model,
         "tokenizer_path": info.model if info.has_tokenizer else None,
-        "is_generation": True,
+        "is_generation": info.task != "classify",
         "preferred_sampling_params": None,
         "weight_version": weights.label or str(weights.version),
         "disaggregation_mode": "null",
