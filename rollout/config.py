@@ -200,7 +200,7 @@ class EngineConfig:
     deterministic: bool = _setting(
         False,
         "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "
-        "preempted; docs/benchmarks.md has the cost",
+        "preempted, on 1, 2 or 4 ranks; docs/benchmarks.md has the cost",
     )
     task: str = _setting(
         "auto",

@@ -69,6 +69,20 @@ class TensorParallel:
             self.group.allreduce([tensor]).wait()
         return tensor
 
+    def tree_sum(self, tensor: Tensor) -> Tensor:
+        """Sum float32 over a power of two of ranks, neighbours first, then neighbours of the sums.
+
+        The order is the same whatever carries it; all ranks call it in lockstep. ``tensor`` may be
+        written over.
+        """
+        if getattr(self.group, "adds_by_tree", False):
+            return self.all_reduce(tensor)
+        self.all_reduces += self.size > 1
+        parts = list(self.all_gather(tensor).chunk(self.size, dim=-1))
+        while len(parts) > 1:
+            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenate every rank's equal-shaped ``tensor`` along the last dimension."""
         if self.size == 1:

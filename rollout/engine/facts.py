@@ -47,7 +47,11 @@ def engine_facts(
 def differing_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each that may change bits: what it was, and what it is."""
     found = []
+    fixed = then.get("deterministic") and now.get("deterministic")
+    adapted = {"max_adapters"} & {*then.get("settings", {}), *now.get("settings", {})}
     for name in ("software", "dtype", "device", "tensor_parallel_size", "deterministic", "kernels"):
+        if name == "tensor_parallel_size" and fixed and not adapted:
+            continue  # any number of ranks gives these bits
         if then.get(name) != now.get(name):
             found.append(f"{name}: {then.get(name)} then, {now.get(name)} now")
     if not then.get("deterministic") and then.get("num_threads") != now.get("num_threads"):

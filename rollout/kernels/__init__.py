@@ -1,7 +1,7 @@
 """Ops of the forward pass, of digests and deltas: plain torch, with faster ones beside it."""
 
 from rollout.kernels.add_rms_norm import add_rms_norm
-from rollout.kernels.batch_invariant_linear import batch_invariant_linear
+from rollout.kernels.batch_invariant_linear import batch_invariant_linear, finish_sums
 from rollout.kernels.causal_conv import causal_conv
 from rollout.kernels.copy_into_box import copy_into_box
 from rollout.kernels.copy_regions import copy_regions
@@ -42,6 +42,7 @@ __all__ = [
     "digest_regions",
     "encode_gaps",
     "filter_logits",
+    "finish_sums",
     "fused_experts",
     "gated_delta_rule",
     "gated_linear",

@@ -10,13 +10,12 @@ from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
 from rollout.kernels.native import library, native_status
 from rollout.kernels.paged_attention.cpu import MAX_DIM, MAX_GROUP, takes_heads
-from rollout.models.layers.base import Build
-
-MAX_RANKS = 2  # the sum of two is the same in any order
+from rollout.models.layers.base import DETERMINISTIC_SIZES, Build
 
 
 def check_deterministic(build: Build, foreign: Any = None) -> None:
-    """Raise a ``ConfigError`` naming everything of ``build`` whose bits depend on the batch.
+    """Raise a ``ConfigError`` naming everything of ``build`` whose bits depend on the batch, or on
+    the number of ranks.
 
     ``foreign``: the class of a model written elsewhere, if it is one.
     """
@@ -28,7 +27,8 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
         not in ("cpu", "meta", "cuda"),
         f"{build.dtype} (use float32 or bfloat16)": build.dtype
         not in (torch.float32, torch.bfloat16),
-        f"tensor_parallel_size={build.tp.size} (at most {MAX_RANKS})": build.tp.size > MAX_RANKS,
+        f"tensor_parallel_size={build.tp.size} (use 1, 2 or 4)": build.tp.size
+        not in DETERMINISTIC_SIZES,
         "mixtures of experts": config.moe is not None,
         "latent attention": config.latent is not None,
         "layers with a recurrent state": bool(config.recurrent_layers),

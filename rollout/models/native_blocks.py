@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rollout.kernels import batch_invariant_attention, paged_attention
+from rollout.kernels import batch_invariant_attention, finish_sums, paged_attention
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry, library
 from rollout.kernels.native.prototypes import structure
@@ -43,6 +43,9 @@ class NativeBlocks:
             columns += (self._heads + self._kv_heads) * config.head_dim
         self._work_columns = max(self._inner, columns)
         self._weights = [_weights(block) for block in blocks]
+        size = build.tp.size
+        self._o_segments = attention.o_proj.segments // size if build.deterministic else 1
+        self._down_segments = _mlp(blocks[0]).down.segments // size if build.deterministic else 1
         # More ranks than one sum after each half, and add biases to the sum.
         self._biases: list[Tensor | None] = []
         if build.tp.size > 1:
@@ -80,23 +83,29 @@ class NativeBlocks:
         tables = batch.block_tables.contiguous()
         assert slots.dtype == torch.int64
         assert starts.dtype == lengths.dtype == tables.dtype == torch.int32
-        addresses = self._addresses(kv)
+        addresses, tp = self._addresses(kv), self._build.tp
+        in_order = self._build.deterministic and tp.size > 1
+        sums = x.new_empty(x.shape, dtype=torch.float32) if in_order else None
         _, _, page, dim = kv[0].k.shape
         problem: Any = structure("Blocks")(
             ctypes.addressof(addresses),
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
             *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
             *(cos.shape[1], page, tables.shape[1], self._window, 0, 2 * len(self._weights)),
-            *(self._build.config.norm_eps, self._scale),
+            *(None if sums is None else sums.data_ptr(), self._build.config.norm_eps, self._scale),
+            *(self._o_segments, self._down_segments),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
         )
-        if self._build.tp.size == 1:
+        if tp.size == 1:
             _run(problem)
             return out, x
         for half, bias in enumerate(self._biases):
             problem.begin, problem.end = half, half + 1
             _run(problem)
-            self._build.tp.all_reduce(out)
+            if sums is not None:
+                finish_sums(tp.tree_sum(sums), bias, out.dtype, out)
+                continue
+            tp.all_reduce(out)
             if bias is not None:
                 out.add_(bias)
         return out, x

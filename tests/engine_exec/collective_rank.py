@@ -22,20 +22,29 @@ def inputs(shape, dtype, size, seed):
     return [(torch.randn(shape, generator=draw) * 3).to(dtype) for _ in range(size)]
 
 
+def summed(parts):
+    """In the order in which ranks add up: of four in a binary tree."""
+    if len(parts) == 4:
+        return (parts[0] + parts[1]) + (parts[2] + parts[3])
+    return sum(parts[1:], parts[0])
+
+
 def conformance(tp, other):
     """Sums equal the reference bit by bit, gathers too; rounds in a row reuse both slots."""
     seen = hashlib.sha256()
     for round_, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16) * 2):
         for seed, shape in enumerate(SHAPES):
             parts = inputs(shape, dtype, tp.size, 100 * round_ + seed)
-            want = torch.zeros(shape)
-            for part in parts:
-                want += part
+            want = summed([part.float() for part in parts])
             got = tp.all_reduce(parts[tp.rank].clone())
             if dtype == torch.float16:  # left to the other group
                 torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0)
             else:
                 assert torch.equal(got, want.to(dtype)), (dtype, shape)
+            if dtype == torch.float32 and tp.size != 3:
+                for group in (tp.group, other):  # the same order, whatever carries it
+                    mine = TensorParallel(tp.rank, tp.size, group)
+                    assert torch.equal(mine.tree_sum(parts[tp.rank].clone()), want), shape
             assert torch.equal(tp.all_gather(parts[tp.rank]), torch.cat(parts, -1)), (dtype, shape)
             seen.update(got.contiguous().view(torch.uint8).numpy().tobytes())
     strided = inputs((6, 10), torch.float32, tp.size, 7)

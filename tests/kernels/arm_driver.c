@@ -5,8 +5,8 @@
 #include <stdio.h>
 
 void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
-                    uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                    int32_t level, int32_t threads);
+                    void *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                    int32_t segments, int32_t wide, int32_t level, int32_t threads);
 uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int64_t columns,
                         int64_t row_stride, int64_t column_stride, uint64_t position,
                         uint64_t position_stride, int32_t threads, uint64_t exponent,
@@ -39,7 +39,7 @@ int main(int count, char **words) {
     } else if (!strcmp(words[1], "linear")) {
         size_t size = (size_t)(i[0] * i[1] * 2);
         void *x = buffer(), *w = buffer(), *bias = buffer(), *out = malloc(size);
-        rollout_linear(x, i[2], w, bias, out, i[0], i[1], i[2], 0, 0, 1);
+        rollout_linear(x, i[2], w, bias, out, i[0], i[1], i[2], 0, 1, 0, 0, 1);
         fwrite(out, 1, size, stdout);
     } else {
         Problem p = {.q_row = i[0], .q_head = i[1], .kv_block = i[2], .kv_head = i[3],

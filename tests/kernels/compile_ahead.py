@@ -73,6 +73,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             "batch_invariant_linear",
             lambda w=w, y=y: kernel("batch_invariant_linear")(y, w, None, PLAIN, w.shape),
         )
+        yield (
+            "batch_invariant_linear",
+            lambda w=w, y=y: kernel("batch_invariant_linear")(y, w, None, PLAIN, w.shape, 4, True),
+        )
     for dtype, vocab in ((BF16, 128256), (FP32, 32000)):
         rows, none = torch.zeros(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64)
         args = (rows, none, torch.ones(2, 3), none, torch.zeros(2, dtype=torch.float64))

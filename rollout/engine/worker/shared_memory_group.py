@@ -73,6 +73,8 @@ class SharedMemoryGroup:
 
     def __init__(self, memory: Tensor, rank: int, size: int, timeout: float, other: Any) -> None:
         self._memory, self._rank, self._size = memory, rank, size
+        #: whether float32 is summed as ``TensorParallel.tree_sum`` promises
+        self.adds_by_tree = size in (1, 2, 4)
         self._timeout, self._other = timeout, other
         self._broken: str | None = None
         spin = _SPIN if len(os.sched_getaffinity(0)) >= size else 0
@@ -81,7 +83,7 @@ class SharedMemoryGroup:
         self._gather = native.entry("group_gather")
 
     def allreduce(self, tensors: list[Tensor]) -> SharedMemoryGroup:
-        """Sum each of ``tensors`` over the ranks, in place."""
+        """Sum each of ``tensors`` over the ranks, in place, as ``adds_by_tree`` says."""
         for tensor in tensors:
             bf16 = native.BF16.get(tensor.dtype)
             if bf16 is None:

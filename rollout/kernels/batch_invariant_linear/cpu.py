@@ -6,31 +6,62 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.batch_invariant_linear import batch_invariant_linear as op
+from rollout.kernels.batch_invariant_linear import finish_sums as finish
 from rollout.kernels.linear import cpu as tiles
 from rollout.kernels.native import BF16, entry
 from rollout.weights import Box, Layout
 
 
 def batch_invariant_linear(
-    x: Tensor, storage: Tensor, bias: Tensor | None, layout: Layout, shape: tuple[int, int]
+    x: Tensor,
+    storage: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    shape: tuple[int, int],
+    segments: int = 1,
+    wide: bool = False,
+    *,
+    at_level: int | None = None,
 ) -> Tensor:
-    if tiles.takes(x, storage, bias, layout):
-        return tiles.multiply_tiles(x, storage, bias, shape, gated=False, at_level=None)
+    """``at_level`` pins a lower level than the machine's, for tests."""
+    bias = None if wide else bias
+    if tiles.takes(x, storage, bias, layout) and shape[1] % (2 * segments) == 0:
+        return tiles.multiply_tiles(
+            x, storage, bias, shape, gated=False, at_level=at_level, segments=segments, wide=wide
+        )
     bf16 = BF16.get(x.dtype)
     alike = x.dtype == storage.dtype and (bias is None or bias.dtype == x.dtype)
     if bf16 is None or not alike:
-        return op.reference(x, storage, bias, layout, shape)
+        return op.reference(x, storage, bias, layout, shape, segments, wide)
     plain = layout.name == "plain"
     weight = (storage if plain else layout.read(storage, shape, Box.full(shape))).contiguous()
     outputs, inputs = shape
     assert x.shape[-1] == inputs, f"x {x.shape} does not fit a weight of shape {shape}"
+    assert inputs % segments == 0, f"{inputs} inputs make no {segments} equal segments"
     flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, inputs).contiguous()
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
+    out = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32 if wide else x.dtype)
     if not out.numel():
         return out
     entry("batch_invariant_linear")(
         *(flat.data_ptr(), flat.stride(0), weight.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), len(flat), outputs, inputs),
-        *(bf16, torch.get_num_threads()),
+        *(segments, wide, bf16, torch.get_num_threads()),
+    )
+    return out
+
+
+def finish_sums(
+    sums: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    bf16 = BF16.get(dtype)
+    alike = sums.dtype == torch.float32 and (bias is None or bias.dtype == dtype)
+    if bf16 is None or not alike:
+        return finish.reference(sums, bias, dtype, out)
+    sums, columns = sums.contiguous(), sums.shape[-1]
+    out = torch.empty(sums.shape, dtype=dtype) if out is None else out
+    assert out.is_contiguous(), "the result is dense"
+    entry("finish_sums")(
+        *(sums.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(sums.numel() // max(1, columns), columns, bf16),
     )
     return out

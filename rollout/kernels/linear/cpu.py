@@ -61,18 +61,24 @@ def multiply_tiles(
     *,
     gated: bool,
     at_level: int | None,
+    segments: int = 1,
+    wide: bool = False,
 ) -> Tensor:
-    """``linear``, or ``gated_linear`` where ``gated``, of what ``takes`` accepts."""
+    """``linear``, or ``gated_linear`` where ``gated``, of what ``takes`` accepts.
+
+    ``segments``, ``wide``: as of ``batch_invariant_linear``; segments have an even length.
+    """
     n, k = shape
     assert x.shape[-1] == k, f"x {x.shape} does not fit a weight of shape {shape}"
     assert storage.is_contiguous(), "the tiles of a weight lie one after the other"
     flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, k).contiguous()
-    out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype)
+    dtype = torch.float32 if wide else x.dtype
+    out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=dtype)
     if not out.numel():
         return out
     entry("linear")(
         *(flat.data_ptr(), flat.stride(0), storage.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), len(flat), n, k, gated),
-        *(level() if at_level is None else at_level, torch.get_num_threads()),
+        *(segments, wide, level() if at_level is None else at_level, torch.get_num_threads()),
     )
     return out

@@ -1,8 +1,9 @@
 /* y = x W^T + bias, W [outputs, inputs] row by row, float32 or bfloat16 summed in float32.
  *
- * Lane l of a vector sums inputs l, l + VW, l + 2 VW ... in ascending order, then the lanes are
- * folded in halves: an output is summed in this order whatever block, batch or thread it is in, so
- * a row has the same bits in any batch. */
+ * Lane l of a vector sums inputs l, l + VW, l + 2 VW ... of a segment in ascending order, then the
+ * lanes are folded in halves, and the segments' sums added in a binary tree: an output is summed in
+ * this order whatever block, batch or thread it is in, so a row has the same bits in any batch.
+ * Ranks that hold neighbouring segments have branches of the tree, as `wide` sums in float32. */
 #include "vec.h"
 
 #if VW == 16
@@ -11,32 +12,31 @@
 #define ROW_BLOCK 2 /* 16 registers: 8 sums */
 #endif
 #define COLUMN_BLOCK 4
+#define SEGMENTS 4         /* at most */
 #define ITEM 64            /* outputs of a work item */
 #define CACHED (1 << 19)   /* bytes of x in a work item */
 
 typedef struct {
     const void *x, *w, *bias; /* bias may be null */
     void *out;
-    int64_t x_row, outputs, inputs;
+    int64_t x_row, outputs, inputs, length; /* inputs of a segment */
+    int32_t segments, wide; /* wide: float32 sums are stored as they are, without the bias */
 } Ordered;
 
 INLINE const void *from(const void *p, int64_t i, int bf16) {
     return (const char *)p + i * (bf16 ? 2 : 4);
 }
 
-INLINE void block(const Ordered *p, int rows, int columns, int64_t row, int64_t column, int bf16) {
+/* Rows by columns over `length` inputs from `first` on. */
+INLINE void sum_segment(int rows, int columns, const void *const *x, const void *const *w,
+                        int64_t first, int64_t length, float *sums, int bf16) {
     vf sum[ROW_BLOCK][COLUMN_BLOCK];
-    const void *x[ROW_BLOCK], *w[COLUMN_BLOCK];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) x[r] = from(p->x, (row + r) * p->x_row, bf16);
-#pragma GCC unroll 4
-    for (int c = 0; c < columns; c++) w[c] = from(p->w, (column + c) * p->inputs, bf16);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) sum[r][c] = splat(0);
-    int64_t whole = p->inputs / VW * VW;
-    for (int64_t k = 0; k < whole; k += VW) {
+    int64_t whole = first + length / VW * VW, end = first + length;
+    for (int64_t k = first; k < whole; k += VW) {
         vf weights[COLUMN_BLOCK];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) weights[c] = load(w[c], k, bf16);
@@ -47,18 +47,41 @@ INLINE void block(const Ordered *p, int rows, int columns, int64_t row, int64_t 
             for (int c = 0; c < columns; c++) sum[r][c] = fused(v, weights[c], sum[r][c]);
         }
     }
-    if (whole < p->inputs) {
-        int rest = (int)(p->inputs - whole);
+    if (whole < end) {
+        int rest = (int)(end - whole);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < columns; c++)
                 sum[r][c] = fused(load_n(x[r], whole, rest, bf16),
                                   load_n(w[c], whole, rest, bf16), sum[r][c]);
     }
     for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) sums[r * COLUMN_BLOCK + c] = reduce_sum(sum[r][c]);
+}
+
+/* One element of the result, of which `sum` is whole. */
+INLINE void finish(const void *bias, int64_t column, float sum, void *out, int64_t at, int bf16) {
+    vf y = splat(sum);
+    if (bias) y += load_n(bias, column, 1, bf16);
+    store_n(out, at, y, 1, bf16);
+}
+
+INLINE void block(const Ordered *p, int rows, int columns, int64_t row, int64_t column, int bf16) {
+    float sums[SEGMENTS][ROW_BLOCK * COLUMN_BLOCK];
+    const void *x[ROW_BLOCK], *w[COLUMN_BLOCK];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) x[r] = from(p->x, (row + r) * p->x_row, bf16);
+#pragma GCC unroll 4
+    for (int c = 0; c < columns; c++) w[c] = from(p->w, (column + c) * p->inputs, bf16);
+    for (int s = 0; s < p->segments; s++)
+        sum_segment(rows, columns, x, w, s * p->length, p->length, sums[s], bf16);
+    for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
-            vf y = splat(reduce_sum(sum[r][c]));
-            if (p->bias) y += load_n(p->bias, column + c, 1, bf16);
-            store_n(p->out, (row + r) * p->outputs + column + c, y, 1, bf16);
+            int i = r * COLUMN_BLOCK + c;
+            for (int step = 1; step < p->segments; step *= 2)
+                for (int s = 0; s < p->segments; s += 2 * step) sums[s][i] += sums[s + step][i];
+            int64_t at = (row + r) * p->outputs + column + c;
+            if (p->wide) ((float *)p->out)[at] = sums[0][i];
+            else finish(p->bias, column + c, sums[0][i], p->out, at, bf16);
         }
 }
 
@@ -90,11 +113,13 @@ static void item_bf16(const Ordered *p, int64_t row, int64_t stop, int64_t colum
     item(p, row, stop, column, end, 1);
 }
 
+/* segments: 1, 2 or 4, which divide the inputs; out: float32 where `wide`. */
 EXPORT void rollout_batch_invariant_linear(const void *x, int64_t x_row, const void *w, const void *bias,
                                    void *out, int64_t rows, int64_t outputs, int64_t inputs,
-                                   int32_t bf16, int32_t threads) {
+                                   int32_t segments, int32_t wide, int32_t bf16, int32_t threads) {
     Ordered p = {.x = x, .w = w, .bias = bias, .out = out, .x_row = x_row};
-    p.outputs = outputs, p.inputs = inputs;
+    p.outputs = outputs, p.inputs = inputs, p.length = inputs / segments;
+    p.segments = segments, p.wide = wide;
     int64_t stretch = CACHED / (inputs * (bf16 ? 2 : 4) + 1) / ROW_BLOCK * ROW_BLOCK;
     if (stretch < ROW_BLOCK) stretch = ROW_BLOCK;
     int64_t groups = (outputs + ITEM - 1) / ITEM, items = (rows + stretch - 1) / stretch * groups;
@@ -106,4 +131,16 @@ EXPORT void rollout_batch_invariant_linear(const void *x, int64_t x_row, const v
         int64_t end = column + ITEM < outputs ? column + ITEM : outputs;
         (bf16 ? item_bf16 : item_f32)(&p, row, stop, column, end);
     }
+}
+
+/* What the kernels make of whole sums [rows, columns], float32: the bias added, rounded. */
+EXPORT void rollout_finish_sums(const float *sums, const void *bias, void *out, int64_t rows,
+                                int64_t columns, int32_t bf16) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c += VW) {
+            vf y = load_at(sums + r * columns, c, columns, 0);
+            if (bias) y += load_at(bias, c, columns, bf16);
+            if (bf16) store_at((uint16_t *)out + r * columns, c, columns, y, 1);
+            else store_at((float *)out + r * columns, c, columns, y, 0);
+        }
 }

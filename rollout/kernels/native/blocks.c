@@ -24,7 +24,9 @@ typedef struct {
     int64_t table_width;
     int64_t window;     /* keys that a query sees, or 0 for all */
     int64_t begin, end; /* halves to run: 2 i is the attention of block i, 2 i + 1 what follows */
+    float *sums;        /* [tokens, hidden]: what o and down give instead, or null */
     float eps, scale;
+    int32_t o_segments, down_segments; /* of their inputs; see linear.c */
     int32_t wide, level, threads; /* wide: cos and sin are float32 */
 } Blocks;
 
@@ -42,8 +44,22 @@ static void multiply(Thread t, const Blocks *p, const uint16_t *x, const uint16_
         int8_part(t.team, x, inputs, (const int8_t *)w, scale, bias, out, p->tokens, outputs,
                   inputs, gated, t.size);
     else
-        linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, p->level,
-                    t.size);
+        linear_part(t.team, x, inputs, w, bias, out, p->tokens, outputs, inputs, gated, 1, 0,
+                    p->level, t.size);
+    meet(t.team, t.size);
+}
+
+/* out, or the sums that it is one rank's part of. */
+static void multiply_back(Thread t, const Blocks *p, const uint16_t *x, const uint16_t *w,
+                          const float *scale, const uint16_t *bias, int64_t inputs,
+                          int32_t segments) {
+    if (scale) {
+        multiply(t, p, x, w, scale, bias, p->out, p->hidden, inputs, 0);
+        return;
+    }
+    void *out = p->sums ? (void *)p->sums : p->out;
+    linear_part(t.team, x, inputs, w, bias, out, p->tokens, p->hidden, inputs, 0, segments,
+                p->sums != 0, p->level, t.size);
     meet(t.team, t.size);
 }
 
@@ -106,7 +122,7 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
     problem.out = qkv; /* q, k and v are no longer needed */
     attention_part(t.team, &problem, t.plan, 1);
     meet(t.team, t.size);
-    multiply(t, p, qkv, b->o, b->o_scale, b->o_bias, p->out, p->hidden, q_columns, 0);
+    multiply_back(t, p, qkv, b->o, b->o_scale, b->o_bias, q_columns, p->o_segments);
 }
 
 static void run(Thread t, const Blocks *p) {
@@ -118,7 +134,7 @@ static void run(Thread t, const Blocks *p) {
             continue;
         }
         multiply(t, p, p->out, b->gate_up, b->gate_up_scale, b->gate_up_bias, p->work, 2 * p->inner, p->hidden, 1);
-        multiply(t, p, p->work, b->down, b->down_scale, b->down_bias, p->out, p->hidden, p->inner, 0);
+        multiply_back(t, p, p->work, b->down, b->down_scale, b->down_bias, p->inner, p->down_segments);
     }
 }
 

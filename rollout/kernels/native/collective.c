@@ -128,15 +128,18 @@ static int meet(const group *g, uint32_t exchange) {
     return ALL_CAME;
 }
 
-/* Elements begin .. end of all ranks' slots, added in float32 in the order of the ranks. Slots hold
- * whole vectors, so only the store can meet a tail. */
+/* Elements begin .. end of all ranks' slots, added in float32: of four ranks in a binary tree, else
+ * in the order of the ranks. Slots hold whole vectors, so only the store can meet a tail. */
 INLINE void add_up(const group *g, uint32_t exchange, int64_t begin, int64_t end, char *out,
                    int bf16) {
     const char *slots[MAX_RANKS];
     for (int r = 0; r < g->size; r++) slots[r] = slot_of(g, r, exchange);
     for (int64_t i = begin; i < end; i += VW) {
-        vf sum = load(slots[0], i, bf16);
-        for (int r = 1; r < g->size; r++) sum += load(slots[r], i, bf16);
+        vf sum = load(slots[0], i, bf16) + load(slots[1], i, bf16);
+        if (g->size == 4)
+            sum += load(slots[2], i, bf16) + load(slots[3], i, bf16);
+        else
+            for (int r = 2; r < g->size; r++) sum += load(slots[r], i, bf16);
         store_at(out, i - begin, end - begin, sum, bf16);
     }
 }

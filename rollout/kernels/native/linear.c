@@ -6,25 +6,42 @@
  * One work item is two pairs of tiles (neighbours; or a gate and what it scales) and a stretch of
  * rows. Every output sums its inputs in one fixed order that depends on the machine alone: a row
  * has the same bits in any batch, on any number of threads. A few rows are bound by reading W once;
- * of many, a stretch of x stays in L2 while W passes. */
+ * of many, a stretch of x stays in L2 while W passes.
+ *
+ * Segments are equal stretches of the inputs, each summed by itself; their sums are added in a
+ * binary tree. Ranks that hold neighbouring ones have its branches, as `wide` sums in float32. */
 #include "area.h"
 #include "ops.h"
 #include "vec.h"
 
 #define TILE 16
 #define GROUP 2        /* of one item */
+#define SEGMENTS 4     /* at most */
 #define CACHED (1 << 20)   /* bytes of a stretch of x as it is multiplied */
 #define SLICES (TILE / VW) /* vectors in the outputs of a tile */
 
 typedef struct {
     const uint16_t *x, *w, *bias; /* bias may be null */
-    uint16_t *out;
+    void *out;
     int64_t x_row, rows, outputs, inputs; /* outputs of W */
     int64_t within, between; /* elements from the first tile of a pair to its second, to the next */
     int64_t pairs;
     int64_t stretch, groups, items; /* rows and groups of pairs that make an item */
+    int64_t length;         /* inputs of a segment: even */
+    int32_t segments;       /* 1, 2 or 4 */
     int32_t gated, odd; /* odd: the last pair has no second tile */
+    int32_t wide;       /* the sums are stored as they are, without a bias */
 } Linear;
+
+/* The sums of the first segment become those of all: `count` floats lie `apart` from the next. */
+INLINE void add_segments(const Linear *p, float *sums, int apart, int count) {
+    for (int step = 1; step < p->segments; step *= 2)
+        for (int s = 0; s < p->segments; s += 2 * step)
+            for (int i = 0; i < count; i += VW) {
+                float *to = sums + s * apart;
+                store(to, i, load(to, i, 0) + load(to + step * apart, i, 0), 0);
+            }
+}
 
 /* Add the bias, round and store: sums [rows, stride] are what the tiles of pair `pair` gave. */
 INLINE void finish(const Linear *p, int64_t row, int rows, int64_t pair, int tiles,
@@ -33,15 +50,19 @@ INLINE void finish(const Linear *p, int64_t row, int rows, int64_t pair, int til
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < (p->gated ? TILE : tiles * TILE); j += VW) {
             vf v = load(sums + r * stride, j, 0);
+            if (p->wide) {
+                store((float *)p->out + (row + r) * p->outputs, first + j, v, 0);
+                continue;
+            }
             if (p->bias) v += load(p->bias, first + j, 1);
             if (!p->gated) {
-                store(p->out + (row + r) * p->outputs, first + j, v, 1);
+                store((uint16_t *)p->out + (row + r) * p->outputs, first + j, v, 1);
                 continue;
             }
             vf other = load(sums + r * stride + TILE, j, 0);
             if (p->bias) other += load(p->bias, up + first + j, 1);
             v = silu(round_to(v, 1), 1) * round_to(other, 1);
-            store(p->out + (row + r) * up, first + j, v, 1);
+            store((uint16_t *)p->out + (row + r) * up, first + j, v, 1);
         }
 }
 
@@ -62,11 +83,12 @@ EXPORT int32_t rollout_linear_level(void) {
 EXPORT int32_t rollout_vector_width(void) { return VW; }
 
 static Linear prepared(const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
-                       uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                       int32_t level) {
+                       void *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                       int32_t segments, int32_t wide, int32_t level) {
     int64_t tile = inputs * TILE, tiles = outputs / TILE, pairs = (tiles + 1) / 2;
     Linear p = {.x = x, .w = w, .bias = bias, .out = out, .x_row = x_row, .rows = rows};
     p.outputs = outputs, p.inputs = inputs, p.pairs = pairs, p.odd = tiles % 2, p.gated = gated;
+    p.segments = segments, p.length = inputs / segments, p.wide = wide;
     p.within = gated ? pairs * tile : tile, p.between = gated ? tile : 2 * tile;
     int64_t fit = level ? CACHED / (inputs * 2) : CACHED_FLOATS / inputs;
     p.stretch = level ? fit / (2 * TILE) * (2 * TILE) : fit / MANY * MANY;
@@ -92,19 +114,21 @@ static void share_out(Team *t, const Linear *p, int32_t level, int32_t threads) 
     }
 }
 
-/* outputs: a multiple of 16 (of 32 where gated); inputs: even; `level` at most that of
+/* outputs: a multiple of 16 (of 32 where gated); inputs: even, in each of the `segments` (1, 2 or 4)
+ * too; out: float32 where `wide`, which is not gated; `level` at most that of
  * rollout_linear_level. */
 void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
-                 uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                 int32_t level, int32_t threads) {
-    Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, level);
+                 void *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                 int32_t segments, int32_t wide, int32_t level, int32_t threads) {
+    Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, segments, wide, level);
     share_out(t, &p, level, threads);
 }
 
 EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
-                           const uint16_t *bias, uint16_t *out, int64_t rows, int64_t outputs,
-                           int64_t inputs, int32_t gated, int32_t level, int32_t threads) {
-    Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, level);
+                           const uint16_t *bias, void *out, int64_t rows, int64_t outputs,
+                           int64_t inputs, int32_t gated, int32_t segments, int32_t wide,
+                           int32_t level, int32_t threads) {
+    Linear p = prepared(x, x_row, w, bias, out, rows, outputs, inputs, gated, segments, wide, level);
     Team team = {0};
     if (p.items < 2 || rows * outputs * inputs < 65536) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)

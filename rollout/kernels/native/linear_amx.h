@@ -34,18 +34,19 @@ INLINE void configure(int low, int high) {
     _tile_loadconfig(&c);
 }
 
-/* The last inputs % DEPTH inputs of x and of two pairs of tiles, padded with zeros. */
+/* The last length % DEPTH inputs of a segment, of x and of two pairs of tiles, padded with zeros. */
 typedef struct {
     uint16_t x[2 * TILE][DEPTH], w[2 * GROUP][PAIRS][2 * TILE];
 } Rest;
 #define REST_TILE (PAIRS * 2 * TILE)
 
-static void take_rest(const Linear *p, int64_t row, int rows, const uint16_t *w, int tiles,
+/* x, w: of the segment. */
+static void take_rest(const Linear *p, const uint16_t *x, int rows, const uint16_t *w, int tiles,
                       Rest *rest) {
-    int64_t from = p->inputs / DEPTH * DEPTH, count = p->inputs - from;
+    int64_t from = p->length / DEPTH * DEPTH, count = p->length - from;
     memset(rest, 0, sizeof *rest);
     for (int r = 0; r < rows; r++)
-        memcpy(rest->x[r], p->x + (row + r) * p->x_row + from, (size_t)count * 2);
+        memcpy(rest->x[r], x + r * p->x_row + from, (size_t)count * 2);
     for (int t = 0; t < tiles; t++)
         memcpy(rest->w[t], w + t / 2 * p->between + t % 2 * p->within + from * TILE,
                (size_t)count * 2 * TILE);
@@ -75,31 +76,35 @@ INLINE void narrow_step(const uint16_t *x, int64_t x_row, const uint16_t *w, int
 }
 
 INLINE void narrow_rows(const Linear *p, int64_t row, int rows, int64_t pair, int tiles) {
-    float sums[GROUP][TILE][2 * TILE];
+    float sums[SEGMENTS][GROUP][TILE][2 * TILE];
     const uint16_t *x = p->x + row * p->x_row, *w = p->w + pair * p->between;
-    int64_t whole = p->inputs / DEPTH * DEPTH;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < whole; k += DEPTH) {
-        if (k + AHEAD < whole)
-            for (int t = 0; t < tiles; t++)
-                fetch_tile(w + t / 2 * p->between + t % 2 * p->within + (k + AHEAD) * TILE);
-        narrow_step(x + k, p->x_row, w + k * TILE, p->within, p->between, tiles);
+    int64_t whole = p->length / DEPTH * DEPTH;
+    for (int s = 0; s < p->segments; s++, x += p->length, w += p->length * TILE) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < whole; k += DEPTH) {
+            if (k + AHEAD < whole)
+                for (int t = 0; t < tiles; t++)
+                    fetch_tile(w + t / 2 * p->between + t % 2 * p->within + (k + AHEAD) * TILE);
+            narrow_step(x + k, p->x_row, w + k * TILE, p->within, p->between, tiles);
+        }
+        if (whole < p->length) {
+            Rest rest;
+            take_rest(p, x, rows, w, tiles, &rest);
+            narrow_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, 2 * REST_TILE, tiles);
+        }
+        _tile_stored(0, sums[s][0][0], 128);
+        _tile_stored(1, sums[s][0][0] + TILE, 128);
+        _tile_stored(2, sums[s][1][0], 128);
+        _tile_stored(3, sums[s][1][0] + TILE, 128);
+        FENCE();
     }
-    if (whole < p->inputs) {
-        Rest rest;
-        take_rest(p, row, rows, w, tiles, &rest);
-        narrow_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, 2 * REST_TILE, tiles);
-    }
-    _tile_stored(0, sums[0][0], 128);
-    _tile_stored(1, sums[0][0] + TILE, 128);
-    _tile_stored(2, sums[1][0], 128);
-    _tile_stored(3, sums[1][0] + TILE, 128);
-    FENCE();
-    finish(p, row, rows, pair, tiles < 2 ? tiles : 2, sums[0][0], 2 * TILE);
-    if (tiles > 2) finish(p, row, rows, pair + 1, tiles - 2, sums[1][0], 2 * TILE);
+    for (int g = 0; 2 * g < tiles; g++)
+        add_segments(p, sums[0][g][0], GROUP * TILE * 2 * TILE, rows * 2 * TILE);
+    finish(p, row, rows, pair, tiles < 2 ? tiles : 2, sums[0][0][0], 2 * TILE);
+    if (tiles > 2) finish(p, row, rows, pair + 1, tiles - 2, sums[0][1][0], 2 * TILE);
 }
 
 /* 17 to 32 rows by the tiles of one pair. */
@@ -117,29 +122,33 @@ INLINE void wide_step(const uint16_t *x, int64_t x_row, const uint16_t *w, int64
 }
 
 INLINE void wide_rows(const Linear *p, int64_t row, int rows, int64_t pair, int tiles) {
-    float sums[2 * TILE][2 * TILE];
+    float sums[SEGMENTS][2 * TILE][2 * TILE];
     const uint16_t *x = p->x + row * p->x_row, *w = p->w + pair * p->between;
-    int64_t whole = p->inputs / DEPTH * DEPTH;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < whole; k += DEPTH) {
-        if (k + AHEAD < whole)
-            for (int t = 0; t < tiles; t++) fetch_tile(w + t * p->within + (k + AHEAD) * TILE);
-        wide_step(x + k, p->x_row, w + k * TILE, p->within, tiles);
+    int64_t whole = p->length / DEPTH * DEPTH;
+    for (int s = 0; s < p->segments; s++, x += p->length, w += p->length * TILE) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < whole; k += DEPTH) {
+            if (k + AHEAD < whole)
+                for (int t = 0; t < tiles; t++)
+                    fetch_tile(w + t * p->within + (k + AHEAD) * TILE);
+            wide_step(x + k, p->x_row, w + k * TILE, p->within, tiles);
+        }
+        if (whole < p->length) {
+            Rest rest;
+            take_rest(p, x, rows, w, tiles, &rest);
+            wide_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, tiles);
+        }
+        _tile_stored(0, sums[s][0], 128);
+        _tile_stored(1, sums[s][0] + TILE, 128);
+        _tile_stored(2, sums[s][TILE], 128);
+        _tile_stored(3, sums[s][TILE] + TILE, 128);
+        FENCE();
     }
-    if (whole < p->inputs) {
-        Rest rest;
-        take_rest(p, row, rows, w, tiles, &rest);
-        wide_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, tiles);
-    }
-    _tile_stored(0, sums[0], 128);
-    _tile_stored(1, sums[0] + TILE, 128);
-    _tile_stored(2, sums[TILE], 128);
-    _tile_stored(3, sums[TILE] + TILE, 128);
-    FENCE();
-    finish(p, row, rows, pair, tiles, sums[0], 2 * TILE);
+    add_segments(p, sums[0][0], 2 * TILE * 2 * TILE, rows * 2 * TILE);
+    finish(p, row, rows, pair, tiles, sums[0][0], 2 * TILE);
 }
 
 INLINE int tiles_of(const Linear *p, int64_t pair, int64_t pairs) {

@@ -23,16 +23,18 @@ INLINE int tiles_in(const Linear *p, int64_t pair) { return p->odd && pair == p-
 #define PASS 1
 #endif
 
-/* Float32 copies of x, for each block of rows [inputs / CHUNK, rows, CHUNK]. */
+/* Float32 copies of x, for each block of rows [segments, length / CHUNK, rows, CHUNK]. */
 typedef struct {
     float *x;
     int64_t row, rows, block; /* the stretch; rows of a block, the last may have fewer */
 } Widened;
 
-INLINE int64_t chunks_of(const Linear *p) { return (p->inputs + CHUNK - 1) / CHUNK; }
+/* Of a segment. */
+INLINE int64_t chunks_of(const Linear *p) { return (p->length + CHUNK - 1) / CHUNK; }
 
 static void widen_rows(const Linear *p, int64_t row, int64_t stop, Widened *to) {
-    int64_t rows = stop - row, blocks = (rows + MANY - 1) / MANY, chunks = chunks_of(p);
+    int64_t rows = stop - row, blocks = (rows + MANY - 1) / MANY, each = chunks_of(p);
+    int64_t chunks = p->segments * each;
     to->row = row, to->rows = rows, to->block = (rows + blocks - 1) / blocks;
     to->x = work_area((size_t)(rows * chunks * CHUNK) * sizeof(float));
     for (int64_t r = 0; r < rows; r++) {
@@ -40,9 +42,11 @@ static void widen_rows(const Linear *p, int64_t row, int64_t stop, Widened *to) 
         int64_t count = rows - first < to->block ? rows - first : to->block;
         float *put = to->x + (first * chunks + r - first) * CHUNK;
         const uint16_t *x = p->x + (row + r) * p->x_row;
-        for (int64_t c = 0; c < chunks; c++, put += count * CHUNK)
+        for (int64_t c = 0; c < chunks; c++, put += count * CHUNK) {
+            int64_t from = c / each * p->length + c % each * CHUNK;
             for (int j = 0; j < CHUNK; j += VW)
-                store(put, j, load_at(x, c * CHUNK + j, p->inputs, 1), 0);
+                store(put, j, load_at(x, from + j, p->inputs, 1), 0);
+        }
     }
 }
 
@@ -92,11 +96,17 @@ INLINE void sum_tiles(int rows, int tiles, const float *x, const uint16_t *const
 
 /* A block by the tiles of one pair. */
 INLINE void pair_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
-    float sums[MANY * 2 * TILE];
-    const uint16_t *w[2] = {tile_at(p, pair, 0), tile_at(p, pair, 1)};
+    float sums[SEGMENTS][MANY * 2 * TILE];
+    int64_t of_segment = chunks_of(p) * rows * CHUNK;
+    for (int s = 0; s < p->segments; s++, x += of_segment) {
+        int64_t from = s * p->length * TILE;
+        const uint16_t *w[2] = {tile_at(p, pair, 0) + from, tile_at(p, pair, 1) + from};
 #pragma GCC unroll 2
-    for (int t = 0; t < 2; t += PASS) sum_tiles(rows, PASS, x, w + t, p->inputs, sums + t * TILE);
-    finish(p, row, rows, pair, tiles_in(p, pair), sums, 2 * TILE);
+        for (int t = 0; t < 2; t += PASS)
+            sum_tiles(rows, PASS, x, w + t, p->length, sums[s] + t * TILE);
+    }
+    add_segments(p, sums[0], MANY * 2 * TILE, rows * 2 * TILE);
+    finish(p, row, rows, pair, tiles_in(p, pair), sums[0], 2 * TILE);
 }
 
 static void many_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
@@ -121,10 +131,14 @@ static void many_rows(const Linear *p, int rows, const float *x, int64_t row, in
 #if FEW
 /* A block by the tiles of two pairs: W comes from memory in more streams. */
 INLINE void pairs_rows(const Linear *p, int rows, const float *x, int64_t row, int64_t pair) {
-    float sums[2][FEW * 2 * TILE];
-    const uint16_t *w[4];
-    for (int t = 0; t < 4; t++) w[t] = tile_at(p, pair + t / 2, t % 2);
-    sum_tiles(rows, 4, x, w, p->inputs, sums[0]);
+    float sums[SEGMENTS][2 * FEW * 2 * TILE];
+    int64_t of_segment = chunks_of(p) * rows * CHUNK;
+    for (int s = 0; s < p->segments; s++, x += of_segment) {
+        const uint16_t *w[4];
+        for (int t = 0; t < 4; t++) w[t] = tile_at(p, pair + t / 2, t % 2) + s * p->length * TILE;
+        sum_tiles(rows, 4, x, w, p->length, sums[s]);
+    }
+    add_segments(p, sums[0], 2 * FEW * 2 * TILE, 2 * rows * 2 * TILE);
     finish(p, row, rows, pair, 2, sums[0], 2 * TILE);
     finish(p, row, rows, pair + 1, tiles_in(p, pair + 1), sums[0] + rows * 2 * TILE, 2 * TILE);
 }
@@ -142,7 +156,7 @@ static void few_rows(const Linear *p, int rows, const float *x, int64_t row, int
 #endif
 
 static void float_item(const Linear *p, const Widened *from, int64_t pair, int pairs) {
-    int64_t chunks = chunks_of(p);
+    int64_t chunks = p->segments * chunks_of(p);
     for (int64_t r = 0; r < from->rows; r += from->block) {
         int rows = (int)(from->rows - r < from->block ? from->rows - r : from->block), j = 0;
         const float *x = from->x + r * chunks * CHUNK;
@@ -162,33 +176,37 @@ static void float_item(const Linear *p, const Widened *from, int64_t pair, int p
 INLINE void dot_tiles(int rows, int tiles, const Linear *p, int64_t row, int64_t pair,
                       const uint16_t *const *next) {
     const uint16_t *x = p->x + row * p->x_row, *w[4];
-    float sums[2][DOT_MANY * 2 * TILE];
-    vf sum[DOT_MANY][4];
+    float sums[SEGMENTS][2][DOT_MANY * 2 * TILE];
     for (int t = 0; t < tiles; t++) w[t] = tile_at(p, pair + t / 2, t % 2);
+    for (int s = 0; s < p->segments; s++) {
+        vf sum[DOT_MANY][4];
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int t = 0; t < tiles; t++) sum[r][t] = splat(0);
-    for (int64_t k = 0; k < p->inputs; k += 2) {
-        vf words[4];
+            for (int t = 0; t < tiles; t++) sum[r][t] = splat(0);
+        for (int64_t k = s * p->length, end = k + p->length; k < end; k += 2) {
+            vf words[4];
 #pragma GCC unroll 4
-        for (int t = 0; t < tiles; t++) words[t] = load(w[t] + k * TILE, 0, 0);
+            for (int t = 0; t < tiles; t++) words[t] = load(w[t] + k * TILE, 0, 0);
 #pragma GCC unroll 2
-        for (int t = 0; next && t < 2; t++) __builtin_prefetch(next[t] + k * TILE, 0, 2);
+            for (int t = 0; next && t < 2; t++) __builtin_prefetch(next[t] + k * TILE, 0, 2);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            vf both = repeat(x + r * p->x_row + k);
+            for (int r = 0; r < rows; r++) {
+                vf both = repeat(x + r * p->x_row + k);
 #pragma GCC unroll 4
-            for (int t = 0; t < tiles; t++) sum[r][t] = dot(both, words[t], sum[r][t]);
+                for (int t = 0; t < tiles; t++) sum[r][t] = dot(both, words[t], sum[r][t]);
+            }
         }
-    }
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int t = 0; t < tiles; t++)
-            store(sums[t / 2] + r * 2 * TILE + t % 2 * TILE, 0, sum[r][t], 0);
-    for (int t = 0; t < tiles; t += 2)
-        finish(p, row, rows, pair + t / 2, tiles_in(p, pair + t / 2), sums[t / 2], 2 * TILE);
+            for (int t = 0; t < tiles; t++)
+                store(sums[s][t / 2] + r * 2 * TILE + t % 2 * TILE, 0, sum[r][t], 0);
+    }
+    for (int t = 0; t < tiles; t += 2) {
+        add_segments(p, sums[0][t / 2], 2 * DOT_MANY * 2 * TILE, rows * 2 * TILE);
+        finish(p, row, rows, pair + t / 2, tiles_in(p, pair + t / 2), sums[0][t / 2], 2 * TILE);
+    }
 }
 
 static void dot_pairs(int rows, const Linear *p, int64_t row, int64_t pair) {

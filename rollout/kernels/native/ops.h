@@ -50,8 +50,8 @@ void norm_part(Team *t, const Norm *p, int32_t bf16);
 void turn_part(Team *t, const Turn *p, int32_t bf16, int32_t wide);
 void attention_part(Team *t, const Problem *p, AttentionPlan *plan, int32_t bf16);
 void linear_part(Team *t, const uint16_t *x, int64_t x_row, const uint16_t *w, const uint16_t *bias,
-                 uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
-                 int32_t level, int32_t threads);
+                 void *out, int64_t rows, int64_t outputs, int64_t inputs, int32_t gated,
+                 int32_t segments, int32_t wide, int32_t level, int32_t threads);
 /* A weight in int8; see int8.c. */
 void int8_part(Team *t, const uint16_t *x, int64_t x_row, const int8_t *w, const float *scale,
                const uint16_t *bias, uint16_t *out, int64_t rows, int64_t outputs, int64_t inputs,

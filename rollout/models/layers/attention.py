@@ -79,6 +79,12 @@ class Attention(nn.Module):
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
 
+    def _squares(self, x: Tensor, heads: int) -> Tensor:
+        """[T, 1]: of all ``heads`` of all ranks, added in an order of their own; x: those here."""
+        own = _folded(x.float().pow(2))[..., 0]  # [T, heads here]
+        copies = max(1, self.build.tp.size * own.shape[-1] // heads)  # of each KV head
+        return _folded(self.build.tp.all_gather(own)[:, ::copies])
+
     def _norm(self, part: int) -> nn.Module:
         """The norm of queries (part 0) or keys (1)."""
         config, over = self.build.config, self.build.config.arch.qk_norm_over
@@ -98,6 +104,10 @@ class Attention(nn.Module):
         if not isinstance(self.q_norm, RowNorm) or not isinstance(self.k_norm, RowNorm):
             return self.q_norm(q), self.k_norm(k)
         rows_q, rows_k, tp = q.flatten(1), k.flatten(1), self.build.tp
+        if self.build.deterministic:
+            config = self.build.config
+            q = self.q_norm.part(rows_q, self._squares(q, config.num_heads)).view_as(q)
+            return q, self.k_norm.part(rows_k, self._squares(k, config.num_kv_heads)).view_as(k)
         if tp.size == 1:
             return self.q_norm.whole(rows_q).view_as(q), self.k_norm.whole(rows_k).view_as(k)
         squares = torch.stack([x.float().pow(2).sum(-1) for x in (rows_q, rows_k)], dim=1)
@@ -105,6 +115,15 @@ class Attention(nn.Module):
         copies = max(1, tp.size // self.build.config.num_kv_heads)  # of each KV head
         q = self.q_norm.part(rows_q, squares[:, :1]).view_as(q)
         return q, self.k_norm.part(rows_k, squares[:, 1:] / copies).view_as(k)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """The sum over the last dimension, [..., 1], neighbours first: the same for any batch."""
+    while x.shape[-1] > 1:
+        even = x[..., : x.shape[-1] // 2 * 2]
+        pairs = even[..., ::2] + even[..., 1::2]
+        x = pairs if even.shape == x.shape else torch.cat((pairs, x[..., -1:]), dim=-1)
+    return x
 
 
 class Sinks(Layer):

@@ -19,6 +19,7 @@ from rollout.weights.names import weight_dtype
 from rollout.weights.quantization import Scheme
 
 LAYOUTS = ("plain", "tiles")
+DETERMINISTIC_SIZES = (1, 2, 4)  # numbers of ranks that give one another's bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class Build:
     """How a model is built on one rank; ``layout`` is how linear weights lie in memory.
 
     ``expert_parallel``: ranks hold whole experts, instead of a part of each.
-    ``deterministic``: linears run ``batch_invariant_linear``: no row depends on the batch.
+    ``deterministic``: linears run ``batch_invariant_linear``: no row depends on the batch, nor on
+    how many of ``DETERMINISTIC_SIZES`` ranks there are.
     ``head_dtype``: of the logits, None for ``dtype``. ``quantization``: how linears are held.
     """
 
@@ -44,12 +46,29 @@ class Build:
         if self.layout not in LAYOUTS:
             raise ConfigError(f"weight layout must be auto, plain or tiles, got {self.layout!r}")
 
-    def linear_layout(self, shape: Shape, scheme: Scheme | None = None) -> Layout:
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """The numbers of ranks that must give the bits that these do."""
+        if not self.deterministic:
+            return (self.tp.size,)
+        return tuple(size for size in DETERMINISTIC_SIZES if self._divides_over(size))
+
+    def _divides_over(self, size: int) -> bool:
+        try:
+            self.config.check_tensor_parallel(size, self.expert_parallel)
+        except ConfigError:
+            return False
+        return True
+
+    def linear_layout(self, *shapes: Shape, scheme: Scheme | None = None) -> Layout:
         """The layout of a linear weight ``[outputs, inputs]``, of its codes where it is quantised:
         tiles where they divide it, but for float8 and four bits, which no kernel reads so.
+
+        ``shapes``: its own, and those that it has on other numbers of ranks and that must lie
+        alike, as their products are summed in another order.
         """
         tiles = TileLayout() if scheme is None else TileLayout(inputs=4)
-        divides = shape[0] % tiles.rows == 0 and shape[1] % tiles.inputs == 0
+        divides = all(s[0] % tiles.rows == 0 and s[1] % tiles.inputs == 0 for s in shapes)
         known = scheme is None or scheme.codes == "int8"
         return tiles if self.layout == "tiles" and divides and known else PLAIN
 
@@ -89,10 +108,13 @@ class Layer(nn.Module):
         self.register_parameter(name, nn.Parameter(storage, requires_grad=False))
         self.zero_padding()
 
-    def declare_linear(self, shape: Shape) -> None:
-        """Own the ``weight`` [outputs, inputs] of a linear, quantised where that is asked for."""
+    def declare_linear(self, shape: Shape, *others: Shape) -> None:
+        """Own the ``weight`` [outputs, inputs] of a linear, quantised where that is asked for.
+
+        ``others``: as of ``Build.linear_layout``.
+        """
         scheme = self.build.quantization
-        layout = self.build.linear_layout(shape, scheme)
+        layout = self.build.linear_layout(shape, *others, scheme=scheme)
         if scheme is None:
             self.declare("weight", shape, layout)
         else:

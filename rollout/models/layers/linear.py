@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from rollout.kernels import gated_linear, silu_mul
+from rollout.distributed import TensorParallel
+from rollout.kernels import batch_invariant_linear, finish_sums, gated_linear, silu_mul
+from rollout.kernels.batch_invariant_linear import segments_of
 from rollout.models.layers.base import Build, Layer, rows_slot, sibling, storage_of, whole_slot
-from rollout.weights import Box, WeightSlot
+from rollout.weights import PLAIN, Box, WeightSlot
 
 
 class MergedColumnLinear(Layer):
@@ -36,15 +39,25 @@ class MergedColumnLinear(Layer):
             (name, rows, *self.share(index, rows)) for index, (name, rows) in enumerate(parts)
         ]
         self.outputs = sum(count for *_, count in self.parts)
-        self.declare_linear((self.outputs, inputs))
+        others = [(self.outputs_of(size, parts), inputs) for size in build.alike]
+        self.declare_linear((self.outputs, inputs), *others)
         self.register_parameter("bias", None)
         if bias:
             self.declare("bias", (self.outputs,))
 
     def share(self, index: int, rows: int) -> tuple[int, int]:
         """First row and number of rows of part ``index`` on this rank."""
-        count = rows // self.build.tp.size
-        return self.build.tp.rank * count, count
+        return self.share_of(self.build.tp, index, rows)
+
+    def share_of(self, tp: TensorParallel, index: int, rows: int) -> tuple[int, int]:
+        """The same on any rank."""
+        count = rows // tp.size
+        return tp.rank * count, count
+
+    def outputs_of(self, size: int, parts: list[tuple[str, int]]) -> int:
+        """How many rows a rank of ``size`` has."""
+        tp = TensorParallel(0, size)
+        return sum(self.share_of(tp, index, rows)[1] for index, (_, rows) in enumerate(parts))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.bias)
@@ -96,10 +109,10 @@ class QKVLinear(MergedColumnLinear):
         parts = [("q_proj", heads), ("k_proj", kv), ("v_proj", kv)]
         super().__init__(build, config.hidden_size, parts, config.qkv_bias, config.arch.fused_qkv)
 
-    def share(self, index: int, rows: int) -> tuple[int, int]:
-        config, tp = self.build.config, self.build.tp
+    def share_of(self, tp: TensorParallel, index: int, rows: int) -> tuple[int, int]:
+        config = self.build.config
         if index == 0 or config.num_kv_heads >= tp.size:
-            return super().share(index, rows)
+            return super().share_of(tp, index, rows)
         head = tp.rank // (tp.size // config.num_kv_heads)
         return head * config.head_dim, config.head_dim
 
@@ -142,6 +155,10 @@ class RowLinear(Layer):
 
     One all-reduce per call; the bias is replicated and added once, after the sum.
     ``reduce=False`` leaves the sum to the caller: this rank's part, without a bias.
+
+    Deterministic, the inputs of all ranks are cut into ``segments``, as many whatever the number
+    of ranks is, which divides it: each is summed by itself in float32, their sums are added in one
+    binary tree whose branches the ranks have, and what comes out is rounded once.
     """
 
     weight: Tensor
@@ -154,17 +171,41 @@ class RowLinear(Layer):
         assert reduce or not bias, "a bias is added after the sum"
         self.reduce = reduce
         self.inputs, self.local = inputs, inputs // build.tp.size
-        self.declare_linear((outputs, self.local))
+        self.declare_linear(
+            (outputs, self.local), *((outputs, inputs // size) for size in build.alike)
+        )
+        self.segments = 1
+        if build.deterministic:
+            tiled = self.specs["weight"].layout is not PLAIN
+            self.segments = segments_of(inputs, even=tiled)
+            assert self.segments % build.tp.size == 0, "ranks divide the inputs, too"
         self.register_parameter("bias", None)
         if bias:
             self.declare("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:
         tp = self.build.tp
+        if self.build.deterministic:
+            return self._in_order(x)
         if tp.size == 1 or not self.reduce:
             return self.matmul(x, self.bias)
         y = tp.all_reduce(self.matmul(x))
         return y if self.bias is None else y.add_(self.bias)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """``forward`` where all numbers of ranks give the same bits."""
+        tp, spec = self.build.tp, self.specs["weight"]
+        rows, columns = spec.shape
+        weight, here = storage_of(self, "weight"), self.segments // tp.size
+        if tp.size == 1:
+            y = batch_invariant_linear(x, weight, self.bias, spec.layout, (rows, columns), here)
+            return y if self.adapters is None else self.adapters.add(y, x)
+        shape = (rows, columns)
+        sums = batch_invariant_linear(x, weight, None, spec.layout, shape, here, wide=True)
+        if self.adapters is not None and not self.adapters.is_idle:
+            # Of ranks' parts of the adapter's inputs: this sum does depend on how many they are.
+            sums += self.adapters.add(torch.zeros_like(sums, dtype=x.dtype), x)
+        return finish_sums(tp.tree_sum(sums), self.bias, x.dtype)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         outputs, first = self.specs["weight"].shape[0], self.build.tp.rank * self.local
