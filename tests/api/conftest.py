@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import time
 
 import pytest
 import torch
+from shared_engines import eventually, left_serving
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -46,12 +46,10 @@ def client(engine):
         yield rollout
 
 
-def _eventually(condition, seconds=5.0):
-    """Wait until ``condition()`` holds; fail when it does not within ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
+@pytest.fixture(autouse=True)
+def _engine_is_left_serving(request):
+    shared = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    yield from left_serving(request.node.name, shared)
 
 
 @pytest.fixture
@@ -79,6 +77,6 @@ def process():
         yield start
 
 
-@pytest.fixture
-def eventually():
-    return _eventually
+@pytest.fixture(name="eventually")
+def _eventually():
+    return eventually

@@ -1,7 +1,6 @@
 """The same verbs, embedded and over gRPC."""
 
 import asyncio
-import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from api.conftest import ENGINE
+from shared_engines import standing_still
 
 from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.errors import (
@@ -71,11 +71,19 @@ def test_text_is_tokenised_where_the_model_is(face):
     assert isinstance(out.outputs[0].text, str)
 
 
-def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(face):
+def begun(face, params):
+    """A stream, and its first part."""
+    stream = face.stream([1, 2, 3], params)
+    return stream, next(stream)
+
+
+def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(face, engine):
     # A part carries all that has come since the last was read: few tokens may come at once.
     params = replace(LONG, temperature=0.0)
     [whole] = face.generate([1, 2, 3], params)
-    parts = list(face.stream([1, 2, 3], params))
+    stream, first = standing_still(lambda: begun(face, params), engine, running=1)
+    engine.resume_generation()
+    parts = [first, *stream]
     lengths = [len(part.outputs[0].token_ids) for part in parts]
     assert lengths == sorted(lengths)
     assert len(parts) > 1
@@ -84,9 +92,11 @@ def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(face):
 
 
 def test_leaving_a_stream_early_aborts_its_request(face, engine, eventually):
-    for part in itertools.islice(face.stream([1, 2, 3], LONG), 2):
-        assert not part.finished
-    eventually(lambda: engine.metrics().running == 0)
+    stream, part = standing_still(lambda: begun(face, LONG), engine, running=1)
+    assert not part.finished
+    stream.close()
+    eventually(lambda: engine.metrics().running == 0)  # though it stands still
+    engine.resume_generation()
 
 
 def test_chat_renders_the_template_and_answers(face):
@@ -149,13 +159,17 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenised(face):
 
 
 def test_one_id_may_be_aborted_without_a_list(face, engine, eventually):
-    thread = threading.Thread(target=lambda: face.generate([1, 2], LONG, request_ids=["alone"]))
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(face.generate([1, 2], LONG, request_ids=["alone"]))
+    )
     engine.pause_generation()
     thread.start()
     eventually(lambda: engine.metrics().running + engine.metrics().waiting == 1)
     assert face.abort("alone") == 1
     engine.resume_generation()
-    thread.join(10)
+    thread.join(60)
+    assert [out.outputs[0].finish_reason for out in results] == ["abort"]
 
 
 def test_equal_request_ids_in_one_call_are_refused(face):
@@ -186,7 +200,7 @@ def test_abort_ends_requests_by_id_and_all_at_once(face, engine, eventually):
     assert face.abort() == 2
     engine.resume_generation()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert sorted(out.request_id for out in results) == ["r1", "r2", "r3"]
     assert {out.outputs[0].finish_reason for out in results} == {"abort"}
 
@@ -195,11 +209,16 @@ def test_ctrl_c_ends_the_wait_and_aborts_the_request(face, engine, eventually):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     engine.pause_generation()
     try:
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+
+        def interrupt():
+            eventually(lambda: engine.metrics().running + engine.metrics().waiting)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        pressing = threading.Thread(target=interrupt)
+        pressing.start()
         with pytest.raises(KeyboardInterrupt):
             face.generate([1, 2, 3], LONG)
-        timer.join()
+        pressing.join()
         eventually(lambda: engine.metrics().running + engine.metrics().waiting == 0)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -252,14 +271,20 @@ async def test_the_async_face_runs_calls_together_and_cancels(engine, eventually
         assert [out.prompt_token_ids for [out] in outs] == [[1, n] for n in range(4)]
         assert await rollout.weight_version == engine.weight_version
         assert await rollout.address == engine.address
+        engine.pause_generation()
         task = asyncio.create_task(rollout.generate([1, 2], LONG))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(
+            eventually, lambda: engine.metrics().running + engine.metrics().waiting
+        )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        engine.resume_generation()
         parts = [part async for part in rollout.stream([1, 2], GREEDY)]
         assert parts[-1].finished
-    await asyncio.to_thread(eventually, lambda: engine.metrics().running == 0)
+    await asyncio.to_thread(
+        eventually, lambda: engine.metrics().running + engine.metrics().waiting == 0
+    )
 
 
 async def test_the_async_face_owns_an_engine(checkpoint):

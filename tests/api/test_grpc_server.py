@@ -216,7 +216,7 @@ def test_a_held_update_ends_with_a_client_that_says_no_more(engine, eventually, 
     """Or says what is no command: its grace is for connections that break."""
     offer = {"grace": 0.5, "senders": 2}
     request = UpdateRequest(
-        update_id=f"u{len(rest)}", bucket_bytes=1 << 10, timeout=5.0, offer=offer
+        update_id=f"u{len(rest)}", bucket_bytes=1 << 10, timeout=120.0, offer=offer
     )
     begin = to_json(request)
     command = pb.UpdateCommand(begin=pb.WeightDocument(json=begin)).SerializeToString()
@@ -234,7 +234,7 @@ def test_a_held_update_ends_with_a_client_that_says_no_more(engine, eventually, 
         with pytest.raises(grpc.RpcError):
             list(call)
     assert call.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE)
-    eventually(lambda: engine.weight_info().state == "idle")
+    eventually(lambda: engine.weight_info().state == "idle", 30)  # of 120
 
 
 def test_a_path_with_a_null_byte_is_named(engine):
@@ -261,9 +261,9 @@ def test_an_unreachable_server_is_named_with_the_remedy():
         address = f"127.0.0.1:{free.getsockname()[1]}"
     started = time.monotonic()
     with pytest.raises(EngineClosed, match=address) as caught:
-        Rollout.connect(address, timeout=5)
+        Rollout.connect(address, timeout=60)
     assert "rollout serve" in str(caught.value)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_a_server_that_stops_ends_calls_as_engine_closed(bare_checkpoint):

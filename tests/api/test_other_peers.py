@@ -47,7 +47,8 @@ def server_that_speaks(protocol: int, **more):
 
 
 @contextmanager
-def soon(limit: float = 5.0):
+def soon(limit: float = 25.0):
+    """Long before the deadlines of 60 s that the calls here have."""
     started = time.monotonic()
     yield
     assert time.monotonic() - started < limit
@@ -60,13 +61,13 @@ def test_a_client_names_a_service_of_another_protocol(theirs):
         soon(),
         pytest.raises(ConfigError, match=f"version {theirs} .* version {PROTOCOL}"),
     ):
-        Rollout.connect(address, timeout=5)
+        Rollout.connect(address, timeout=60)
 
 
 def test_a_client_takes_a_newer_service_that_still_speaks_its_version():
     newer = {"oldest_protocol": PROTOCOL, "software": "rollout 9.0.0, torch 3.0.0"}
     with server_that_speaks(PROTOCOL + 4, **newer) as address:
-        Rollout.connect(address, timeout=5).shutdown()
+        Rollout.connect(address, timeout=60).shutdown()
 
 
 def test_without_a_version_in_common_both_sides_software_is_named():
@@ -75,7 +76,7 @@ def test_without_a_version_in_common_both_sides_software_is_named():
         server_that_speaks(OTHER + 1, **theirs) as address,
         pytest.raises(ConfigError) as caught,
     ):
-        Rollout.connect(address, timeout=5)
+        Rollout.connect(address, timeout=60)
     said = str(caught.value)
     assert f"versions {OTHER} to {OTHER + 1} of the protocol (rollout 9.0.0, torch 3.0.0)" in said
     ours = f"rollout {version('rollout')}, torch {version('torch')}"
@@ -128,7 +129,7 @@ def test_a_service_names_a_client_of_another_protocol(engine, caplog, verb):
         call = getattr(stub(channel), verb)
         metadata = ((PROTOCOL_KEY, str(OTHER)),)
         with soon(), pytest.raises(grpc.RpcError) as caught:
-            list(call(message, timeout=5, metadata=metadata))
+            list(call(message, timeout=60, metadata=metadata))
     error = error_from_rpc(caught.value, engine.address)
     assert isinstance(error, ConfigError)
     assert f"version {OTHER}" in str(error)
@@ -136,7 +137,7 @@ def test_a_service_names_a_client_of_another_protocol(engine, caplog, verb):
 
 
 def request(**fields) -> UpdateRequest:
-    return UpdateRequest(**{"update_id": "u", "bucket_bytes": 1 << 20, "timeout": 2.0, **fields})
+    return UpdateRequest(**{"update_id": "u", "bucket_bytes": 1 << 20, "timeout": 60.0, **fields})
 
 
 def test_an_update_of_another_protocol_is_refused_before_the_lease(engine):
@@ -153,7 +154,7 @@ def test_an_update_of_another_protocol_is_refused_before_the_lease(engine):
             soon(),
             pytest.raises(grpc.RpcError) as caught,
         ):
-            list(WeightSyncStub(channel).Update(iter(commands), timeout=5))
+            list(WeightSyncStub(channel).Update(iter(commands), timeout=60))
         error = error_from_rpc(caught.value, engine.address)
         assert isinstance(error, ConfigError if theirs else TransferFailed)
         assert said in str(error)
@@ -164,7 +165,7 @@ def test_a_trainer_of_another_model_is_told_which_tensors_differ(engine, client,
     other = write_tiny(tmp_path, num_layers=3, intermediate_size=96)
     before = engine.weight_info()
     with soon(), pytest.raises(WeightMismatch) as caught:
-        client.update_weights(other, timeout=5)
+        client.update_weights(other, timeout=60)
     assert "mlp.gate_proj.weight has shape" in str(caught.value)
     assert engine.weight_info() == before
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,15 +53,24 @@ def test_an_error_is_raised_at_once():
 
 def test_a_call_that_comes_with_the_end_of_its_loop_is_told_so() -> None:
     thread = _LoopThread()
+    ends, came = threading.Event(), threading.Event()
+    schedule = thread._loop.call_soon_threadsafe
 
     def end() -> None:
         thread._loop.stop()
-        time.sleep(0.3)  # the call below comes in meanwhile
+        ends.set()
+        assert came.wait(30)  # for the call below
 
-    thread._loop.call_soon_threadsafe(end)
-    time.sleep(0.1)
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        handle = schedule(*args, **kwargs)
+        came.set()
+        return handle
+
+    schedule(end)
+    assert ends.wait(30)
+    thread._loop.call_soon_threadsafe = scheduled
     started = time.monotonic()
     with pytest.raises(EngineClosed, match="shut down"):
         thread.run(asyncio.sleep(60))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     thread.close()

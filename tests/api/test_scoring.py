@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from api.conftest import ENGINE
+from shared_engines import eventually, standing_still
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -163,13 +164,20 @@ def test_a_sequence_that_an_update_meets_says_which_weights_scored_what(tmp_path
     settings = {**ENGINE, "max_num_batched_tokens": 16}
     with Rollout(str(tmp_path), **settings) as engine:
         for in_flight in ("keep", "recompute"):
-            before, outputs = engine.weight_version, []
-            thread = threading.Thread(target=lambda o=outputs: o.extend(engine.score([row] * 4)))
-            thread.start()
-            while not engine.metrics().running:
-                pass
+            before = engine.weight_version
+
+            def begin():
+                outputs = []
+                thread = threading.Thread(target=lambda: outputs.extend(engine.score([row] * 4)))
+                thread.start()
+                eventually(lambda: engine.metrics().running or not thread.is_alive())
+                return thread, outputs
+
+            thread, outputs = standing_still(begin, engine, running=1)
             engine.update_weights(other.state_dict(), in_flight=in_flight)
+            engine.resume_generation()
             thread.join(60)
+            assert len(outputs) == 4
             cut = 0
             for output in outputs:
                 spans = output.weight_versions

@@ -62,7 +62,7 @@ def test_a_read_that_is_asked_for_again_by_its_id_is_done_once(rollout, roots) -
     name = f"read-{rollout.weight_version}"
     with ThreadPoolExecutor(2) as pool:  # the second comes while the first is under way
         runs = [pool.submit(rollout.update_weights, update_id=name, **asked) for _ in range(2)]
-        first, second = (run.result(30) for run in runs)
+        first, second = (run.result(60) for run in runs)
     assert first == second == rollout.update_weights(update_id=name, **asked)
     assert rollout.weight_version == first.version
     assert rollout.update_weights(update_id=f"{name}+", **asked).version == first.version + 1
@@ -88,8 +88,8 @@ def test_the_server_reads_a_written_version(rollout, reader, roots, weights) -> 
 def refused(rollout, path, error, text) -> None:
     live, started = rollout.weight_version, time.monotonic()
     with pytest.raises(error, match=text):
-        rollout.update_weights(server_path=path, timeout=10)
-    assert time.monotonic() - started < 10
+        rollout.update_weights(server_path=path, timeout=60)
+    assert time.monotonic() - started < 30
     assert (rollout.weight_version, rollout.weight_info().state) == (live, "idle")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from shared_engines import eventually, standing_still
 from tiny_models import write_tiny
 
 from rollout import AsyncRollout, InvalidRequest, PromptTooLong, Rollout, SamplingParams
@@ -181,13 +182,19 @@ def test_raw_tokens_are_appended_as_they_are(face):
 
 
 def test_a_turn_that_was_cut_short_says_so_in_the_trajectory(engine):
-    session = engine.session()
     long = {"max_tokens": 2000, "ignore_eos": True}
-    turn = threading.Thread(target=session.generate, args=([5, 6, 7], long))
-    turn.start()
-    while turn.is_alive():
-        engine.abort()
-        turn.join(0.01)
+
+    def begin():
+        session = engine.session()
+        turn = threading.Thread(target=session.generate, args=([5, 6, 7], long))
+        turn.start()
+        eventually(lambda: engine.metrics().running or not turn.is_alive())
+        return session, turn
+
+    session, turn = standing_still(begin, engine, running=1)
+    assert engine.abort() == 1
+    turn.join(60)
+    engine.resume_generation()
     assert session.trajectory().finish_reasons == ("abort",)
     session.generate((), params(1, ignore_eos=True))
     assert session.trajectory().finish_reasons == ("abort", "length")
@@ -249,7 +256,7 @@ def test_a_session_has_one_turn_at_a_time_and_forgets_one_that_was_left(engine):
     async def course():
         async with AsyncRollout.connect(engine.address, timeout=20) as rollout:
             session = rollout.session()
-            long = params(1, max_tokens=200, ignore_eos=True)
+            long = params(1, max_tokens=2000, ignore_eos=True)
             async for _ in session.stream_chat([USER], long):
                 with pytest.raises(InvalidRequest, match="one at a time"):
                     await session.chat([USER])

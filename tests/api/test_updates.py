@@ -70,7 +70,7 @@ def test_update_errors_arrive_as_their_own_class_and_change_nothing(client, othe
 
 
 def request(**changes):
-    values = {"update_id": os.urandom(8).hex(), "bucket_bytes": 1 << 20, "timeout": 0.4}
+    values = {"update_id": os.urandom(8).hex(), "bucket_bytes": 1 << 20, "timeout": 10.0}
     return UpdateRequest(**{**values, **changes})
 
 
@@ -79,9 +79,9 @@ def test_a_second_update_waits_and_is_refused_until_the_first_lease_ends(engine)
     first, second, third = one.open(), two.open(), two.open()
     first.begin(request())
     with pytest.raises(UpdateInProgress):
-        second.begin(request())
+        second.begin(request(timeout=0.4))
     first.close()
-    assert third.begin(request(timeout=5)).base_version == engine.weight_version
+    assert third.begin(request()).base_version == engine.weight_version
     third.abort("enough")
     for part in (first, second, third, one, two):
         part.close()
@@ -91,7 +91,7 @@ def test_a_second_update_waits_and_is_refused_until_the_first_lease_ends(engine)
 def test_an_abort_from_another_thread_ends_a_waiting_call(engine):
     client = RolloutClient(engine.address)
     channel = client.open()
-    channel.begin(request(transport="inline", timeout=20))
+    channel.begin(request(transport="inline", timeout=60))
     caught = []
 
     def wait():
@@ -104,7 +104,7 @@ def test_an_abort_from_another_thread_ends_a_waiting_call(engine):
     thread = threading.Thread(target=wait)
     channel.abort("the watchdog says so")
     thread.start()
-    thread.join(5)
+    thread.join(30)  # of 60
     assert not thread.is_alive()
     assert isinstance(caught[0], TransferFailed)
     assert "watchdog" in str(caught[0])
@@ -133,7 +133,7 @@ def test_a_client_that_dies_mid_update_gives_up_its_lease_at_once(engine, proces
     assert engine.weight_info().state == "staging"
     before = engine.generate([1, 2, 3], GREEDY)[0].outputs
     holder.send_signal(signal.SIGKILL)
-    eventually(lambda: engine.weight_info().state == "idle", 3.0)
+    eventually(lambda: engine.weight_info().state == "idle", 20.0)  # of 30
     assert engine.generate([1, 2, 3], GREEDY)[0].outputs == before
 
 
@@ -142,7 +142,7 @@ def _command(**kind):
 
 
 def _begin():
-    wire = to_json(request(timeout=2))
+    wire = to_json(request(timeout=60))
     return _command(begin=rollout_pb2.WeightDocument(json=wire))
 
 
@@ -173,17 +173,14 @@ NO_BYTES = Message(0, 0, 0, 0, ())  # of a round, whose bytes go beside the chan
         ([_command()], "without a kind"),
     ],
 )
-def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, commands, names):
+def test_a_malformed_stream_is_refused_and_frees_the_lease(engine, eventually, commands, names):
     with grpc.insecure_channel(engine.address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(WeightSyncStub(channel).Update(iter(commands), timeout=5))
+            list(WeightSyncStub(channel).Update(iter(commands), timeout=30))
         error = error_from_rpc(caught.value, engine.address)
     assert isinstance(error, TransferFailed)
     assert names in str(error)
-    deadline = time.monotonic() + 2
-    while engine.weight_info().state != "idle":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: engine.weight_info().state == "idle", 30)  # of 60
 
 
 GROUP = {"host": "127.0.0.1", "port": 9, "secret": "s", "size": 2, "backend": "tcp"}
@@ -272,33 +269,35 @@ def test_a_begin_with_any_bad_field_is_refused_before_anything_is_staged(
 
 def test_a_restarted_engine_is_not_sampled_from_until_a_full_update(checkpoint, other_weights):
     settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
-    with Rollout(checkpoint, **settings) as first:
-        address = first.address
-        client = Rollout.connect(address, timeout=10)
-        seen = client.update_weights(other_weights, timeout=10)
-        assert client.generate([1, 2], GREEDY)[0].epoch == seen.epoch
-    with client, Rollout(checkpoint, **settings) as second:
-        assert second.serve(port=int(address.rsplit(":")[-1])) == address
-        with pytest.raises(EngineRestarted, match="full update"):
-            client.generate([1, 2], GREEDY)
-        part = [("model.norm.weight", other_weights["model.norm.weight"])]
-        with pytest.raises(EngineRestarted, match="full update"):
-            client.update_weights(part, partial=True, timeout=5)
-        assert second.weight_version == 0
-        receipt = client.update_weights(other_weights, timeout=10)
-        assert receipt.epoch != seen.epoch
-        assert client.generate([1, 2], GREEDY)[0].epoch == receipt.epoch
+    # The second is there before the first goes: nobody else takes the port meanwhile.
+    with Rollout(checkpoint, **settings) as second:
+        with Rollout(checkpoint, **settings) as first:
+            address = first.address
+            client = Rollout.connect(address, timeout=10)
+            seen = client.update_weights(other_weights, timeout=10)
+            assert client.generate([1, 2], GREEDY)[0].epoch == seen.epoch
+        with client:
+            assert second.serve(port=int(address.rsplit(":")[-1])) == address
+            with pytest.raises(EngineRestarted, match="full update"):
+                client.generate([1, 2], GREEDY)
+            part = [("model.norm.weight", other_weights["model.norm.weight"])]
+            with pytest.raises(EngineRestarted, match="full update"):
+                client.update_weights(part, partial=True, timeout=5)
+            assert second.weight_version == 0
+            receipt = client.update_weights(other_weights, timeout=10)
+            assert receipt.epoch != seen.epoch
+            assert client.generate([1, 2], GREEDY)[0].epoch == receipt.epoch
 
 
 def test_a_service_that_ends_mid_update_fails_the_transfer(bare_checkpoint):
     with Rollout(bare_checkpoint, device="cpu", num_threads=1, num_kv_blocks=32) as rollout:
         client = RolloutClient(rollout.address)
         channel = client.open()
-        channel.begin(request(timeout=3))
+        channel.begin(request())
     started = time.monotonic()
     with pytest.raises(EngineClosed, match="shut down during the update"):
-        channel.wait(0, 3.0)
-    assert time.monotonic() - started < 25
+        channel.wait(0, 60.0)
+    assert time.monotonic() - started < 30
     with pytest.raises((EngineClosed, TransferFailed)):
         channel.bucket(BucketHeader(0, (), 0), None)
     client.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_engines import left_serving
 from start_engines import outcome, start, trainer_job
 from tiny_models import write_tiny
 from trainer_processes import Job
@@ -26,6 +27,12 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 def engine(request, checkpoints) -> Iterator[Rollout]:
     with start(checkpoints["a"], request.param) as rollout:
         yield rollout
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_left_serving(request) -> Iterator[None]:
+    shared = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    yield from left_serving(request.node.name, shared)
 
 
 @pytest.fixture(scope="session")

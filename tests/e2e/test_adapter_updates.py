@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import adapted, shaken
+from shared_engines import standing_still
 from tiny_models import write_tiny
 from trainer_processes import Job
 
-from rollout import Rollout, SamplingParams
+from rollout import RequestOutput, Rollout, SamplingParams
 from rollout.engine.updates.live_weights import live_weights
 from rollout.errors import (
     ConfigError,
@@ -139,14 +140,25 @@ def test_ranks_that_share_a_model_send_its_adapter_as_one_does(engine, base, tmp
     assert (said(engine, "math"), said(engine, None)) == (wanted, plain)
 
 
+def paused(rollout: Rollout, params: SamplingParams) -> Iterator[RequestOutput]:
+    """The rest of a stream that has begun and stands still."""
+
+    def begin() -> Iterator[RequestOutput]:
+        stream = rollout.stream(PROMPTS[0], params)
+        next(stream)
+        return stream
+
+    return standing_still(begin, rollout, running=1)
+
+
 def test_a_stream_keeps_its_version_while_new_requests_get_the_new_one(engine, base) -> None:
     model = adapted(base, 3)
     first = engine.update_weights(adapters={"math": model}).version
     old = said(engine, "math")
     long = SamplingParams(adapter="math", temperature=0, max_tokens=60, ignore_eos=True)
-    running = engine.stream(PROMPTS[0], long)
-    next(running)
+    running = paused(engine, long)
     second = engine.update_weights(adapters={"math": shaken(model, 4)}).version
+    engine.resume_generation()
     new = said(engine, "math")
     *_, last = running
     done = last.outputs[0]
@@ -157,9 +169,9 @@ def test_a_stream_keeps_its_version_while_new_requests_get_the_new_one(engine, b
     )
     assert new != old
     assert stamps(engine, "math") == (f"math@{second}", {second})
-    running = engine.stream(PROMPTS[0], long)
-    next(running)
+    running = paused(engine, long)
     third = engine.update_weights(adapters={"math": shaken(model, 3)}, in_flight="recompute")
+    engine.resume_generation()
     *_, last = running
     done = last.outputs[0]
     assert done.adapter == f"math@{third.version}"
@@ -239,9 +251,7 @@ def test_pins_last_beside_a_commit_of_adapters_alone_which_waits_for_none(engine
     long = SamplingParams(adapter="math", temperature=0, max_tokens=60, ignore_eos=True)
     alone = engine.generate([PROMPTS[0]], long)[0].outputs[0]
     for in_flight in ("pin", "recompute"):
-        running = engine.stream(PROMPTS[0], long)
-        next(running)
-        engine.pause_generation("keep")
+        running = paused(engine, long)
         pinned = engine.update_weights(second, adapters={"math": second}, in_flight="pin")
         beside = engine.update_weights(adapters={"math": shaken(second, 16)}, in_flight=in_flight)
         assert "pinned" in pinned.details
@@ -284,15 +294,21 @@ def test_no_slot_is_waited_for_at_most_the_updates_timeout(engine, base) -> None
     model = adapted(base, 13)
     engine.update_weights(adapters={"math": model})
     long = SamplingParams(adapter="math", temperature=0, max_tokens=400, ignore_eos=True)
-    streams = []
-    for seed in range(3):
-        streams.append(engine.stream(PROMPTS[0], long))
-        next(streams[-1])
-        engine.update_weights(adapters={"math": shaken(model, seed)})
-    with pytest.raises(EngineOverloaded, match=r"no slot became free within 0\.2 s"):
-        engine.update_weights(adapters={"math": model}, timeout=0.2)
+
+    def begin() -> list[Iterator[RequestOutput]]:
+        streams = []
+        for seed in range(3):
+            streams.append(engine.stream(PROMPTS[0], long))
+            next(streams[-1])
+            engine.update_weights(adapters={"math": shaken(model, seed)})
+        return streams
+
+    streams = standing_still(begin, engine, running=3)
+    with pytest.raises(EngineOverloaded, match=r"no slot became free within 1 s"):
+        engine.update_weights(adapters={"math": model}, timeout=1)
     for stream in streams:
         stream.close()
+    engine.resume_generation()
     engine.update_weights(adapters={"math": model})
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from shared_engines import standing_still
 from start_engines import PROMPTS, outcome, start
 
 from rollout import ConfigError, Rollout, SamplingParams
@@ -59,14 +60,14 @@ def in_background(fn: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 def test_pinned_and_new_requests_have_the_bits_of_their_own_weights(
     engine, fresh, checkpoints
 ) -> None:
+    def begin() -> Begun:
+        engine.reset_prefix_cache()
+        return Begun(client)
+
     engine.reset_prefix_cache()
     alone = engine.generate(PROMPTS[0], LONG)[0].outputs  # and no update
-    engine.reset_prefix_cache()
-    engine.pause_generation("keep")
     with Rollout.connect(engine.address, timeout=20) as client:
-        engine.resume_generation()
-        begun = Begun(client)
-        engine.pause_generation("keep")
+        begun = standing_still(begin, engine, running=3)
         live = engine.weight_version
         receipt = client.update_weights(checkpoints["b"], in_flight="pin", timeout=20)
         assert receipt.details["pinned"] == (
@@ -88,18 +89,16 @@ def test_pinned_and_new_requests_have_the_bits_of_their_own_weights(
 
 @pytest.mark.parametrize("engine", [1, TP2], ids=["tp1", "tp2"], indirect=True)
 def test_the_next_update_waits_for_the_pins_or_their_fallback(engine, fresh, checkpoints) -> None:
-    begun = Begun(engine)
-    engine.pause_generation("keep")
+    begun = standing_still(lambda: Begun(engine), engine, running=3)
     engine.update_weights(checkpoints["b"], in_flight="pin", timeout=20)
     thread, found = in_background(lambda: engine.update_weights(checkpoints["a"], timeout=20))
     thread.join(0.3)
     assert thread.is_alive()
     engine.resume_generation()
     assert {len(s.weight_versions) for s in begun.samples()} == {1}
-    thread.join(30)
+    thread.join(60)
     assert found[0].details["pins"].endswith("s: all ended")
-    begun = Begun(engine)
-    engine.pause_generation("keep")
+    begun = standing_still(lambda: Begun(engine), engine, running=3)
     receipt = engine.update_weights(
         checkpoints["b"], in_flight="pin", pin_timeout=0.2, pin_fallback="recompute", timeout=20
     )
@@ -114,10 +113,9 @@ def test_the_next_update_waits_for_the_pins_or_their_fallback(engine, fresh, che
 
 @pytest.mark.parametrize("engine", [1, TP2], ids=["tp1", "tp2"], indirect=True)
 def test_a_rollback_takes_pins_along_at_its_deadline(engine, fresh, checkpoints) -> None:
-    begun = Begun(engine)
-    engine.pause_generation("keep")
+    begun = standing_still(lambda: Begun(engine), engine, running=3)
     engine.update_weights(checkpoints["b"], in_flight="pin", pin_fallback="abort", timeout=20)
-    receipt = engine.rollback(timeout=0.3)
+    receipt = engine.rollback(timeout=2)  # for the pins, and then for the rest
     assert "took the fallback 'abort' before the next update" in receipt.details["pins"]
     engine.resume_generation()
     assert {s.finish_reason for s in begun.samples()} == {"abort"}
@@ -133,8 +131,7 @@ def test_killed_pins_free_their_instance_and_updates_leave_nothing_behind(checkp
     with start(checkpoints["a"], 1, async_scheduling=True) as rollout:
         before = models()
         for number in range(4):
-            begun = Begun(rollout)
-            rollout.pause_generation("keep")
+            begun = standing_still(lambda: Begun(rollout), rollout, running=3)
             path = checkpoints["ba"[number % 2]]
             receipt = rollout.update_weights(path, in_flight="pin", timeout=20)
             assert "pinned" in receipt.details

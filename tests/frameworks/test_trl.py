@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from serving import serve
 from tiny_models import write_tiny
 from tiny_vision import write_vision
@@ -26,8 +26,7 @@ ROUTES = re.search(r"--open-routes\s+(\S+)`", DOCS.read_text()).group(1).split("
 def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
     # TRL's client sends no token: what it needs, and no more, is opened at an address of its own.
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--token", "secret"]
     flags += ["--open-routes", ",".join(ROUTES), "--open-port", str(port)]
     with serve(tmp_path / "tiny", *flags, "--tensor-parallel-size", "2") as served:
@@ -49,8 +48,7 @@ def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) ->
 @pytest.mark.more
 def test_the_stock_grpo_trainer_trains_on_images_tower_and_all(tmp_path: Path) -> None:
     write_vision(tmp_path / "tiny", tokenizer=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--dtype", "float32", "--logprobs-mode", "raw_logprobs", "--token", "secret"]
     routes = (*ROUTES, "/v1/chat/completions/render", "/inference/v1/generate")
     flags += ["--open-routes", ",".join(routes), "--open-port", str(port)]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from free_ports import free_port
 from qwen_template import QWEN_TEMPLATE
 from server_settings import CONTROL, MAX_BODY, OPENED, TOKEN
 from serving import Served, serve
+from shared_engines import left_serving
 from tiny_models import write_tiny
+
+from rollout import Rollout
 
 
 @pytest.fixture(scope="session")
 def open_port() -> int:
     """Of the listener where some routes need no token."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(scope="session")
@@ -60,3 +62,15 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
     url = f"http://{served.http}/v1"
     with openai.OpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=30) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def rollout(served: Served) -> Iterator[Rollout]:
+    with Rollout.connect(served.grpc, token=CONTROL) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_left_serving(request: pytest.FixtureRequest) -> Iterator[None]:
+    shared = request.getfixturevalue("rollout") if "served" in request.fixturenames else None
+    yield from left_serving(request.node.name, shared)

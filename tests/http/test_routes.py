@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 from serving import Served
+from shared_engines import eventually, standing_still
+
+from rollout import Rollout
 
 OK = {"prompt": [5, 6, 7], "max_tokens": 2}
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
@@ -190,18 +194,27 @@ def test_a_client_that_leaves_frees_the_engine(http: httpx.Client) -> None:
     aborted = _metrics(http)['rollout_requests_finished_total{finished_reason="abort"}']
     with http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
-    _until(lambda: _metrics(http)["rollout_running_requests"] == 0)
+    eventually(lambda: _metrics(http)["rollout_running_requests"] == 0)
     now = _metrics(http)['rollout_requests_finished_total{finished_reason="abort"}']
     assert now == aborted + 16
 
 
-def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client) -> None:
+def test_pause_keeps_a_stream_and_resume_finishes_it(http: httpx.Client, rollout: Rollout) -> None:
     assert http.post("/pause", params={"mode": "nap"}).status_code == 400
     body = {**OK, "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with http.stream("POST", "/v1/completions", json=body) as stream:
-        lines = (line for line in stream.iter_lines() if line)
-        next(lines)
+
+    def pause() -> None:
         assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+
+    with ExitStack() as stack:
+
+        def begin() -> Iterator[str]:
+            stream = stack.enter_context(http.stream("POST", "/v1/completions", json=body))
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines)
+            return lines
+
+        lines = standing_still(begin, rollout, 1, pause)
         assert http.get("/is_paused").json() == {"is_paused": True}
         assert http.get("/load").json() == {"server_load": 1}
         assert http.get("/health").json() == {"status": "paused"}
@@ -239,13 +252,6 @@ def _metrics(http: httpx.Client) -> dict[str, float]:
             key = key.replace('model_name="tiny",', "").replace(',model_name="tiny"', "")
             found[key.replace('{model_name="tiny"}', "")] = float(value)
     return found
-
-
-def _until(condition: Any, limit: float = 10.0) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 def test_prompt_logprobs_and_chat_prompts_come_where_vllm_has_them(http: httpx.Client) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sender import Sender
 from serving import Served, serve
+from shared_engines import left_serving
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -66,6 +67,12 @@ def engine(request, model) -> Iterator[Engine]:
         Rollout.connect(served.grpc) as rollout,
     ):
         yield Engine(ranks, served, http, rollout)
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_left_serving(request) -> Iterator[None]:
+    shared = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    yield from left_serving(request.node.name, getattr(shared, "rollout", None))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,11 +11,8 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+from free_ports import free_port
+from shared_engines import eventually
 
 
 class Sender:
@@ -81,6 +77,12 @@ class Sender:
             future = pool.submit(self.post, "update_weights", body)
             self.sent = self.broadcast([tensor for _, tensor in tensors], info)
             return future.result()
+
+    def arrived(self) -> None:
+        """Wait until an update_weights is under way: the start of another one is told so."""
+        other = {"update_id": "another"}
+        text = "update_weights is under way"
+        eventually(lambda: text in self.post("start_weight_update", other).text)
 
     def broadcast(self, tensors: list[torch.Tensor], info: dict[str, Any]) -> Exception | None:
         try:

@@ -52,7 +52,7 @@ def test_a_member_keeps_its_vote_without_a_connection(engine, weights, commit, g
     assert engine.tokens() == tokens
     assert engine.info()["version"] == before["version"]
     with pytest.raises(UpdateInProgress, match="prepared"):
-        engine.rollout.update_weights(dict(weights[1]), timeout=0.5)
+        engine.rollout.update_weights(dict(weights[1]), timeout=2)
     with pytest.raises(UpdateInProgress, match="no sleep"):
         engine.rollout.sleep()
     other = RolloutClient(engine.served.grpc)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from free_ports import free_port
 from safetensors.torch import save, save_file
-from sender import free_port
 from serving import serve
 from tiny_models import write_tiny
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sender import Sender, described
 from serving import descendants
+from shared_engines import eventually
 
 from rollout.errors import ConfigError, UpdateInProgress
 from rollout.rpc.rollout_pb2 import WeightDocument
@@ -150,7 +151,7 @@ def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
     assert sender.post("start_weight_update").status_code == 200
     assert error_of(sender.post("start_weight_update"))[:2] == (409, "UpdateInProgress")
     with pytest.raises(UpdateInProgress):
-        engine.rollout.update_weights(dict(weights[1]), timeout=0.5)
+        engine.rollout.update_weights(dict(weights[1]), timeout=2)
     assert sender.post("abort_weight_update", {"reason": "enough"}).status_code == 200
     assert "enough" in error_of(sender.post("finish_weight_update"))[2]
     assert error_of(sender.post("finish_weight_update"))[:2] == (409, "VersionConflict")
@@ -162,14 +163,14 @@ def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
 def test_an_update_that_nobody_goes_on_with_ends_at_its_deadline(engine, sender, weights) -> None:
     sender.joined()
     before = engine.info()
-    sender.post("start_weight_update", {"deadline": 0.5})
+    sender.post("start_weight_update", {"deadline": 2.5})
     sender.update(list(weights[1].items())[:2])  # moves the deadline
     assert engine.info()["state"] == "staging"
-    time.sleep(0.8)
+    eventually(lambda: engine.info()["state"] == "idle")
     assert engine.info() == before
     status, kind, message = error_of(sender.post("finish_weight_update"))
     assert (status, kind) == (409, "VersionConflict")
-    assert "deadline of 0.5 s" in message
+    assert "deadline of 2.5 s" in message
     assert sender.post("start_weight_update").status_code == 200
 
 
@@ -191,7 +192,7 @@ def test_abort_ends_an_update_that_is_receiving(engine, sender, weights) -> None
     sender.post("start_weight_update")
     body = {"update_info": described(weights[1].items())}
     waiting = sender.later(sender.post, "update_weights", body)
-    time.sleep(0.3)
+    sender.arrived()
     other = {"update_info": described(list(weights[1].items())[:1])}
     assert error_of(sender.post("update_weights", other))[:2] == (409, "UpdateInProgress")
     assert sender.post("abort_weight_update").status_code == 200
@@ -211,17 +212,15 @@ def test_a_sender_that_breaks_its_word_costs_the_update_alone(engine, sender, we
     if how == "longer":
         sender.broadcast([t.double() for t in weights[1].values()], {})
     else:
-        time.sleep(0.3)
+        sender.arrived()
         sender.close()
     begun = time.monotonic()
     status, kind, message = error_of(waiting.result(60))
     assert (status, kind) == (409, "TransferFailed"), message
     assert time.monotonic() - begun < 25
     assert (engine.info(), engine.tokens()) == (before, tokens)
-    limit = time.monotonic() + 5
-    while len(descendants(engine.served.process.pid)) != children - engine.ranks:
-        assert time.monotonic() < limit, "the processes that held the places are still there"
-        time.sleep(0.05)
+    # The processes that held the places end, too.
+    eventually(lambda: len(descendants(engine.served.process.pid)) == children - engine.ranks, 30)
     again = Sender(engine.http, engine.ranks)
     assert again.init().status_code == 200
     again.post("start_weight_update")
