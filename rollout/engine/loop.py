@@ -102,6 +102,7 @@ class StepLoop:
         if grammars is not None:
             grammars.on_answer = self._wake
         self._serving = serving or ServingLease()
+        self._serving.on_grant = self._wake
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
         self._ended = False
@@ -188,13 +189,17 @@ class StepLoop:
         try:
             while not self.closed:
                 worked = self._step()
-                if self._serving.is_over:
+                left = self._serving.left
+                if left is not None and left <= 0:
                     self._outputs.fail(self._serving.refusal)
+                    left = None
                 limit = self._pins.look() if self._ahead is None else None
                 self._outputs.publish()
                 self._notify_drained()
                 if self._ahead is None:
-                    self._take_inbox(wait=not worked, limit=limit)
+                    # What is frozen ends with the lease, too.
+                    limits = (each for each in (limit, left) if each is not None)
+                    self._take_inbox(wait=not worked, limit=min(limits, default=None))
                     self._outputs.publish()
         finally:
             if self._ahead is not None:

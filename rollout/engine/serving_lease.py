@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from rollout.errors import ConfigError, EngineClosed
 
@@ -12,10 +13,11 @@ class ServingLease:
     """Thread-safe: one number, by ``time.monotonic``. An engine that got no grant serves for good.
 
     Read before a request is taken and before tokens are handed out, so that none leaves an engine
-    whose fleet may have gone on without it.
+    whose fleet may have gone on without it. ``on_grant`` is called after each, by who grants.
     """
 
     def __init__(self) -> None:
+        self.on_grant: Callable[[], None] = lambda: None
         self._until: float | None = None
         self._newest = (0, 0)
         self._lock = threading.Lock()
@@ -25,6 +27,7 @@ class ServingLease:
         with self._lock:
             if order >= self._newest:
                 self._until, self._newest = until, order
+        self.on_grant()
 
     def check_alone(self, what: str) -> None:
         """``ConfigError`` where a fleet grants: its members change by its own updates alone."""
@@ -35,8 +38,15 @@ class ServingLease:
             )
 
     @property
+    def left(self) -> float | None:
+        """Seconds until it is over, none or fewer where it is; None where it lasts for good."""
+        until = self._until
+        return None if until is None else until - time.monotonic()
+
+    @property
     def is_over(self) -> bool:
-        return self._until is not None and time.monotonic() >= self._until
+        left = self.left
+        return left is not None and left <= 0
 
     @property
     def refusal(self) -> EngineClosed:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import LOOPBACK
-from rollout.engine.control import WAKE_TAGS
 from rollout.errors import (
     ConfigError,
     EngineClosed,
@@ -26,6 +25,7 @@ from rollout.errors import (
 from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import FleetChannel
 from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.hold import Hold
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
 from rollout.fleet.stats import summed
@@ -61,7 +61,7 @@ class FleetBackend:
     """Every (epoch, version) that leaves it is the fleet's.
 
     The prompts of a call go to members each by itself; one whose member fails goes on elsewhere,
-    behind the tokens that were delivered of it. Verbs of control go to all members that serve.
+    behind the tokens that were delivered of it. Who is paused or asleep says its ``Hold``.
     """
 
     reads_in_place = False
@@ -72,8 +72,7 @@ class FleetBackend:
         self, fleet: Fleet, *, start_timeout: float = 600.0, weight_dirs: Sequence[str] = ()
     ) -> None:
         """``weight_dirs``: directories under which the front may read updates itself."""
-        self.fleet, self.router = fleet, Router()
-        self.asleep: set[str] = set()  # tags that were given up through this front
+        self.fleet, self.router, self.hold = fleet, Router(), Hold(fleet)
         self._weight_dirs = tuple(weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
@@ -99,6 +98,7 @@ class FleetBackend:
                     "engine with quantization= does not keep: run it by itself"
                 )
             self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
+            self.hold.find()
             self._started = await self._any(lambda client: client.server_info())
 
     @property
@@ -115,6 +115,8 @@ class FleetBackend:
         if self._started is None:
             return "loading"
         states = sorted({standing.state for standing in self.fleet.standings().values()})
+        if states and self.hold.wanted.state:
+            return self.hold.wanted.state
         return "running" if "running" in states else next(iter(states), "fenced")
 
     async def server_info(self) -> ServerInfo:
@@ -185,22 +187,25 @@ class FleetBackend:
     # ---- control ----
 
     async def pause(self, mode: str, timeout: float) -> None:
-        await self._all(lambda link: link.client.pause(mode, timeout))
+        await self.hold.pause(mode, timeout)
 
     async def resume(self) -> None:
-        await self._all(lambda link: link.client.resume())
+        await self.hold.resume()
 
     async def sleep(self, level: int, timeout: float) -> None:
         if level != 1:
             raise ConfigError(
                 "a fleet's members keep their weights, which those that join are given: sleep(1)"
             )
-        await self._all(lambda link: link.client.sleep(level, timeout))
-        self.asleep = set(WAKE_TAGS)
+        await self.hold.sleep(level, timeout)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
-        await self._all(lambda link: link.client.wake_up(tags, timeout))
-        self.asleep.difference_update(WAKE_TAGS if tags is None else tags)
+        await self.hold.wake_up(tags, timeout)
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags that were given up through this front."""
+        return self.hold.wanted.asleep
 
     async def reset_prefix_cache(self) -> None:
         await self._all(lambda link: link.client.reset_prefix_cache())
@@ -455,6 +460,7 @@ class FleetBackend:
         if not link.met:
             await link.client.start()
             link.met = True
+        await self.hold.reach(link)
         return link
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -51,6 +52,8 @@ class Link:
     token: str | None
     calls: int = 0
     met: bool = False  # whether ``client`` knows what it can do
+    verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
+    held: object = None  # the life of the engine and what it is held in; None where unknown
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
 
@@ -143,6 +146,17 @@ class Fleet:
     def serving(self) -> list[Link]:
         with self._changed:
             return [self._links[name] for name in self._state.serving if name in self._links]
+
+    def links(self) -> list[Link]:
+        with self._changed:
+            return list(self._links.values())
+
+    def life(self, name: str) -> int | None:
+        """The epoch in which a member was last heard of."""
+        with self._changed:
+            member = self._state.members.get(name)
+            standing = None if member is None else member.standing
+            return None if standing is None else standing.epoch
 
     def members(self) -> list[dict[str, Any]]:
         """A row for each, for people."""

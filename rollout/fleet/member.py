@@ -68,6 +68,7 @@ def describe(members: Iterable[Member]) -> list[dict[str, object]]:
         {
             "name": m.name,
             "status": str(m.status),
+            "state": None if m.standing is None else m.standing.state,
             "version": None if m.standing is None else m.standing.version,
             "running": None if m.standing is None else m.standing.running,
             "waiting": None if m.standing is None else m.standing.waiting,

@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = (
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.so_reuseport", 0),  # a busy port is an error, not a share of its traffic
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # By default some of more than 1000 end as CANCELLED; the queue behind says what is too much.

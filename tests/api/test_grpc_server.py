@@ -5,9 +5,11 @@ import logging
 import socket
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
@@ -19,7 +21,7 @@ from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.rollout_pb2 import GenerateRequest
 from rollout.rpc.services import ControlStub, GenerationStub
-from rollout.rpc.status import MAX_BODY
+from rollout.rpc.status import CHANNEL_OPTIONS, MAX_BODY, SERVER_OPTIONS
 from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
 from rollout.server.grpc.interceptors import refusing
 from rollout.weight_sync.protocol.messages import UpdateRequest
@@ -278,3 +280,10 @@ async def test_thousands_of_calls_at_once_are_all_answered(engine):
         ask = ControlStub(channel).ServerInfo
         replies = await asyncio.gather(*(ask(pb.ServerInfoRequest()) for _ in range(4000)))
     assert {reply.state for reply in replies} == {"running"}
+
+
+def test_grpc_knows_every_option_that_it_is_given():
+    """It ignores what it does not know: a misspelt limit of pings cut calls that were quiet."""
+    known = Path(cygrpc.__file__).read_bytes()
+    options = [key for key, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)]
+    assert [key for key in options if key.encode() not in known] == []

@@ -1,0 +1,127 @@
+"""What a fleet's front holds its members in, paused or asleep, whichever serve at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rollout.config import DEFAULT_TIMEOUT
+from rollout.engine.control import WAKE_TAGS
+from rollout.errors import RolloutError
+from rollout.fleet.fleet import Fleet, Link
+from rollout.rpc.client import RolloutClient
+
+Verb = Callable[[RolloutClient], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """``asleep``: the tags that were given up."""
+
+    paused: bool = False
+    asleep: frozenset[str] = frozenset()
+
+    @property
+    def state(self) -> str:
+        """As a member says it; "" where nothing holds it."""
+        return "asleep" if self.asleep else "paused" if self.paused else ""
+
+
+class Hold:
+    """For the event loop of its front. A verb goes to all members; those that serve have to take
+    it, and whoever has missed it is brought to it by ``reach``, before its next call.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.wanted = Held()
+        self._fleet = fleet
+
+    def find(self) -> None:
+        """What an earlier front has left all members in goes on."""
+        states = {standing.state for standing in self._fleet.standings().values()}
+        if states == {"asleep"}:
+            self.wanted = Held(asleep=frozenset(WAKE_TAGS))
+        elif states == {"paused"}:
+            self.wanted = Held(paused=True)
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        wanted = replace(self.wanted, paused=True)
+        await self._or_as_before(wanted, lambda client: client.pause(mode, timeout))
+
+    async def resume(self) -> None:
+        await self._all(replace(self.wanted, paused=False), lambda client: client.resume())
+
+    async def sleep(self, level: int, timeout: float) -> None:
+        wanted = replace(self.wanted, asleep=frozenset(WAKE_TAGS))
+        await self._or_as_before(wanted, lambda client: client.sleep(level, timeout))
+
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        asleep = self.wanted.asleep.difference(WAKE_TAGS if tags is None else tags)
+        wanted = replace(self.wanted, asleep=asleep)
+        await self._all(wanted, lambda client: client.wake_up(tags, timeout))
+
+    async def reach(self, link: Link) -> None:
+        """Return once a member is held as all are; raises what its verbs raise."""
+        while link.verbs or link.held != (self._fleet.life(link.name), self.wanted):
+            if link.verbs:  # as a pause that waits for what runs
+                await asyncio.wait(link.verbs)
+            else:
+                await self._do(link, partial(_bring, self.wanted), whole=True)
+
+    # ---- helpers ----
+
+    async def _or_as_before(self, wanted: Held, verb: Verb) -> None:
+        """Where one that serves does not take it, the others go on as before, too."""
+        before = self.wanted
+        try:
+            await self._all(wanted, verb)
+        except BaseException:
+            if self.wanted is wanted:
+                self.wanted = before
+                back = map(self.reach, self._fleet.serving())
+                await asyncio.gather(*back, return_exceptions=True)
+            raise
+
+    async def _all(self, wanted: Held, verb: Verb) -> None:
+        before, self.wanted = self.wanted, wanted
+        serving = {link.name for link in self._fleet.serving()}
+
+        async def one(link: Link) -> None:
+            whole = link.held == (self._fleet.life(link.name), before)
+            if link.name in serving:
+                await self._do(link, verb, whole=whole)
+                return
+            with contextlib.suppress(RolloutError, TimeoutError):
+                await asyncio.wait_for(self._do(link, verb, whole=whole), self._fleet.lease)
+
+        calls = map(one, self._fleet.links())
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+
+    async def _do(self, link: Link, verb: Verb, *, whole: bool) -> None:
+        """``whole``: a member that has taken it is held as is wanted now."""
+        life, wanted = self._fleet.life(link.name), self.wanted
+        whole, link.held = whole and not link.verbs, None
+        task = asyncio.ensure_future(verb(link.client))
+        link.verbs.add(task)
+        try:
+            await task
+        finally:
+            link.verbs.discard(task)
+        if whole and not link.verbs and self.wanted is wanted:
+            link.held = life, wanted
+
+
+async def _bring(wanted: Held, client: RolloutClient) -> None:
+    if wanted.paused:
+        await client.pause("keep", DEFAULT_TIMEOUT)
+    else:
+        await client.resume()
+    if wanted.asleep:
+        await client.sleep(1, DEFAULT_TIMEOUT)
+    if awake := [tag for tag in WAKE_TAGS if tag not in wanted.asleep]:
+        await client.wake_up(awake, DEFAULT_TIMEOUT)

@@ -1,0 +1,108 @@
+"""Paused or asleep is a fleet's state: members that miss the word for it are brought to it."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fleet_front import ENGINE
+
+from rollout import Rollout
+from rollout.errors import DeadlineExceeded, EngineClosed
+from rollout.weight_sync.protocol.membership import Grant
+
+GREEDY = {"max_tokens": 6, "temperature": 0.0}
+PROMPTS = [[5, 6, 7, n] for n in range(12)]
+WAIT = 20.0  # seconds: for hangs
+
+
+def back_again(front, engine, meanwhile):
+    """``engine`` leaves the fleet, and comes back once ``meanwhile`` is done."""
+    name = next(n for n in front.names if n == engine.address)
+    front.fleet.remove(name)
+    meanwhile()
+    front.fleet.add(engine.address)
+    front.fleet.wait_serving(3, WAIT)
+    until = time.monotonic() + WAIT
+    while engine.metrics().state == "fenced":  # its first grant is on its way
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def served(front, engine):
+    """Whether all prompts end, some of them at ``engine``."""
+    before = engine.metrics().prompt_tokens_total
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            front.rollout.generate, [[n, *p] for n in (1, 2) for p in PROMPTS], GREEDY
+        )
+        try:
+            finished = all(output.finished for output in asked.result(WAIT))
+        finally:
+            engine.resume_generation()  # or the pool waits for ever
+    return finished and engine.metrics().prompt_tokens_total > before
+
+
+def test_members_that_miss_the_word_are_brought_to_it_before_they_are_called(front, engines):
+    late = engines[2]
+    front.rollout.pause_generation()
+    assert front.rollout.metrics().state == "paused"
+    back_again(front, late, front.rollout.resume_generation)
+    assert served(front, late)
+
+    back_again(front, late, front.rollout.pause_generation)
+    before = [engine.metrics().generation_tokens_total for engine in engines]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(front.rollout.generate, PROMPTS, GREEDY)
+        with pytest.raises(TimeoutError):
+            asked.result(0.5)
+        now = [engine.metrics().generation_tokens_total for engine in engines]
+        front.rollout.resume_generation()
+        assert all(output.finished for output in asked.result(WAIT))
+    assert now == before, "who came back during the pause has generated"
+
+    front.rollout.sleep(1)
+    back_again(front, late, front.rollout.wake_up)
+    assert late.metrics().state == "asleep"
+    assert served(front, late)
+
+
+@pytest.mark.more
+def test_a_pause_that_one_member_does_not_take_holds_none(front, engines):
+    first = threading.Event()
+
+    def long():
+        params = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
+        seen = []
+        for output in front.rollout.stream(PROMPTS[0], params):
+            seen.append(output)
+            first.set()
+        return seen[-1]
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(long)
+        assert first.wait(WAIT)
+        busy = next(engine for engine in engines if engine.metrics().running)
+        busy.pause_generation("keep")  # so that it never drains
+        with pytest.raises(DeadlineExceeded):
+            front.rollout.pause_generation("wait", timeout=0.3)
+        assert asked.result(WAIT).finished
+    assert all(output.finished for output in front.rollout.generate(PROMPTS, GREEDY))
+
+
+def test_what_is_frozen_ends_with_the_lease(checkpoint):
+    with (
+        Rollout(checkpoint, **ENGINE) as engine,
+        Rollout.connect(engine.address) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        member = client._async.backend
+        engine.pause_generation()
+        asked = pool.submit(client.generate, [[1, 2]], GREEDY)
+        stood = member.serve(Grant(fence=3, epoch=None))
+        member.serve(Grant(fence=3, serial=1, epoch=stood.epoch, until=stood.clock + 0.5))
+        try:
+            with pytest.raises(EngineClosed, match="lease has run out"):
+                asked.result(WAIT)
+        finally:
+            engine.resume_generation()
