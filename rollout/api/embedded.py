@@ -397,6 +397,7 @@ class EmbeddedBackend:
             aliases=reply["aliases"],
             prefixes=reply["prefixes"],
             quantized=reply["quantized"],
+            adaptable=reply["adaptable"],
             grid=QuantizationGrid.of(self.config.quantization),
             device=str(self.core.rank_info[0]["device"]),
             devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),
@@ -414,8 +415,8 @@ class EmbeddedBackend:
         self._verbs = VerbSession(self._coordinator)
 
     def _is_live(self, receipt: UpdateReceipt) -> bool:
-        """Whether what is served is still what that update brought, whole."""
-        return receipt.version == self.core.version and self.core.broken is None
+        """Whether what is served is still what that update brought, whole; beneath adapters."""
+        return receipt.version == self.core.base_version and self.core.broken is None
 
     async def _has_come(self, version: int) -> None:
         """Wait until ``version`` is live; ``VersionConflict`` at the engine's timeout."""

@@ -18,6 +18,7 @@ from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.trainer.weight_report import check_weights as check
 from rollout.weight_sync.trainer.weight_report import preflight as preflight_source
 from rollout.weights.adapters import AdapterLoaded
+from rollout.weights.components import POLICY
 
 
 class WeightVerbs:
@@ -120,10 +121,10 @@ class WeightVerbs:
             plans=self._plans,
             adapters=adapters,
         )
-        builds_on_live = partial or source is None
-        self._backend.committed(
-            receipt, partial=builds_on_live
-        )  # ranks that did not send learn it too
+        others = bool(receipt.components) and POLICY not in receipt.components
+        builds_on_live = partial or source is None or others
+        # Ranks that did not send learn it too.
+        self._backend.committed(receipt, partial=builds_on_live)
         return receipt
 
     def weight_info(self) -> WeightInfo:

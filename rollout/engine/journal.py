@@ -144,8 +144,6 @@ class Journal:
         try:
             while (found := self._next()) is not None:
                 self._write_safely(found)
-                if self._queue.empty() and self._file is not None:
-                    os.fdatasync(self._file)
         finally:
             if self._file is not None:
                 os.close(self._file)
@@ -163,6 +161,8 @@ class Journal:
     def _write_safely(self, finished: Finished) -> None:
         try:
             self._write(finished)
+            if self._queue.empty() and self._file is not None:
+                os.fdatasync(self._file)
             self.written += 1
         except Exception as error:  # a full disk, most likely: the engine serves on
             if not self.dropped:

@@ -48,6 +48,11 @@ class LinearAdapters:
         self.bounds = (0, *(part[-1].put.stops[0] for part in base))
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """Those of its parts, by the names in files."""
+        return tuple(part[0].source.removesuffix(".weight") for part in self.base)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no row of this step has an adapter."""
         return self._active.rows is None
@@ -95,6 +100,11 @@ class AdapterSlots:
         tensors = (t for each in self.linears.values() for t in (each.a, each.b))
         return sum(prod(t.shape) * t.element_size() for t in tensors)
 
+    @property
+    def modules(self) -> frozenset[str]:
+        """What adapters may change, by the names in files."""
+        return frozenset(module for each in self.linears.values() for module in each.modules)
+
     def attach(self, model: Model) -> None:
         """Have an instance's linears add what the slots hold, in steps that begin here."""
         policy: Any = model.policy
@@ -116,21 +126,13 @@ class AdapterSlots:
                 f"the adapter has rank {spec.rank}, and slots are of rank {self.rank}: start the "
                 f"engine with max_lora_rank={spec.rank}"
             )
+        spec.check_modules(self.modules)
         found: dict[str, AdaptedLinear] = {}
-        known: set[str] = set()
         for name, each in self.linears.items():
-            sources = [part[0].source.removesuffix(".weight") for part in each.base]
-            known.update(sources)
-            if not spec.modules.keys().isdisjoint(sources):
+            if not spec.modules.keys().isdisjoint(each.modules):
                 found[name] = AdaptedLinear(
                     base=each.base, a=each.a[slot], b=each.b[slot], scales=each.scales[slot]
                 )
-        if unknown := sorted(spec.modules.keys() - known):
-            raise ConfigError(
-                f"the adapter changes {unknown[0]}, which is no linear of this model that adapters "
-                "are served beside; merge it, into the trainer's weights or by an engine without "
-                "max_adapters"
-            )
         unused = [each.scales[slot] for name, each in self.linears.items() if name not in found]
         return AdapterModel(self._build, spec, found, unused)
 

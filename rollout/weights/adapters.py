@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rollout.errors import ConfigError
@@ -33,6 +34,15 @@ class AdapterSpec:
     def rank(self) -> int:
         """The largest of its modules."""
         return max((module.rank for module in self.modules.values()), default=0)
+
+    def check_modules(self, known: Collection[str]) -> None:
+        """``ConfigError`` where it changes one beside which adapters cannot be served."""
+        if unknown := sorted(self.modules.keys() - set(known)):
+            raise ConfigError(
+                f"the adapter changes {unknown[0]}, which is no linear of this model that adapters "
+                "are served beside; merge it, into the trainer's weights or by an engine without "
+                "max_adapters"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

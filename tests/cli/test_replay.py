@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +99,34 @@ def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts
         list(read_journal(Path(tmp_path)))
     with pytest.raises(ConfigError, match="journal_bytes"):
         Journal(directory, 1000)
+
+
+def test_a_journal_goes_on_once_the_disk_takes_it_again(journaled, tmp_path, monkeypatch):
+    journal, again = Journal(tmp_path / "full", 1 << 20), _Again(journaled[1])
+    full, honest = threading.Event(), os.fdatasync
+
+    def sync(file: int) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        honest(file)
+
+    def settled(count: int) -> None:
+        deadline = time.monotonic() + 30
+        while journal.written + journal.dropped < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    journal.start({"settings": {}})
+    full.set()
+    journal.add(again.finished())
+    settled(1)
+    assert journal.dropped == 1
+    full.clear()
+    journal.add(again.finished())
+    settled(2)
+    journal.close()
+    assert (journal.written, journal.dropped) == (1, 1)
 
 
 class _Again:

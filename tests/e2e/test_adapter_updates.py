@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,15 @@ from rollout.errors import (
     EngineOverloaded,
     InvalidRequest,
     SourceFailed,
+    TransferFailed,
     VersionConflict,
     WeightMismatch,
 )
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
+from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weights import Box
+from rollout.weights.adapters import AdapterSpec, ModuleSpec
+from rollout.weights.components import POLICY
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
@@ -290,26 +297,111 @@ def test_caches_of_the_base_outlive_an_adapters_commit(engine, base) -> None:
     assert output.num_cached_tokens == 32
 
 
-def test_no_slot_is_waited_for_at_most_the_updates_timeout(engine, base) -> None:
-    model = adapted(base, 13)
+@contextmanager
+def slots_held(engine: Rollout, model: Any) -> Iterator[None]:
+    """Every slot is taken, by streams that stand still; they end as they should."""
+    long = SamplingParams(adapter="math", temperature=0, max_tokens=100, ignore_eos=True)
     engine.update_weights(adapters={"math": model})
-    long = SamplingParams(adapter="math", temperature=0, max_tokens=400, ignore_eos=True)
-
-    def begin() -> list[Iterator[RequestOutput]]:
-        streams = []
+    streams = []
+    try:
         for seed in range(3):
+            engine.resume_generation()
             streams.append(engine.stream(PROMPTS[0], long))
             next(streams[-1])
+            engine.pause_generation("keep")
             engine.update_weights(adapters={"math": shaken(model, seed)})
-        return streams
-
-    streams = standing_still(begin, engine, running=3)
-    with pytest.raises(EngineOverloaded, match=r"no slot became free within 1 s"):
-        engine.update_weights(adapters={"math": model}, timeout=1)
+        yield
+    finally:
+        engine.resume_generation()
     for stream in streams:
-        stream.close()
-    engine.resume_generation()
+        *_, last = stream
+        assert len(last.outputs[0].token_ids) == 100
+
+
+def test_no_slot_is_waited_for_longer_than_the_updates_timeout(engine, base) -> None:
+    model = adapted(base, 13)
+    with slots_held(engine, model):
+        with pytest.raises(EngineOverloaded, match=r"no slot became free within 1 s"):
+            engine.update_weights(adapters={"math": model}, timeout=1)
+        with pytest.raises(EngineOverloaded, match="no slot became free"):
+            engine.update_weights(base, adapters={"math": model}, staging="none", timeout=1)
+        assert engine.metrics().state == "paused"
     engine.update_weights(adapters={"math": model})
+
+
+@pytest.mark.parametrize("staging", ["none", "device"])
+def test_a_refused_adapter_costs_neither_weights_nor_rollback(engine, base, staging) -> None:
+    model = adapted(base, 23)
+    engine.update_weights(adapters={"math": model})
+    plain = said(engine, None)
+    engine.update_weights(base)
+    engine.update_weights(base)  # can be rolled back
+    version = engine.weight_version
+    many = {f"other{index}": model for index in range(4)}
+    with pytest.raises(ConfigError, match="no slot can become free"):
+        engine.update_weights(base, adapters=many, staging=staging)
+    with (
+        closing(engine._async.backend.open()) as channel,
+        pytest.raises(ConfigError, match=r"changes model\.embed_tokens, which is no linear"),
+    ):
+        channel.begin(request("model.embed_tokens", staging, POLICY))
+    assert (engine.weight_version, engine.metrics().state) == (version, "running")
+    assert said(engine, None) == plain
+    assert engine.rollback().version == version + 1
+
+
+def request(module: str, staging: str = "auto", *models: str) -> UpdateRequest:
+    spec = AdapterSpec(modules={module: ModuleSpec(rank=2, scaling=1.0)})
+    return UpdateRequest(
+        update_id=secrets.token_hex(8), bucket_bytes=1 << 20, timeout=60.0, staging=staging,
+        components=(*models, "adapter/math"), adapters={"math": spec},
+    )  # fmt: skip
+
+
+def test_a_begin_that_waits_for_a_slot_ends_with_its_channel(engine, base) -> None:
+    with slots_held(engine, adapted(base, 27)):
+        channel = engine._async.backend.open()
+        threading.Timer(0.1, channel.close).start()
+        started = time.monotonic()
+        with pytest.raises(TransferFailed, match="the channel was closed"):
+            channel.begin(request("model.layers.0.self_attn.q_proj"))
+        assert time.monotonic() - started < 30
+        assert engine.weight_info().state == "idle"
+
+
+def test_a_model_is_not_merged_below_its_own_adapter_whatever_it_is_wrapped_in(
+    engine, base
+) -> None:
+    model = adapted(base, 29)
+    engine.update_weights(model, adapters={"math": model})
+    wanted = said(engine, "math")
+    engine.unload_lora_adapter("math")
+    engine.update_weights(model.get_base_model(), adapters={"math": model})
+    assert engine.check_weights(base).equal
+    assert said(engine, "math") == wanted
+    engine.unload_lora_adapter("math")
+    with pytest.raises(ConfigError, match="would be merged into the base, and math served on top"):
+        engine.update_weights(adapted(base, 30), adapters={"math": model})
+
+
+def test_what_a_rollback_of_adapters_alone_brings_back_is_in_its_receipt(engine, base) -> None:
+    model = adapted(base, 31)
+    first = engine.update_weights(adapters={"math": model})
+    engine.update_weights(adapters={"math": shaken(model, 5)})
+    back = engine.rollback()
+    assert back.adapters == {"math": first.adapters["math"]}
+    told = first.adapters["math"]
+    assert (back.digest, back.num_tensors) == (told.digest, told.num_tensors)
+    assert back.num_bytes == told.num_bytes
+
+
+def test_a_read_that_is_asked_for_again_is_still_live_beneath_adapters(base, tmp_path) -> None:
+    with Rollout(base, weight_dirs=(str(base.parent),), **SETTINGS) as engine:
+        asked = {"server_path": base, "update_id": "read-once"}
+        first = engine.update_weights(**asked)
+        engine.update_weights(adapters={"math": adapted(base, 33)})
+        assert engine.update_weights(**asked) == first
+        assert engine.weight_version == first.version + 1
 
 
 def dies_midway(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from trainer import Trainer, nudged
 from trainer_ranks import Boxes, TrainerRanks, agreements
 
 from rollout.errors import ConfigError, IncompleteUpdate, WeightMismatch
+from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import TensorMeta
 from rollout.weights.components import component_of, qualified
@@ -52,6 +53,26 @@ def test_a_sender_of_a_component_is_told_before_anything_is_sent(engine, checkpo
     with pytest.raises(WeightMismatch, match=r"no component 'draft': it has policy"):
         Trainer(engine, "inline").send(sent)
     assert engine.version == version
+
+
+def test_an_update_of_no_component_is_refused(engine, checkpoints) -> None:
+    version = engine.version
+    request = UpdateRequest(
+        update_id="of-nothing", bucket_bytes=1 << 20, timeout=5.0, components=()
+    )
+    with pytest.raises(ConfigError, match="of one component at least"):
+        engine.open().begin(request)
+    assert (engine.version, engine.info().state) == (version, "idle")
+
+
+@pytest.mark.parametrize(
+    ("components", "builds"),
+    [(("policy",), False), (("value",), True), (("adapter/math",), True)],
+)
+def test_what_leaves_the_policy_as_it_is_builds_on_it(components, builds) -> None:
+    """A client then makes sure that it is the policy of the engine that it knows."""
+    request = UpdateRequest(update_id="u", bucket_bytes=1, timeout=5.0, components=components)
+    assert request.builds_on_live is builds
 
 
 def test_a_tensor_that_is_called_policy_is_a_tensor() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import write_tiny
 
 from rollout import Rollout
+from rollout.engine.updates.limits import UpdateLimits
 from rollout.errors import ConfigError, LimitExceeded
+from rollout.weight_sync.protocol.messages import UpdateRequest
 
 TIMEOUT = 20.0
 
@@ -79,3 +83,19 @@ def test_a_directory_that_the_server_reads_keeps_the_limits_too(tmp_path):
         with Rollout.connect(engine.address) as client, pytest.raises(LimitExceeded):
             client.update_weights(server_path=directory, max_extra_memory=10, timeout=TIMEOUT)
         assert engine.weight_version == 0
+
+
+def test_what_a_small_update_takes_is_not_for_its_bytes():
+    """A few KiB in 20 ms say nothing of how long 16 GiB take."""
+    limits, size = UpdateLimits(), 16 << 30
+    request = UpdateRequest(
+        update_id="u", bucket_bytes=1 << 20, timeout=5.0, staging="none", max_stall=3600.0
+    )
+    plans = [{"none": {"extra": 0, "moved": 0}}]
+    limits.measured("held", 0.02, 4096)
+    small = SimpleNamespace(
+        num_bytes=1 << 20, wire_bytes=1 << 20, adapters={}, timings={"total": 0.05}, version=1
+    )
+    assert limits.check(request, plans, [small], size).basis.endswith("at this host's speed")
+    limits.measured("held", 4.0, size // 2)
+    assert limits.check(request, plans, [small], size).stall == 8.0

@@ -307,6 +307,20 @@ def test_whatever_fails_inside_a_commit_brings_every_rank_back(engine, new) -> N
     assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
 
 
+def test_what_fails_once_it_is_live_leaves_the_next_update_free_to_begin(
+    engine, new, monkeypatch
+) -> None:
+    def failing(*_, **__):
+        raise KeyError("a book")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.coordinator, "record", failing)
+        with pytest.raises(Exception, match="a book"):
+            update(engine, new)
+    assert (engine.version, engine.info().state) == (1, "idle")
+    assert update(engine, new).version == 2
+
+
 def test_an_unknown_way_for_running_requests_is_refused_before_anything_is_staged(
     engine, new
 ) -> None:

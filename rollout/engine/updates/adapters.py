@@ -8,7 +8,7 @@ reserve --> staged by the ranks, voted on --> commit: the name means that slot f
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +69,7 @@ class AdapterUpdates:
     @property
     def digests_before(self) -> dict[str, int]:
         """As ``digests`` after a rollback."""
-        found: dict[str, AdapterVersion | None] = {**self.newest, **(self.before or {})}
+        found: dict[str, AdapterVersion | None] = {**self.newest, **dict(self.before or {})}
         return {name: self.kept(one).digest for name, one in found.items() if one is not None}
 
     def kept(self, version: AdapterVersion) -> KeptAdapter:
@@ -78,7 +78,7 @@ class AdapterUpdates:
 
     def prune(self) -> None:
         """Forget what is known of versions that are gone."""
-        live = {*map(str, self.newest.values()), *map(str, (self.before or {}).values())}
+        live = {*map(str, self.newest.values()), *map(str, dict(self.before or {}).values())}
         self._kept = {name: kept for name, kept in self._kept.items() if name in live}
 
     def check(self, request: UpdateRequest) -> None:
@@ -90,24 +90,32 @@ class AdapterUpdates:
                 raise VersionConflict(f"adapter {name}@{version} is not sent, and {held} is here")
 
     def reserve(
-        self, names: Sequence[str], timeout: float, after: Mapping[str, int] | None = None
+        self,
+        names: Sequence[str],
+        timeout: float,
+        since: float,
+        check: Callable[[], None],
+        after: Mapping[str, int] | None = None,
     ) -> dict[str, int]:
-        """A free slot for each name; waits for sequences to leave theirs, at most ``timeout``.
+        """A free slot for each name; waits for sequences to leave theirs, for ``timeout`` seconds
+        from ``since``, a monotonic time. ``check`` raises where nobody waits for it any more.
 
         ``after``: ``UpdateRequest.adapters_after``. An engine that may not serve, as it catches up
         with its fleet, gives up what it will not need where slots are short.
         Raises ``ConfigError`` where waiting cannot help, ``EngineOverloaded`` at the deadline, and
         ``DeadlineExceeded`` where the engine's thread came to no boundary.
         """
-        deadline = time.monotonic() + timeout
+        until = since + timeout
         what = f"taking slots for the adapters {', '.join(names)} (phase: begin)"
         while True:
             taken = self._engine.at_step_boundary(lambda: self._take(names, after))
             give_back = partial(taken.add_done_callback, self._nobody_waits)
-            slots = Asked(taken, what, timeout, give_back).result()
+            left = max(_LOOK, until - time.monotonic())
+            slots = Asked(taken, what, left, give_back).result()
             if slots is not None:
                 return slots
-            if time.monotonic() > deadline:
+            check()
+            if time.monotonic() > until:
                 raise EngineOverloaded(
                     f"no slot became free within {timeout:g} s for {', '.join(names)}: requests "
                     "that run hold older versions of adapters; wait for them or abort them, or "

@@ -78,6 +78,8 @@ def check_request(
     if request.adapters and request.encoding == "delta":
         raise ConfigError("adapters travel whole: send them with encoding full")
     accepted = find(request.transport, device).check(request, num_ranks, device)
+    if not request.components:
+        raise ConfigError("an update brings the weights of one component at least")
     check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted))))
     if request.metadata is not None:
         check_metadata(

@@ -32,6 +32,7 @@ from rollout.weights import TensorMeta
 from rollout.weights.components import adapter_component, adapter_of, component_of
 
 T = TypeVar("T")
+_LATE = "a commit did not end at its deadline"
 
 
 def take_votes(
@@ -218,8 +219,10 @@ class Switch:
                 if moved or request is None or live is None:
                     live = self._read_live(held, timeout)
                 if given_up.is_set():
-                    raise EngineBroken("the commit did not end at its deadline")
+                    raise EngineBroken(_LATE)
                 self._engine.on_commit(version, in_flight, pin, adapters=adapters, name=name)
+                if given_up.is_set():  # meanwhile; that mended what was broken by it
+                    self._engine.mark_broken(_LATE)
             except Exception as error:
                 self._revert(base, timeout, error, moved)
                 raise
@@ -258,8 +261,8 @@ class Switch:
             if isinstance(error, RolloutError):
                 raise
             given_up.set()  # it is too late for that version: nobody will hear of it
-            self._engine.mark_broken("a commit did not end at its deadline")
-            raise EngineBroken("the commit did not end at its deadline") from error
+            self._engine.mark_broken(_LATE)
+            raise EngineBroken(_LATE) from error
 
     def _revert(self, base: int, timeout: float, cause: Exception, moved: bool) -> None:
         """Every rank is told to be at ``base`` again; one that never swapped has nothing to do.

@@ -83,6 +83,7 @@ class Coordinator:
         devices: tuple[str, ...] = (),
         prefixes: Mapping[str, str] | None = None,
         quantized: Sequence[str] = (),
+        adaptable: Sequence[str] = (),
         grid: QuantizationGrid | None = None,
         note_version: Callable[[int, Mapping[str, int]], None] | None = None,
         max_adapters: int = 0,
@@ -93,7 +94,7 @@ class Coordinator:
         self._max_adapters, self._max_lora_rank = max_adapters, max_lora_rank
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
-        self.quantized, self.grid = tuple(quantized), grid
+        self.quantized, self.grid, self._adaptable = tuple(quantized), grid, frozenset(adaptable)
         self.num_ranks = num_ranks
         self.state = "idle"
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
@@ -362,12 +363,15 @@ class Coordinator:
     def check_fields(self, request: UpdateRequest, transports: tuple[str, ...]) -> Accepted:
         """Raise what is wrong with the request itself, whatever is live; needs no lease."""
         check_room(request.adapters, self._max_adapters, self._max_lora_rank)
+        wanted = self.wanted(request)
+        for spec in request.adapters.values():
+            spec.check_modules(self._adaptable)
         return check_request(
             request,
             transports=transports,
             num_ranks=self.num_ranks,
             device=self._device,
-            wanted=self.wanted(request),
+            wanted=wanted,
             aliases=self.aliases,
         )
 

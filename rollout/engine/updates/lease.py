@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -249,20 +250,24 @@ class Lease:
             self._leave()
             self.abort(str(error))
             raise
-        now = time.perf_counter()
-        if self._held_since is not None:
-            stall = now - self._held_since
-        times = {"commit": now - started, "stall": stall, "total": now - self._started}
-        limits = self._against_limits(request, stall, receipt.num_bytes)
-        details = {**receipt.details, **limits, **before}
-        if of.engine.pins.since == receipt.version:
-            details["pinned"] = of.engine.pins.told
-        receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
-        of.record(receipt, request.label, held, self._base_is_whole, models=bool(request.models))
-        self._slots = {}
-        self._committed = receipt
-        self._leave()
-        self._end("committed")
+        self._slots, self._committed = {}, receipt
+        try:
+            now = time.perf_counter()
+            if self._held_since is not None:
+                stall = now - self._held_since
+            times = {"commit": now - started, "stall": stall, "total": now - self._started}
+            limits = self._against_limits(request, stall, receipt.num_bytes)
+            details = {**receipt.details, **limits, **before}
+            if of.engine.pins.since == receipt.version:
+                details["pinned"] = of.engine.pins.told
+            receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
+            self._committed = receipt
+            of.record(
+                receipt, request.label, held, self._base_is_whole, models=bool(request.models)
+            )
+        finally:  # it is live, whatever becomes of the books
+            self._leave()
+            self._end("committed")
         return receipt
 
     def abort(self, reason: str) -> None:
@@ -314,9 +319,16 @@ class Lease:
 
     def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
         """Have the ranks open what will be filled; what they want, if the sender has to know."""
-        of = self._of
+        of, check = self._of, partial(self._not_ended, "begin")
         if request.models:  # adapters leave both instances alone
-            of.wait_for_pins(self._began + request.timeout, lambda: self._not_ended("begin"))
+            of.wait_for_pins(self._began + request.timeout, check)
+        args: dict[str, Any] = {"request": to_plain(replace(request, metadata=None))}
+        if request.adapters:  # may be refused, or wait: before steps are held or a byte is written
+            self._slots = of.adapters.reserve(
+                *([*request.adapters], request.timeout, self._began, check),
+                after=request.adapters_after,
+            )
+            args["slots"] = self._slots
         of.staging_begins(request)
         if request.staging == "none":
             self._drain(request)  # running requests cannot end once steps are held
@@ -326,12 +338,6 @@ class Lease:
         # What a rollback would bring back: not there if nothing keeps it, no version if broken.
         kept = not request.models or request.staging != "none" or of.undo != "shadow"
         self._base_is_whole = kept and of.engine.broken is None
-        args: dict[str, Any] = {"request": to_plain(replace(request, metadata=None))}
-        if request.adapters:
-            self._slots = of.adapters.reserve(
-                tuple(request.adapters), request.timeout, request.adapters_after
-            )
-            args["slots"] = self._slots
         replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
         # The ranks go on to meet the sender; their replies are due before the first bucket's.
         self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})

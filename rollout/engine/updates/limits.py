@@ -59,12 +59,12 @@ class UpdateLimits:
     """
 
     def __init__(self) -> None:
-        self._measured: dict[str, deque[float]] = {}  # seconds; of "held" for each byte
+        # By kind, seconds and the bytes that came.
+        self._measured: dict[str, deque[tuple[float, int]]] = {}
 
     def measured(self, kind: str, stall: float, num_bytes: int) -> None:
         """A commit: ``kind`` is "flip", "exchange" or, of ``num_bytes`` that came, "held"."""
-        seconds = stall / max(num_bytes, 1) if kind == "held" else stall
-        self._measured.setdefault(kind, deque(maxlen=_MEASURED)).append(seconds)
+        self._measured.setdefault(kind, deque(maxlen=_MEASURED)).append((stall, num_bytes))
 
     def check(
         self,
@@ -124,7 +124,7 @@ class UpdateLimits:
         known = self._measured.get(kind)
         if known:
             basis = f"the median of the last {len(known)} commits of this kind"
-            return median(known), basis
+            return median(seconds for seconds, _ in known), basis
         if not moved:
             return FLIP, "assumed of a commit that moves no byte: none has been measured"
         copy, digested = self._rates
@@ -132,12 +132,17 @@ class UpdateLimits:
         return seconds, f"{moved} bytes to exchange and to read again, at this host's speed"
 
     def _held(self, receipts: Sequence[UpdateReceipt], num_bytes: int) -> tuple[float, str]:
-        """Without staging: the whole of an update."""
-        known = self._measured.get("held")
+        """Without staging: the whole of an update.
+
+        Of earlier updates those alone that brought half as much or more: what a small one takes is
+        not for its bytes.
+        """
+        least = max(1, num_bytes // 2)
+        known = [s / n for s, n in self._measured.get("held", ()) if n >= least]
         if known:
             return median(known) * num_bytes, f"the median of the last {len(known)} such updates"
         for receipt in reversed(receipts):
-            if receipt.num_bytes and receipt.wire_bytes >= receipt.num_bytes:
+            if receipt.wire_bytes >= receipt.num_bytes >= least and not receipt.adapters:
                 took = receipt.timings.get("total", 0.0) * num_bytes / receipt.num_bytes
                 return took, f"all of the update, as version {receipt.version} took"
         copy, digested = self._rates

@@ -120,7 +120,7 @@ class Rollback:
         of = self._of
         check_possible(of)
         started, version = time.perf_counter(), of.engine.version + 1
-        adapters, models = of.adapters.before or {}, of.models_changed
+        adapters, models = dict(of.adapters.before or {}), of.models_changed
         if models:
             of.wait_for_pins(time.monotonic() + timeout)
         before = of.pins_before() if models else {}
@@ -130,22 +130,30 @@ class Rollback:
             adapters=adapters,
             name=lambda version: of.adapters.go_back(),
         )
+        found = {
+            name: of.adapters.kept(before).receipt
+            for name, before in adapters.items()
+            if before is not None
+        }
+        if models:
+            digest, num_tensors = total(held.values()), len(held)
+            num_bytes = sum(meta.nbytes for meta in of.metadata.values())
+        else:  # what is below them stays as it was
+            digest = total(each.digest for each in found.values())
+            num_tensors = sum(each.num_tensors for each in found.values())
+            num_bytes = sum(each.num_bytes for each in found.values())
         receipt = UpdateReceipt(
             version=version,
             epoch=of.engine.epoch,
-            digest=total(held.values()),
-            num_tensors=len(held),
-            num_bytes=sum(meta.nbytes for meta in of.metadata.values()),
+            digest=digest,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
             wire_bytes=0,
             timings={"stall": stall, "total": time.perf_counter() - started},
             ranks=(),
             update_id=self.update_id,
             transport="rollback",
-            adapters={
-                name: of.adapters.kept(before).receipt
-                for name, before in adapters.items()
-                if before is not None
-            },
+            adapters=found,
             details=before,
         )
         labels = [kept.label for kept in of.receipts if kept.version < version - 1]

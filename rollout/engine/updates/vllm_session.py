@@ -287,7 +287,7 @@ class VerbSession:
         """Whether these are aliases that the last update committed without, and still is live."""
         names = {file_form(meta.name) for meta in tensors}
         last = self._committed
-        is_live = last is not None and last.version == self._of.engine.version
+        is_live = last is not None and last.version == self._of.engine.base_version
         return is_live and not self._starts and bool(names) and names <= self._late
 
     def _confirm(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:

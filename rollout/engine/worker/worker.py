@@ -271,6 +271,7 @@ class Worker:
             "prefixes": dict(runner.table.prefixes),
             "dtype": dtype_name(runner.dtype),
             "quantized": list(dict.fromkeys(slot.source for slot in runner.table.quantized)),
+            "adaptable": [] if runner.adapters is None else sorted(runner.adapters.modules),
         }
 
     def interrupt_update(self, args: Args) -> dict[str, Any]:

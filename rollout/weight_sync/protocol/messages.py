@@ -159,7 +159,7 @@ class UpdateRequest:
     @property
     def builds_on_live(self) -> bool:
         """Whether what is live of the policy serves on in part, or altogether."""
-        return self.partial or not self.models
+        return self.partial or POLICY not in self.components
 
     @classmethod
     def read(cls, plain: Any) -> UpdateRequest:

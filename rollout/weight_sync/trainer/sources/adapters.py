@@ -25,14 +25,14 @@ _MERGE = "send it merged into the model: update_weights(model) without adapters"
 
 def is_adapted(obj: Any) -> bool:
     """Whether a module has layers of PEFT's; imports nothing."""
-    return isinstance(obj, nn.Module) and any(is_peft(m, "BaseTunerLayer") for m in obj.modules())
+    return any(True for _ in tuner_layers(obj))
 
 
 def adapter_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """PEFT's names of the adapters that ``module`` has, and of those that are active."""
     known: dict[str, None] = {}
     active: dict[str, None] = {}
-    for layer in _layers(module):
+    for layer in tuner_layers(module):
         own = [
             name for role in layer.adapter_layer_names for name in getattr(layer, role, None) or ()
         ]
@@ -143,8 +143,10 @@ class Adapter:
         return adapter_component(self.name)
 
 
-def _layers(module: nn.Module) -> Iterator[Any]:
-    return (layer for layer in module.modules() if is_peft(layer, "BaseTunerLayer"))
+def tuner_layers(obj: Any) -> Iterator[Any]:
+    """PEFT's layers in a module, whatever it is wrapped in; none in anything else."""
+    modules = obj.modules() if isinstance(obj, nn.Module) else ()
+    return (layer for layer in modules if is_peft(layer, "BaseTunerLayer"))
 
 
 def factors_alone(module: nn.Module, plan: AdapterPlan) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from rollout.weight_sync.trainer.sources.adapters import (
     adapter_names,
     factors_alone,
     is_adapted,
+    tuner_layers,
 )
 from rollout.weight_sync.trainer.sources.base import WeightSource
 from rollout.weight_sync.trainer.sources.detect import Detected, bare_module, combined, detect
@@ -43,13 +44,16 @@ def own_adapters(obj: Any) -> dict[str, Any]:
 
 def check_merging(found: Detected, info: WeightInfo) -> None:
     """``ConfigError`` where a PEFT model would be merged below adapters that are served."""
-    for component, part in found.parts or ((POLICY, found),):
+    parts = found.parts or ((POLICY, found),)
+    brought = [name for part, _ in parts if (name := adapter_of(part)) is not None]
+    served = dict.fromkeys([*info.adapters, *brought])
+    for component, part in parts:
         module = bare_module(part.obj) if isinstance(part.obj, nn.Module) else None
         if module is None or part.unmerged or adapter_of(component) is not None:
             continue
-        if info.adapters and is_adapted(module) and adapter_names(module)[1]:
+        if served and is_adapted(module) and adapter_names(module)[1]:
             raise ConfigError(
-                f"this PEFT model would be merged into the base, and {', '.join(info.adapters)} "
+                f"this PEFT model would be merged into the base, and {', '.join(served)} "
                 "served on top of it: pass adapters_only=True, or adapters={name: model} beside "
                 "the model; or unload those, or call merge_adapter() if that is what you want"
             )
@@ -58,7 +62,7 @@ def check_merging(found: Detected, info: WeightInfo) -> None:
 def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
     """Which source takes ``obj`` (None: no model's weights), with ``adapters`` by name beside it.
 
-    A PEFT model that is ``obj`` and an adapter, too, goes unmerged.
+    A PEFT model that is ``obj`` and an adapter, too, goes unmerged, whatever either is wrapped in.
     """
     if not adapters:
         return detect(obj)
@@ -70,9 +74,9 @@ def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
     if obj is None:
         return combined(beside)
     found = detect(obj)
-    own = {id(source) for source in adapters.values()}
+    own = {id(layer) for source in adapters.values() for layer in tuner_layers(source)}
     parts = tuple(
-        (component, replace(part, unmerged=id(part.obj) in own))
+        (component, replace(part, unmerged=not own.isdisjoint(map(id, tuner_layers(part.obj)))))
         for component, part in found.parts or ((POLICY, found),)
     )
     return combined(parts + beside)
