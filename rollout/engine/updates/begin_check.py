@@ -78,7 +78,7 @@ def check_request(
     if request.adapters and request.encoding == "delta":
         raise ConfigError("adapters travel whole: send them with encoding full")
     accepted = find(request.transport, device).check(request, num_ranks, device)
-    if not request.components:
+    if not request.components and request.adapters_after is None:  # which may unload some
         raise ConfigError("an update brings the weights of one component at least")
     check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted))))
     if request.metadata is not None:
