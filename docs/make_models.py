@@ -44,12 +44,15 @@ MIDDLE = """\
 
 ## By transformers
 
-Any other causal model of the installed transformers runs as its own modules, if their attention
-goes through transformers' attention interface: it gets our pages, batches, prefix cache, sampling
-and updates, on one rank, without native blocks, captured graphs or `deterministic=True`. No code
-of a checkpoint is run. After the first load its logprobs over pages are compared with those of the
-same modules under transformers' own attention; a model for which they differ is refused.
-So is rope that depends on a sequence's length (`dynamic`, `longrope`).
+Any other causal model of the installed transformers runs as its own modules: with our pages,
+batches, prefix cache, sampling and updates, on one rank, without native blocks, captured graphs or
+`deterministic=True`. Where its attention goes through transformers' attention interface, a step is
+one pass. Else (attention of its own, biases by distance, an index of keys, recurrent states) each
+sequence of a step is a pass of its own, over a cache of transformers' kind whose keys, values and
+states lie in our pages and slots. No code of a checkpoint is run. After the first load its logprobs
+over pages, of two sequences in turns, are compared with those of the same modules under
+transformers' own attention; a model for which they differ is refused. So is rope that depends on a
+sequence's length (`dynamic`, `longrope`).
 
 """
 
@@ -140,7 +143,7 @@ def swept_lists(rows: Iterable[Any]) -> str:
         f"`python docs/make_models.py --sweep` on transformers {_version()}, at tiny size:",
         f"of {total} model types with a causal class, {good} load, match transformers' logprobs to",
         "1e-4, and are updated by their own module to the bits of a fresh start. What a config has",
-        "beyond that (convolutions, chunks of attention) is judged when a checkpoint is checked.",
+        "beyond that is judged when a checkpoint is checked.",
         "",
     ]
     for how in ("natively", "by transformers"):
@@ -157,7 +160,10 @@ def reason(row: Any) -> str:
     for part, said in (
         ("does not go through the interface", "their attention does not go through the interface"),
         ("need more than a KV cache", "layers that need more than a KV cache"),
-        ("states beside", "states beside the KV cache"),
+        ("states beside", "states that they keep outside of a cache"),
+        ("through a cache", "no use of a cache"),
+        ("of its own and is not", "a cache of their own"),
+        ("fail over a cache", "steps of one token alone over a cache"),
         ("convolutions over tokens", "convolutions over tokens"),
         ("only causal attention", "attention that is not causal by default"),
         (

@@ -312,7 +312,7 @@ def _check_asked(config: EngineConfig, blocks: int, ranks: Sequence[Mapping[str,
 
 
 def _affordable(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:
-    block_bytes = int(reply["kv_block_bytes"])
+    block_bytes = max(1, int(reply["kv_block_bytes"]))  # 0 where all layers carry states alone
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes // block_bytes
     spare = _spare(config, reply, num_ranks)

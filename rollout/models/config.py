@@ -16,12 +16,13 @@ from rollout.models.config_reader import Reader
 from rollout.models.delta_config import DeltaConfig, read_delta
 from rollout.models.labels_config import read_labels
 from rollout.models.latent_config import LatentConfig, read_latent
-from rollout.models.layer_config import LayerConfig, read_layers
+from rollout.models.layer_config import LayerConfig, RopeConfig, read_layers
 from rollout.models.mamba_config import MambaConfig, read_mamba, with_kinds
 from rollout.models.moe_config import MoEConfig, read_moe
 from rollout.models.registry import Registry
 from rollout.models.remote_code import RemoteCode
 from rollout.models.text_config import PREFIXES, text_config
+from rollout.models.transformers_cache import Kept, StateSizes
 from rollout.models.transformers_probe import probe
 from rollout.models.vision_config import VisionConfig, read_vision
 
@@ -41,6 +42,8 @@ class ModelConfig:
     ``modules``: classes in the place of transformers' (``module_map.py``). ``labels``: the names of
     what a score head, which stands in the place of the language model's, tells apart; none without
     one. ``problem_type``: what its logits are, as transformers names it; "" where the file is mute.
+    ``kept``: of modules that attend by themselves, what each entry of the cache is
+    (``transformers_cache.py``).
     """
 
     architecture: str
@@ -81,6 +84,7 @@ class ModelConfig:
     modules: Mapping[str, str] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
     problem_type: str = ""
+    kept: tuple[Kept, ...] | None = None
 
     @classmethod
     def from_hf(
@@ -239,9 +243,9 @@ class ModelConfig:
             )
 
     @property
-    def recurrence(self) -> DeltaConfig | MambaConfig | None:
+    def recurrence(self) -> DeltaConfig | MambaConfig | StateSizes | None:
         """The sizes of the layers that carry a state."""
-        return self.delta or self.mamba
+        return self.delta or self.mamba or StateSizes.of(self.kept or ())
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -329,7 +333,7 @@ def _by_transformers(
         head_dim=found.head_dim,
         norm_eps=0.0,
         max_position_embeddings=found.max_position_embeddings,
-        layers=(),
+        layers=_entries(found.kept),
         tied=found.tied,
         qkv_bias=False,
         o_bias=False,
@@ -339,6 +343,15 @@ def _by_transformers(
         eos_token_ids=token_ids(read.values.get("eos_token_id"), read.file),
         hf_values=found.values,
         code=code,
+        kept=found.kept,
+    )
+
+
+def _entries(kept: tuple[Kept, ...] | None) -> tuple[LayerConfig, ...]:
+    """A layer for each entry of the cache, where modules attend by themselves."""
+    rope = RopeConfig(kind="none")
+    return tuple(
+        LayerConfig(window=0, rope=rope, recurrent=one.kind == "states") for one in kept or ()
     )
 
 

@@ -19,9 +19,13 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.module_map import replace_modules
+from rollout.models.transformers_cache import SequenceCache
 from rollout.models.transformers_probe import (
+    EAGER,
+    NAME,
     AttentionCall,
     bind,
+    cache_argument,
     construct,
     load_class,
     position_arguments,
@@ -31,7 +35,7 @@ from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import weight_dtype
 
-CHECKED = (9, 4)  # tokens of the two steps that a first load is judged by
+CHECKED = (9, 4, 1)  # tokens of the steps that a first load is judged by
 TOLERANCE = 1e-3  # of float32 logprobs between attention over pages and transformers' own
 
 
@@ -51,13 +55,16 @@ class TransformersCausalLM(Model):
         self._checked = inner is not None
         if inner is None:
             kind, values = load_class(config.hf_values, config.architecture, config.code)
-            inner = construct(kind, values, build.dtype, build.device)
+            attention = EAGER if config.kept is not None else NAME
+            inner = construct(kind, values, build.dtype, build.device, attention)
             replace_modules(inner, config.modules)
             _own_buffers(inner, build.dtype)
         self.inner = inner
         self._keeps_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self._step = _Pages()
-        bind(inner, self._step)
+        self._token_wise = False  # what follows on a state, one token after the other
+        if config.kept is None:
+            bind(inner, self._step)
         self.table = _table(inner)
         check_table(self.table)
         body: Any = inner
@@ -70,6 +77,8 @@ class TransformersCausalLM(Model):
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        if self.config.kept is not None:
+            return self._one_by_one(batch, kv)
         self._step.begin(batch, kv)
         return self._logits(batch.input_ids, batch.positions, batch.logit_rows)
 
@@ -85,7 +94,7 @@ class TransformersCausalLM(Model):
             logits = self(replace(batch, logit_rows=batch.logit_rows[:count]), kv)
         finally:
             hook.remove()
-        return logits, seen[0][batch.logit_rows]
+        return logits, torch.cat(seen)[batch.logit_rows]
 
     def after_load(self) -> None:
         if not self._checked and self.build.device.type != "meta":
@@ -93,44 +102,105 @@ class TransformersCausalLM(Model):
             self._checked = True
 
     def empty_like(self) -> Self:
-        return type(self)(self.build, self.max_len, copy.deepcopy(self.inner))
+        fresh = type(self)(self.build, self.max_len, copy.deepcopy(self.inner))
+        fresh._token_wise = self._token_wise
+        return fresh
 
-    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def _one_by_one(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """A pass for each sequence, whose modules attend by themselves over a cache of its own."""
+        inner: Any = self.inner
+        rows, starts = batch.logit_rows, batch.query_starts.tolist()
+        logits: list[Tensor] = []
+        order: list[Tensor] = []
+        for number, context in enumerate(batch.context_lens.tolist()):
+            first, last = starts[number : number + 2]
+            before = last - context  # where the sequence's first token would lie
+            follows = self._token_wise and context > last - first
+            for at in range(first, last) if follows else (first,):
+                part = slice(at, at + 1 if follows else last)
+                cache = SequenceCache(
+                    inner.config, self.config.kept or (), kv, batch, number, part, at - before
+                )
+                here = ((rows >= part.start) & (rows < part.stop)).nonzero()[:, 0]
+                ids, places = batch.input_ids[part], batch.positions[part]
+                logits.append(self._logits(ids, places, rows[here] - at, cache.inner))
+                order.append(here)
+                cache.put_back()
+        return torch.cat(logits)[torch.cat(order).argsort()]
+
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, cache: Any = None) -> Tensor:
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         self._step.positions = positions[None]
-        places = position_arguments(self.inner, positions[None])
-        out: Any = self.inner(input_ids=ids[None], use_cache=False, **places, **keep)
+        how = position_arguments(self.inner, positions[None])
+        how |= {} if cache is None else {cache_argument(self.inner): cache}
+        out: Any = self.inner(input_ids=ids[None], use_cache=cache is not None, **how, **keep)
         logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0][rows]
         return logits[:, : self.config.vocab_size]
 
     @torch.no_grad()
     def _check(self) -> None:
         """Raise ``ConfigError`` unless pages give what transformers' own attention gives."""
-        device, total = self.build.device, sum(CHECKED)
-        ids = torch.arange(3, 3 + total, device=device) % self.config.vocab_size
-        _, heads, dim = self.config.cached_heads(1)
-        pages = torch.zeros(total, heads, 1, dim, dtype=self.build.dtype, device=device)
-        kv = [LayerKV(pages.clone(), pages.clone()) for _ in range(self.config.num_layers)]
-        ours, start = [], 0
-        for count in CHECKED:
-            ours.append(self(_chunk(ids, start, count), kv))
-            start += count
-        self.inner.set_attn_implementation("eager")  # type: ignore[operator]
-        self._step.positions = None  # as the modules count by themselves
         try:
-            theirs = self.inner(input_ids=ids[None], use_cache=False).logits[0]
-            theirs = theirs[:, : self.config.vocab_size]
-        finally:
-            self.inner.set_attn_implementation("rollout")  # type: ignore[operator]
-        found, wanted = torch.cat(ours).float().log_softmax(-1), theirs.float().log_softmax(-1)
-        apart = (found - wanted).abs()
-        exact = self.build.dtype in (torch.float32, torch.float64)
-        far = apart.max() > TOLERANCE if exact else apart.mean() > 0.1
-        if far or not bool(apart.isfinite().all()):
+            apart = self._apart()
+        except Exception as error:
+            raise ConfigError(
+                f"{self.config.architecture} is not served: its modules fail over a cache "
+                f"({type(error).__name__}: {str(error)[:200]})"
+            ) from error
+        if self._is_far(apart) and self.config.recurrent_layers:
+            self._token_wise = True
+            apart = self._apart()
+        if self._is_far(apart):
             raise ConfigError(
                 f"{self.config.architecture} is not served: over pages its logprobs differ from "
                 f"those of transformers' own attention by up to {float(apart.max()):.3g}"
             )
+
+    def _is_far(self, apart: Tensor) -> bool:
+        exact = self.build.dtype in (torch.float32, torch.float64)
+        far = apart.max() > TOLERANCE if exact else apart.mean() > 0.1
+        return bool(far) or not bool(apart.isfinite().all())
+
+    def _apart(self) -> Tensor:
+        """By how much logprobs differ, over some steps of each of two sequences in turns and at
+        once: modules that keep something of a sequence themselves show."""
+        device, total = self.build.device, sum(CHECKED)
+        ids = torch.arange(3, 3 + 2 * total, device=device) % self.config.vocab_size
+        kv, inner = self._small_cache(2 * total), self.inner
+        both = ids.view(2, total)
+        ours: list[list[Tensor]] = [[], []]
+        start = 0
+        for count in CHECKED:
+            for number, one in enumerate(both):
+                ours[number].append(self(_chunk(one, start, count, number), kv))
+            start += count
+        by_interface = self.config.kept is None
+        if by_interface:
+            inner.set_attn_implementation(EAGER)  # type: ignore[operator]
+        self._step.positions = None  # as the modules count by themselves
+        try:
+            theirs = [inner(input_ids=one[None], use_cache=False).logits[0] for one in both]
+        finally:
+            if by_interface:
+                inner.set_attn_implementation(NAME)  # type: ignore[operator]
+        wanted = torch.cat(theirs)[:, : self.config.vocab_size].float().log_softmax(-1)
+        found = torch.cat([part for parts in ours for part in parts]).float().log_softmax(-1)
+        return (found - wanted).abs()
+
+    def _small_cache(self, tokens: int) -> list[LayerKV]:
+        """Pages of one position, and two slots of states."""
+        config, build = self.config, self.build
+        _, heads, dim = config.cached_heads(1)
+        pages = torch.zeros(tokens, heads, 1, dim, dtype=build.dtype, device=build.device)
+        kv = [LayerKV(pages.clone(), pages.clone()) for _ in range(config.num_layers)]
+        for layer in config.recurrent_layers:
+            assert config.recurrence is not None
+            inputs, state = config.recurrence.state_shapes(1)
+            kv[layer] = LayerKV(
+                torch.zeros(2, *inputs, dtype=build.dtype, device=build.device),
+                torch.zeros(2, *state, device=build.device),
+            )
+        return kv
 
 
 class _Pages:
@@ -177,17 +247,19 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return nn.functional.pad(x, (0, missing)) if missing else x
 
 
-def _chunk(ids: Tensor, start: int, count: int) -> ForwardBatch:
-    """``count`` tokens of one sequence from ``start``, in pages of one position."""
+def _chunk(ids: Tensor, start: int, count: int, number: int) -> ForwardBatch:
+    """``count`` tokens of sequence ``number`` from ``start``, in pages of one position."""
     places = torch.arange(start, start + count, device=ids.device)
+    pages = torch.arange(len(ids), dtype=torch.int32, device=ids.device) + number * len(ids)
     return ForwardBatch(
         ids[start : start + count],
         places,
-        places,
+        places + number * len(ids),
         torch.tensor([0, count], dtype=torch.int32, device=ids.device),
         torch.tensor([start + count], dtype=torch.int32, device=ids.device),
-        torch.arange(len(ids), dtype=torch.int32, device=ids.device)[None],
+        pages[None],
         torch.arange(count, device=ids.device),
+        state_slots=torch.tensor([number], dtype=torch.int32, device=ids.device),
     )
 
 

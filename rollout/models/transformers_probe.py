@@ -19,9 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.errors import ConfigError
 from rollout.models.remote_code import MODEL, RemoteCode, auto_map
+from rollout.models.transformers_cache import Kept, what_is_kept
 from rollout.weights.names import weight_dtype
 
 NAME = "rollout"
+EAGER = "eager"
+UNBOUNDED = 1 << 20  # tokens, of models that have no positions
 KINDS = ("full_attention", "sliding_attention")
 _BY_LENGTH = frozenset(("dynamic", "longrope"))  # ropes that are chosen anew in each pass
 TOKENS = 5  # of the pass without memory that shows the shapes
@@ -67,6 +70,7 @@ class Probed:
     head_dim: int  # the largest, of keys or values
     max_position_embeddings: int
     tied: bool
+    kept: tuple[Kept, ...] | None = None  # by modules that attend by themselves
 
 
 def probe(
@@ -77,7 +81,18 @@ def probe(
     ``code``: leave to run the checkpoint's, where transformers has no such model.
     """
     kind, config = _classes(values, architecture, file, code)
-    refuse(kind, config, architecture)
+    refuse(config, architecture)
+    try:
+        return _by_interface(kind, config, values, architecture)
+    except ConfigError:  # it may still keep all it needs in transformers' own cache
+        kind, config = _classes(values, architecture, file, code)
+        return _by_cache(kind, config, values, architecture)
+
+
+def _by_interface(
+    kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str
+) -> Probed:
+    refuse_interface(kind, config, architecture)
     try:
         model = construct(kind, config, torch.float32, torch.device("meta"))
     except KeyError as error:  # of a table of its own, which has attention by name
@@ -91,42 +106,101 @@ def probe(
     for module in model.modules():
         if isinstance(module, nn.Conv1d):
             module.register_forward_pre_hook(lambda module, args: convolved.append(module))
+    _run_without_memory(model, architecture, use_cache=False)
+    if convolved:
+        raise ConfigError(f"{architecture}: convolutions over tokens need a state beside the cache")
+    if not seen.calls:
+        raise ConfigError(f"{architecture}: its attention does not go through the interface")
+    return _probed(
+        model,
+        values,
+        architecture,
+        num_layers=len(seen.calls),
+        num_heads=max(heads for heads, _, _ in seen.calls),
+        num_kv_heads=max(kv_heads for _, kv_heads, _ in seen.calls),
+        head_dim=max(dim for *_, dim in seen.calls),
+    )
+
+
+def _by_cache(kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str) -> Probed:
+    """Of modules that attend by themselves: what they put into a cache of transformers'."""
+    from transformers import DynamicCache
+
+    if getattr(kind, "_is_stateful", False) and not getattr(config, "layer_types", None):
+        raise ConfigError(f"{architecture}: it has states beside the KV cache")
+    model = construct(kind, config, torch.float32, torch.device("meta"), EAGER)
+    try:
+        cache = DynamicCache(config=config)
+    except Exception as error:
+        raise ConfigError(
+            f"{architecture}: transformers has no cache for its layers ({str(error)[:200]})"
+        ) from error
+    _run_without_memory(model, architecture, use_cache=True, **{cache_argument(model): cache})
+    try:
+        kept = what_is_kept(cache)
+    except ConfigError as error:
+        raise ConfigError(f"{architecture}: {error}") from error
+    if not kept:
+        raise ConfigError(
+            f"{architecture}: its attention goes neither through the interface nor through a cache"
+        )
+    heads = max(each.heads for each in kept)
+    return _probed(
+        model,
+        values,
+        architecture,
+        num_layers=len(kept),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=max(1, *(dim for each in kept for dim in each.dims)),
+        kept=kept,
+    )
+
+
+def _run_without_memory(model: nn.Module, architecture: str, **how: Any) -> None:
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS)[None].to("meta")
     try:
         with torch.no_grad(), _NoValues():  # type: ignore[no-untyped-call]
-            model(input_ids=ids, use_cache=False, **position_arguments(model, positions))
+            model(input_ids=ids, **position_arguments(model, positions), **how)
     except Exception as error:
         raise ConfigError(
             f"{architecture}: its modules do not run without memory, which would tell what they "
             f"cache ({type(error).__name__}: {str(error)[:200]})"
         ) from error
-    if convolved:
-        raise ConfigError(f"{architecture}: convolutions over tokens need a state beside the cache")
-    if not seen.calls:
-        raise ConfigError(f"{architecture}: its attention does not go through the interface")
+
+
+def _probed(model: nn.Module, values: Mapping[str, Any], architecture: str, **found: Any) -> Probed:
+    config: Any = model.config
     text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
     return Probed(
         architecture=architecture,
         values=values,
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
-        num_layers=len(seen.calls),
-        num_heads=max(heads for heads, _, _ in seen.calls),
-        num_kv_heads=max(kv_heads for _, kv_heads, _ in seen.calls),
-        head_dim=max(dim for *_, dim in seen.calls),
-        max_position_embeddings=int(text.max_position_embeddings) - first_position(model),
+        max_position_embeddings=UNBOUNDED if longest is None else longest - first_position(model),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
+        **found,
     )
 
 
-def construct(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with parameters that nobody has filled; what is computed of the config is there."""
+def construct(
+    kind: type[Any],
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = NAME,
+) -> nn.Module:
+    """The model with parameters that nobody has filled; what is computed of the config is there.
+
+    ``attention``: the implementation, ours or their own.
+    """
     from transformers.initialization import no_init_weights
 
     register()
     with torch.device(device), no_init_weights():
-        model: Any = kind._from_config(config, attn_implementation=NAME, dtype=dtype)
+        model: Any = kind._from_config(config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # which reads all ids
@@ -147,6 +221,12 @@ def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]
     """
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return {"position_ids": positions + first_position(model)} if takes else {}
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What ``model`` calls the cache that it is given."""
+    arguments = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in arguments else "past_key_values"
 
 
 def first_position(model: nn.Module) -> int:
@@ -264,10 +344,19 @@ def _classes(
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"{file}: transformers knows no model_type {model_type!r}")
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(dict(values))
+        config = CONFIG_MAPPING[model_type].from_dict(_with_floats(values))
     except Exception as error:
         raise ConfigError(f"{file}: transformers refuses it: {str(error)[:300]}") from error
     return kind, config
+
+
+def _with_floats(value: Any) -> Any:
+    """JSON has no infinity; transformers writes one as an object."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _causal_names() -> set[str]:
@@ -277,8 +366,23 @@ def _causal_names() -> set[str]:
     return {each for names in found for each in ([names] if isinstance(names, str) else names)}
 
 
-def refuse(kind: type[Any], config: Any, architecture: str) -> None:
-    """Raise the ``ConfigError`` that class and config alone justify."""
+def refuse(config: Any, architecture: str) -> None:
+    """Raise the ``ConfigError`` that a config alone justifies."""
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{architecture}: quantization_config is not supported")
+    if lengthy := sorted(_BY_LENGTH & _rope_types(text)):
+        raise ConfigError(
+            f"{architecture}: rope of type {lengthy[0]!r} depends on a sequence's length, and its "
+            "modules keep one for all sequences"
+        )
+    for name in ("vocab_size", "hidden_size"):
+        if not isinstance(getattr(text, name, None), int):
+            raise ConfigError(f"{architecture}: its config has no {name}")
+
+
+def refuse_interface(kind: type[Any], config: Any, architecture: str) -> None:
+    """Raise the ``ConfigError`` of what cannot run over pages alone."""
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or ()
     if other := [each for each in types if each not in KINDS]:
@@ -287,16 +391,8 @@ def refuse(kind: type[Any], config: Any, architecture: str) -> None:
         raise ConfigError(f"{architecture}: it has states beside the KV cache")
     if not _uses_interface(kind):
         raise ConfigError(f"{architecture}: its attention does not go through the interface")
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{architecture}: quantization_config is not supported")
-    if lengthy := sorted(_BY_LENGTH & _rope_types(text)):
-        raise ConfigError(
-            f"{architecture}: rope of type {lengthy[0]!r} depends on a sequence's length, and its "
-            "modules see all sequences of a step as one"
-        )
-    for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
-        if not isinstance(getattr(text, name, None), int):
-            raise ConfigError(f"{architecture}: its config has no {name}")
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
+        raise ConfigError(f"{architecture}: its config has no max_position_embeddings")
 
 
 def _uses_interface(kind: type[Any]) -> bool:

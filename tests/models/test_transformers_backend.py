@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_models import randomize
 from transformers import ArceeConfig, ArceeForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
@@ -73,6 +74,59 @@ def test_an_engine_of_transformers_modules_generates_as_transformers_does_and_is
         assert outcome(engine) == wanted
 
 
+ZAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2,
+    "mamba_d_state": 12, "n_mamba_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        pytest.param("ZambaForCausalLM", SIZES | ZAMBA, id="states beside attention"),
+        pytest.param("MambaForCausalLM", SIZES, marks=pytest.mark.more, id="states alone"),
+        pytest.param("BloomForCausalLM", SIZES, marks=pytest.mark.more, id="attention by itself"),
+    ],
+)
+def test_modules_that_attend_by_themselves_are_given_their_pages_and_states(
+    tmp_path: Path, architecture: str, config: dict[str, Any]
+) -> None:
+    """In chunks, from found prefixes, and after preemption."""
+    models = []
+    kind = getattr(transformers, architecture)
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        models.append(kind(kind.config_class(**config)).eval())
+        randomize(models[-1])
+        models[-1].save_pretrained(tmp_path / name)
+    prompts = [list(range(3 + i, 20 + 5 * i)) for i in range(3)]
+    few = {**ENGINE, "num_kv_blocks": 18, "max_num_batched_tokens": 16, "max_num_seqs": 12}
+    with Rollout(str(tmp_path / "a"), **few, max_model_len=64, state_snapshot_blocks=1) as engine:
+        for model in models:
+            if model is models[1]:
+                engine.update_weights(model, timeout=20)
+            for cached in (False, True):
+                outputs = engine.generate(prompts, GREEDY)
+                assert cached == any(output.num_cached_tokens for output in outputs)
+                for prompt, output in zip(prompts, outputs, strict=True):
+                    tokens = output.outputs[0].token_ids
+                    with torch.no_grad():
+                        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+                    rows = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                    assert list(tokens) == rows.argmax(-1).tolist()
+                    theirs = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                    raw = torch.tensor(output.outputs[0].logprobs.raw)
+                    assert torch.allclose(raw, theirs, atol=1e-4)
+        assert engine.check_weights(models[1]).equal
+
+
+def test_modules_that_keep_a_state_themselves_are_refused(tmp_path: Path) -> None:
+    kind = transformers.RecurrentGemmaForCausalLM
+    kind(kind.config_class(**SIZES | {"num_hidden_layers": 3})).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is not served: over pages its logprobs differ"):
+        Rollout(str(tmp_path), **ENGINE)
+
+
 def test_the_check_before_a_start_says_by_whom_a_model_is_served_or_why_not(tmp_path: Path) -> None:
     ArceeForCausalLM(ArceeConfig(**SIZES)).save_pretrained(tmp_path)
     assert "by transformers" in check(EngineConfig(model=str(tmp_path), **ENGINE)).served
@@ -87,10 +141,10 @@ def test_the_check_before_a_start_says_by_whom_a_model_is_served_or_why_not(tmp_
     }  # fmt: skip
     for change, why in (
         (
-            {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
-            "go through the interface",
+            {"architectures": ["OpenAIGPTLMHeadModel"], "model_type": "openai-gpt"},
+            "neither through the interface nor through a cache",
         ),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "more than a KV cache"),
+        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "states beside the KV"),
         ({"architectures": ["NobodysForCausalLM"]}, "has no such model"),
         ({"rope_parameters": {**rope, "rope_type": "dynamic"}}, "'dynamic' depends on"),
         ({"rope_parameters": {**rope, "rope_type": "longrope"}}, "'longrope' depends on"),
