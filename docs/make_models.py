@@ -176,6 +176,7 @@ def reason(row: Any) -> str:
         ("no box of a parameter", "files that name or shape tensors otherwise than the modules"),
         ("has no vocab_size", "configs without the usual fields"),
         ("its config has no", "configs without the usual fields"),
+        ("cannot be made of this config", "configs without the usual fields"),
     ):
         if part in why:
             return said

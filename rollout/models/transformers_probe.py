@@ -93,14 +93,7 @@ def _by_interface(
     kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str
 ) -> Probed:
     refuse_interface(kind, config, architecture)
-    try:
-        model = construct(kind, config, torch.float32, torch.device("meta"))
-    except KeyError as error:  # of a table of its own, which has attention by name
-        if error.args != (NAME,):
-            raise
-        raise ConfigError(
-            f"{architecture}: its attention does not go through the interface"
-        ) from None
+    model = _hollow(kind, config, architecture, NAME)
     seen, convolved = _Shapes(), list[nn.Module]()
     bind(model, seen)
     for module in model.modules():
@@ -128,7 +121,7 @@ def _by_cache(kind: type[Any], config: Any, values: Mapping[str, Any], architect
 
     if getattr(kind, "_is_stateful", False) and not getattr(config, "layer_types", None):
         raise ConfigError(f"{architecture}: it has states beside the KV cache")
-    model = construct(kind, config, torch.float32, torch.device("meta"), EAGER)
+    model = _hollow(kind, config, architecture, EAGER)
     try:
         cache = DynamicCache(config=config)
     except Exception as error:
@@ -155,6 +148,16 @@ def _by_cache(kind: type[Any], config: Any, values: Mapping[str, Any], architect
         head_dim=max(1, *(dim for each in kept for dim in each.dims)),
         kept=kept,
     )
+
+
+def _hollow(kind: type[Any], config: Any, architecture: str, attention: str) -> nn.Module:
+    try:
+        return construct(kind, config, torch.float32, torch.device("meta"), attention)
+    except Exception as error:
+        raise ConfigError(
+            f"{architecture}: its modules cannot be made of this config "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def _run_without_memory(model: nn.Module, architecture: str, **how: Any) -> None:
