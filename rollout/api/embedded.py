@@ -22,7 +22,7 @@ from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.live_weights import live_adapters, live_weights
 from rollout.engine.updates.near_link import NearLink
-from rollout.engine.updates.rollback import Rollback
+from rollout.engine.updates.rollback import Rollback, roll_back
 from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
     EngineClosed,
@@ -360,7 +360,7 @@ class EmbeddedBackend:
         return Asked(removed, "an adapter's step", self.config.timeout).result() is not None
 
     def rollback(self, timeout: float) -> UpdateReceipt:
-        return self.coordinator.rollback(timeout)
+        return roll_back(self.coordinator, timeout)
 
     def prepare_rollback(self, request: PrepareRollback) -> None:
         Rollback.prepare(self.coordinator, request)

@@ -19,6 +19,7 @@ from rollout.distributed import TensorParallel
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
+from rollout.engine.updates.rollback import roll_back
 from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.build import build_model
@@ -166,6 +167,9 @@ class Engine:
 
     def open(self):
         return Lease(self.coordinator)
+
+    def rollback(self, timeout: float):
+        return roll_back(self.coordinator, timeout)
 
     def receipts(self):
         return self.coordinator.receipts

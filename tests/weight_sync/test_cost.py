@@ -62,7 +62,7 @@ def test_the_last_full_update_says_how_long_the_next_will_take(engine, checkpoin
     (took,) = [r for r in engine.receipts() if r.version == receipt.version]
     assert whole.seconds == pytest.approx(took.timings["total"])
     assert whole.basis.startswith(f"version {receipt.version} took ")
-    engine.coordinator.rollback(DEADLINE)  # says nothing of what an update takes
+    engine.rollback(DEADLINE)  # says nothing of what an update takes
     assert preflight(
         OnlyNames(checkpoints[1]), connect=lambda: engine, timeout=DEADLINE
     ).cost.basis.startswith(f"version {receipt.version} took ")

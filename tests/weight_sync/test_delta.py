@@ -219,7 +219,7 @@ def test_a_rollback_and_a_restart_make_the_next_update_full(engine, checkpoints)
     trainer = Trainer(engine, "inline")
     for weights in (checkpoints[1], checkpoints[2]):
         trainer.send(weights, encoding="delta")
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     assert trainer.send(checkpoints[2], encoding="delta").details["encoding"] == "full"
     engine.epoch += 1
     assert trainer.send(checkpoints[2], encoding="delta").details["encoding"] == "full"

@@ -126,7 +126,7 @@ def test_a_refused_update_leaves_a_broken_engine_broken(engine, checkpoints) -> 
     with pytest.raises(VersionConflict):
         ManualUpdate(engine, checkpoints[2], version=0).begin()
     with pytest.raises(VersionConflict):
-        engine.coordinator.rollback(1.0)
+        engine.rollback(1.0)
     assert engine.info().state == "broken"
     next_one_takes(engine, checkpoints[2])
     assert engine.broken is None

@@ -208,14 +208,14 @@ class Updates(RuleBasedStateMachine):
         if self.before is not None and failing is not None:
             self.engine.ranks[failing].fail_commit = True
             with pytest.raises((RuntimeError, RolloutError)):
-                self.engine.coordinator.rollback(TIMEOUT)
+                self.engine.rollback(TIMEOUT)
             self.engine.ranks[failing].fail_commit = False
             return
         if self.before is None:
             with pytest.raises(VersionConflict, match="no predecessor"):
-                self.engine.coordinator.rollback(TIMEOUT)
+                self.engine.rollback(TIMEOUT)
             return
-        receipt = self.engine.coordinator.rollback(TIMEOUT)
+        receipt = self.engine.rollback(TIMEOUT)
         self.live, self.before = self.before, None
         self.version += 1
         assert receipt.version == self.version

@@ -302,7 +302,7 @@ def test_whatever_fails_inside_a_commit_brings_every_rank_back(engine, new) -> N
     assert update(engine, new).version == 1
     engine.on_commit = raising
     with pytest.raises(ValueError, match="no such mode"):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
     assert (engine.version, engine.broken) == (1, None)
     assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
 
@@ -330,17 +330,17 @@ def test_an_unknown_way_for_running_requests_is_refused_before_anything_is_stage
     request = UpdateRequest(update_id="x", in_flight="bogus", bucket_bytes=BUCKET, timeout=DEADLINE)
     with pytest.raises(ConfigError, match="in_flight must be one of"):
         engine.open().begin(request)
-    assert engine.coordinator.rollback(DEADLINE).version == 2
+    assert engine.rollback(DEADLINE).version == 2
 
 
 def test_a_rollback_is_bit_identical_and_moves_forward(engine, new) -> None:
     before = engine.live()
     update(engine, new)
-    receipt = engine.coordinator.rollback(DEADLINE)
+    receipt = engine.rollback(DEADLINE)
     assert receipt.version == 2
     assert same(engine.live(), before)
     with pytest.raises(VersionConflict, match="no predecessor"):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
 
 
 def test_a_partial_update_leaves_the_rest_as_it_was(engine, new, checkpoints, layout) -> None:
@@ -519,7 +519,7 @@ def test_a_reply_lost_before_the_commit_is_a_failure(engine, new) -> None:
 def test_a_rollback_brings_the_label_back(engine, new, checkpoints) -> None:
     update(engine, new, label="good")
     update(engine, checkpoints[1], label="bad")
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     assert engine.info().label == "good"
 
 
@@ -528,4 +528,4 @@ def test_a_rollback_never_brings_back_what_was_no_version(engine, new, checkpoin
         update(engine, broken_sources(new)["raises"][0](), staging="none")
     update(engine, checkpoints[1])
     with pytest.raises(VersionConflict, match="no predecessor"):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)

@@ -77,14 +77,14 @@ def test_every_way_goes_back_bit_for_bit_while_versions_rise(make, checkpoints, 
     engine = make(undo)
     before = engine.live()
     update(engine, checkpoints[2])
-    receipt = engine.coordinator.rollback(DEADLINE)
+    receipt = engine.rollback(DEADLINE)
     assert receipt.version == engine.version == 2
     assert same(engine.live(), before)
     with pytest.raises(VersionConflict, match="no predecessor"):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
     after = update(engine, checkpoints[2])
     assert after.version == 3
-    assert engine.coordinator.rollback(DEADLINE).digest == receipt.digest
+    assert engine.rollback(DEADLINE).digest == receipt.digest
 
 
 @pytest.mark.parametrize("undo", UNDO)
@@ -99,10 +99,10 @@ def test_an_aborted_update_takes_the_way_back_with_it_only_from_the_shadow(
     half_sent(engine, checkpoints[2])
     if undo == "shadow":
         with pytest.raises(VersionConflict, match="until the next update begins"):
-            engine.coordinator.rollback(DEADLINE)
+            engine.rollback(DEADLINE)
         return
     live = engine.live()
-    receipt = engine.coordinator.rollback(DEADLINE)
+    receipt = engine.rollback(DEADLINE)
     assert (receipt.version, receipt.digest) == (3, first.digest)
     assert same(engine.live(), before)
     assert not same(live, before)
@@ -126,7 +126,7 @@ def test_without_staging_a_failed_update_brings_the_old_version_back(
         assert (engine.broken, engine.held, engine.info().state) == (None, False, "idle")
         assert same(engine.live(), before)
         with pytest.raises(VersionConflict, match="no predecessor"):
-            engine.coordinator.rollback(DEADLINE)
+            engine.rollback(DEADLINE)
 
 
 def test_without_staging_nothing_kept_is_broken(make, checkpoints) -> None:
@@ -144,7 +144,7 @@ def test_without_staging_a_committed_update_can_be_rolled_back(make, checkpoints
     update(engine, nudged(checkpoints[1]), staging="none")
     assert not any(rank.instances.has_shadow for rank in engine.ranks)
     kept = [rank.instances.kept_bytes for rank in engine.ranks]
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     assert same(engine.live(), before)
     whole = [weight_bytes(rank) for rank in engine.ranks]
     share = 0.05 if undo == "sparse" else 1.0  # the changed hundredth, with its positions
@@ -184,10 +184,10 @@ def test_a_rollback_that_fails_on_one_rank_leaves_all_where_they_were(
     before = engine.live()
     engine.ranks[-1].fail_commit = True
     with pytest.raises((RuntimeError, RolloutError)):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
     assert same(engine.live(), before)
     engine.ranks[-1].fail_commit = False
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     assert same(engine.live(), old)
 
 
@@ -203,7 +203,7 @@ def test_of_a_delta_the_overwritten_values_alone_are_kept(make, checkpoints) -> 
     half_sent(engine, checkpoints[2])
     for rank in engine.ranks:
         assert 0 < rank.instances.kept_bytes < 0.05 * weight_bytes(rank)
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     assert same(engine.live(), before)
 
 
@@ -253,7 +253,7 @@ def test_contents_are_exchanged_with_a_shadow_elsewhere(checkpoints) -> None:
         places = [[p.data_ptr() for p in r.instances.live.parameters()] for r in engine.ranks]
         update(engine, new)
         assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
         assert same(engine.live(), before)
         now = [[p.data_ptr() for p in r.instances.live.parameters()] for r in engine.ranks]
         assert now == places
@@ -261,7 +261,7 @@ def test_contents_are_exchanged_with_a_shadow_elsewhere(checkpoints) -> None:
         assert check_weights(new, connect=lambda: engine, timeout=DEADLINE).equal
         now = [[p.data_ptr() for p in r.instances.live.parameters()] for r in engine.ranks]
         assert now != places
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
         assert same(engine.live(), before)
     finally:
         engine.close()
@@ -273,7 +273,7 @@ def test_an_update_says_where_it_is_staged(make, checkpoints, staging) -> None:
     before = engine.live()
     update(engine, checkpoints[2], staging=staging)
     assert check_weights(checkpoints[2], connect=lambda: engine, timeout=DEADLINE).equal
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     assert same(engine.live(), before)
     with pytest.raises(ConfigError, match="staging must be one of"):
         ManualUpdate(engine, checkpoints[1], staging="elsewhere").begin()
@@ -391,7 +391,7 @@ def test_a_rollback_to_damaged_weights_is_taken_back(make, checkpoints, undo) ->
     update(engine, checkpoints[2])
     damaging(engine.ranks[-1])
     with pytest.raises(ChecksumMismatch, match="changed as they were made live"):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
     assert (engine.version, engine.broken, engine.info().state) == (2, None, "idle")
     assert check_weights(checkpoints[2], connect=lambda: engine, timeout=DEADLINE).equal
     assert update(engine, checkpoints[1]).version == 3
@@ -415,7 +415,7 @@ def test_no_number_is_given_to_two_contents(make, checkpoints) -> None:
     engine.ranks[-1].fail_commit = False
     update(engine, nudged(checkpoints[2]))
     look()
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     look()
     half_sent(engine, checkpoints[2], staging="none")
     assert engine.broken
@@ -430,9 +430,9 @@ def test_no_number_is_given_to_two_contents(make, checkpoints) -> None:
 def test_a_second_rollback_says_who_calls_it(make, checkpoints) -> None:
     engine = make("shadow")
     update(engine, checkpoints[2])
-    engine.coordinator.rollback(DEADLINE)
+    engine.rollback(DEADLINE)
     with pytest.raises(VersionConflict, match=r"is a rollback already.*on one of them alone"):
-        engine.coordinator.rollback(DEADLINE)
+        engine.rollback(DEADLINE)
 
 
 def test_weights_are_not_put_aside_while_they_are_read(make, checkpoints) -> None:

@@ -22,7 +22,6 @@ from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
-from rollout.engine.updates.rollback import Rollback
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -184,18 +183,6 @@ class Coordinator:
                 raise DeadlineExceeded(
                     f"commits came faster than the weights could be read, for {timeout:g} s"
                 )
-
-    def rollback(self, timeout: float) -> UpdateReceipt:
-        """Make the version before the last commit live again, as a new version.
-
-        Possible once after a commit: with ``undo="shadow"`` until the next update begins to stage
-        over it, else until one goes straight into the live instance; else ``VersionConflict``.
-        """
-        self.acquire(None, timeout)
-        try:
-            return Rollback(self).run(timeout)
-        finally:
-            self.free(None)
 
     def committed_at(self, version: int) -> float | None:
         """When a version of the last receipts went live, by ``time.monotonic()``."""

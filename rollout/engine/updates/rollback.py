@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
 
-from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
-from rollout.engine.updates.adapters import AdapterUpdates
-from rollout.engine.updates.commit import Switch
-from rollout.engine.updates.ended import EndedUpdates, Outcome
+from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.ended import Outcome
 from rollout.errors import VersionConflict
 from rollout.weight_sync.protocol.adapters import digest_of_all
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.membership import PrepareRollback
 from rollout.weight_sync.protocol.messages import Begun, Decision, UpdateReceipt
-from rollout.weights import TensorMeta
 
 _TWICE = (
     ". This version is a rollback already: it is the engine's, not a collective of the trainer's "
@@ -28,45 +24,17 @@ _UNTIL = {
 }
 
 
-class Coordinator(Protocol):
-    """What a rollback uses of ``coordinator.Coordinator``, which stands above it."""
+def roll_back(of: Coordinator, timeout: float) -> UpdateReceipt:
+    """Make the version before the last commit live again, as a new version.
 
-    engine: EngineCore
-    switch: Switch
-    metadata: dict[str, TensorMeta]
-    undo: str
-    ended: EndedUpdates
-    prepared: Any
-    can_roll_back: bool
-    held_before: dict[str, int] | None
-    adapters: AdapterUpdates
-    models_changed: bool
-
-    @property
-    def receipts(self) -> tuple[UpdateReceipt, ...]: ...
-
-    def digests(self, timeout: float) -> dict[str, int]: ...
-
-    def acquire(self, lease: object, timeout: float) -> None: ...
-
-    def wait_for_pins(self, until: float) -> None: ...
-
-    def pins_before(self) -> dict[str, str]: ...
-
-    def prepare(self, prepared: Any, fence: int) -> None: ...
-
-    def advance(self, lease: object, state: str) -> None: ...
-
-    def free(self, lease: object) -> None: ...
-
-    def record(
-        self,
-        receipt: UpdateReceipt,
-        label: str | None,
-        held: dict[str, int],
-        *,
-        models: bool,
-    ) -> None: ...
+    Possible once after a commit: with ``undo="shadow"`` until the next update begins to stage over
+    it, else until one goes straight into the live instance; else ``VersionConflict``.
+    """
+    of.acquire(None, timeout)
+    try:
+        return Rollback(of).run(timeout)
+    finally:
+        of.free(None)
 
 
 class Rollback:
