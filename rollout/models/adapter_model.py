@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
-from rollout.models.slot_io import SlotIO
+from rollout.models.slot_io import Regions, SlotIO
 from rollout.models.weight_load import WeightLoad
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
@@ -32,7 +32,7 @@ class AdaptedLinear:
 
 
 class AdapterModel(Model):
-    """``begin_load`` empties the slot; what is loaded works once the load has finished.
+    """A slot that is loaded, as often as need be; what is loaded works once the load has finished.
 
     Its slots are those of the linears, of A with the rank in the place of the outputs, of B in that
     of the inputs. It is not run: the linears read the slot.
@@ -62,14 +62,20 @@ class AdapterModel(Model):
             params[a] = ParamSpec(tuple(linear.a.shape), PLAIN, tuple(holes[a]))
             params[b] = ParamSpec(shape, TRANSPOSED, tuple(holes[b]))
         self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
+        self.filled = tuple(slot for found in slots.values() for slot in found)
+        self._regions: Regions | None = None
         self.eval()
 
     def begin_load(self) -> WeightLoad:
+        """Nothing of the slot counts before the load has finished, which fills all but padding."""
         for scales in self._unused:
             scales.zero_()
         for linear in self._linears.values():
-            for tensor in (linear.scales, linear.a, linear.b):
-                tensor.zero_()
+            linear.scales.zero_()
+        for name, spec in self.table.params.items():
+            for hole in spec.padding:
+                logical = self._storages[name]
+                (logical.t() if spec.layout is TRANSPOSED else logical)[hole.slices].zero_()
         return super().begin_load()
 
     def after_load(self) -> None:
@@ -89,10 +95,19 @@ class AdapterModel(Model):
         return self._storages
 
     def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
-        return SlotIO(self.table, self._storages, tables=self.region_tables).digest_all(slots)
+        return self._io().digest_all(slots)
+
+    def digests(self) -> list[tuple[int, int]]:
+        """As ``digest_slots`` of all ``filled``, which stay where they are."""
+        if self._regions is None:
+            self._regions = self._io().regions(self.filled)
+        return self._io().digest_all(self.filled, self._regions)
+
+    def _io(self) -> SlotIO:
+        return SlotIO(self.table, self._storages, tables=self.region_tables)
 
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
-        return SlotIO(self.table, self._storages)
+        return self._io()
 
     def _slots(
         self, name: str, linear: AdaptedLinear, part: int, holes: dict[str, list[Box]]

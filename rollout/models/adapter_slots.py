@@ -78,6 +78,7 @@ class AdapterSlots:
     def __init__(self, model: Model, count: int, rank: int) -> None:
         self.count, self.rank = count, rank
         self.active = ActiveRows()
+        self._views: dict[int, AdapterModel] = {}  # the last of each slot
         self._build = model.build
         self.linears: dict[str, LinearAdapters] = {}
         for name, layer in _linears(model):
@@ -121,6 +122,9 @@ class AdapterSlots:
 
         ``ConfigError`` where it does not fit: too large a rank, or modules without slots.
         """
+        seen = self._views.get(slot)
+        if seen is not None and seen.spec == spec:
+            return seen
         if spec.rank > self.rank:
             raise ConfigError(
                 f"the adapter has rank {spec.rank}, and slots are of rank {self.rank}: start the "
@@ -134,7 +138,8 @@ class AdapterSlots:
                     base=each.base, a=each.a[slot], b=each.b[slot], scales=each.scales[slot]
                 )
         unused = [each.scales[slot] for name, each in self.linears.items() if name not in found]
-        return AdapterModel(self._build, spec, found, unused)
+        view = self._views[slot] = AdapterModel(self._build, spec, found, unused)
+        return view
 
 
 def _linears(model: Model) -> Iterator[tuple[str, Layer]]:

@@ -17,11 +17,13 @@ from rollout.kernels import (
     digest_regions,
     scatter_indices,
 )
+from rollout.kernels.region_lines import LARGE
 from rollout.kernels.region_table import RegionTables
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import (
     PLAIN,
+    TRANSPOSED,
     Box,
     LazyTensor,
     SparsePatch,
@@ -30,6 +32,8 @@ from rollout.weights import (
     WeightValue,
 )
 from rollout.weights.positions import Kept, positions_in_whole, positions_inside
+
+Regions = tuple[list[Tensor], list[DigestedAs]]
 
 
 class SlotIO:
@@ -51,7 +55,8 @@ class SlotIO:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is written inside from a device's own memory is copied at the end, in few launches.
+        """What is written inside from a device's own memory, on a CPU what is small, is copied at
+        the end, in few launches.
 
         The values have to stay as they are until then.
         """
@@ -106,8 +111,18 @@ class SlotIO:
         values, shape, box = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
         return digest(values, shape, box, nonfinite)
 
-    def digest_all(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
-        """For each slot its digest, and how many values are NaN or infinite, in few launches."""
+    def digest_all(
+        self, slots: Sequence[WeightSlot], regions: Regions | None = None
+    ) -> list[tuple[int, int]]:
+        """For each slot its digest, and how many values are NaN or infinite, in few launches.
+
+        ``regions``: theirs, where they are known.
+        """
+        values, places = self.regions(slots) if regions is None else regions
+        return digest_regions(values, places, self._tables) if values else []
+
+    def regions(self, slots: Sequence[WeightSlot]) -> Regions:
+        """Where the values of each slot lie, and what they are of its source."""
         values, places = [], []
         for slot in slots:
             spec, storage = self._table.params[slot.param], self._storages[slot.param]
@@ -117,7 +132,7 @@ class SlotIO:
                 seen = storage.new_empty(slot.take.shape), slot.shape, slot.take
             values.append(seen[0])
             places.append(DigestedAs(seen[1], seen[2], storage.dtype))
-        return digest_regions(values, places, self._tables) if values else []
+        return values, places
 
     def read_at(self, slot: WeightSlot, positions: Tensor) -> tuple[Kept, Tensor]:
         """Which of the source's ascending flat ``positions`` lie in the slot, and their values."""
@@ -148,10 +163,14 @@ class SlotIO:
         return box.numel
 
     def _put(self, storage: Tensor, spec: ParamSpec, put: Box, value: Tensor) -> None:
-        if self._later is None or spec.layout is not PLAIN or storage.device.type == "cpu":
+        later = spec.layout is PLAIN
+        if storage.device.type == "cpu":
+            later = (later or spec.layout is TRANSPOSED) and value.numel() <= LARGE
+        if self._later is None or not later:
             copy_into_box(storage, spec.shape, put, value, spec.layout)
         else:
-            self._later.append((storage[put.slices], value.reshape(put.shape)))
+            into = storage if spec.layout is PLAIN else storage.t()
+            self._later.append((into[put.slices], value.reshape(put.shape)))
 
     def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]

@@ -118,8 +118,24 @@ def test_an_update_moves_the_bytes_of_its_adapter_alone(engine, base) -> None:
         assert size <= receipt.wire_bytes < size + 4096 < weights / 4
         assert receipt.num_tensors == 2 * 3 * 2
         assert receipt.digest == inline.digest
+    if engine.weight_info().tensor_parallel_size == 1:
+        assert inline.details["read_in_place"] == f"{inline.num_tensors} tensors"
     assert engine.weight_info().adapters["default"] == received[-1].version
     assert engine.unload_lora_adapter("default")
+
+
+def test_a_slot_of_a_larger_adapter_serves_a_smaller_one_as_a_new_slot_does(base) -> None:
+    settings = {**SETTINGS, "max_adapters": 2}
+    small = adapted(base, 5, r=2, target_modules=["q_proj"])
+    with Rollout(base, **settings) as fresh:
+        fresh.update_weights(adapters={"math": small})
+        right = said(fresh, "math")
+    with Rollout(base, **settings) as rollout:
+        for seed in (3, 4):  # both slots
+            rollout.update_weights(adapters={"math": adapted(base, seed, r=8)})
+        for _ in range(2):
+            rollout.update_weights(adapters={"math": small})
+            assert said(rollout, "math") == right
 
 
 @pytest.mark.more

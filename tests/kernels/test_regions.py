@@ -24,7 +24,7 @@ PAIRS = [
     for a in FLOATS
     for b in FLOATS
 ]
-SHAPES = ((), (1,), (700,), (3, 5), (9, 600), (2, 3, 4), (70, 30), (0, 4))
+SHAPES = ((), (1,), (700,), (3, 5), (9, 600), (2, 3, 4), (70, 32), (70, 30), (0, 4))
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -44,40 +44,53 @@ def _views(x: Tensor) -> Iterator[Tensor]:
 
 
 def _triton(op: Any) -> Callable[..., Any]:
-    if "triton" not in op.implementations():
-        pytest.skip("Triton does not run here")
-    return op.implementation("triton")  # type: ignore[no-any-return]
+    return _run(op, "triton")
 
 
+def _run(op: Any, name: str) -> Callable[..., Any]:
+    if name not in op.implementations() or (ON_CARD and name == "cpu"):
+        pytest.skip(f"{name} does not run here")
+    return op.implementation(name)  # type: ignore[no-any-return]
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "triton"])
+
+
+@BACKENDS
 @pytest.mark.parametrize(("given", "wanted"), PAIRS)
 def test_many_copies_at_once_give_what_single_ones_give(
-    given: torch.dtype, wanted: torch.dtype
+    given: torch.dtype, wanted: torch.dtype, backend: str
 ) -> None:
     sources = [
         view for n, shape in enumerate(SHAPES) for view in _views(_values(shape, given, seed=n))
     ]
     expected = [source.to(wanted).contiguous() for source in sources]
     targets = [torch.full_like(source, 7, dtype=wanted) for source in sources]
-    _triton(copy_regions)(targets, sources)
+    matrices = [source for source in sources if source.dim() > 1]
+    targets += [torch.full_like(source.mT, 7, dtype=wanted).mT for source in matrices]
+    expected += [source.to(wanted) for source in matrices]
+    _run(copy_regions, backend)(targets, [*sources, *matrices])
     for target, right in zip(targets, expected, strict=True):
         assert torch.equal(target, right)
 
 
-def test_copies_touch_nothing_beside_their_targets_and_keep_bits() -> None:
+@BACKENDS
+def test_copies_touch_nothing_beside_their_targets_and_keep_bits(backend: str) -> None:
     """Also of integers, and of what is NaN; lines go where they belong inside a larger tensor."""
     whole = torch.full((6, 50), 9, dtype=torch.int32, device=DEVICE)
     part = torch.arange(80, dtype=torch.int32, device=DEVICE).view(4, 20)
     odd = torch.tensor([0x7FC1, 0x7F81, -0x8000], dtype=torch.int16, device=DEVICE)
     bits = torch.zeros(3, dtype=torch.bfloat16, device=DEVICE)
-    _triton(copy_regions)([whole[1:5, 3:23], bits], [part, odd.view(torch.bfloat16)])
+    _run(copy_regions, backend)([whole[1:5, 3:23], bits], [part, odd.view(torch.bfloat16)])
     assert torch.equal(whole[1:5, 3:23], part)
     assert int((whole == 9).sum()) == whole.numel() - part.numel() + int((part == 9).sum())
     assert torch.equal(bits.view(torch.int16), odd)
 
 
+@BACKENDS
 @pytest.mark.parametrize(("given", "wanted"), PAIRS)
 def test_many_digests_at_once_are_those_of_single_ones(
-    given: torch.dtype, wanted: torch.dtype
+    given: torch.dtype, wanted: torch.dtype, backend: str
 ) -> None:
     values, places = [], []
     for n, shape in enumerate((*SHAPES[:6], SHAPES[-1])):
@@ -88,7 +101,7 @@ def test_many_digests_at_once_are_those_of_single_ones(
             values.append(view)
     values[2][5] = float("nan")
     values[2][6] = float("-inf")
-    found = _triton(digest_regions)(values, places)
+    found = _run(digest_regions, backend)(values, places)
     for (total, bad), value, place in zip(found, values, places, strict=True):
         count = [0]
         cast = value.to(wanted).cpu()
@@ -122,14 +135,15 @@ def test_what_is_cut_up_too_much_goes_by_itself() -> None:
     assert total == digest.reference(deep.cpu(), place.shape, place.box)
 
 
-def test_a_region_outside_of_its_memory_is_refused_before_a_launch() -> None:
+@BACKENDS
+def test_a_region_outside_of_its_memory_is_refused_before_a_launch(backend: str) -> None:
     source, target = _values((40,), torch.float32), torch.zeros(40, device=DEVICE)
     source.untyped_storage().resize_(0)
     with pytest.raises(WeightMismatch, match="holds no memory"):
-        _triton(copy_regions)([target], [source])
+        _run(copy_regions, backend)([target], [source])
     place = DigestedAs((40,), Box.full((40,)), torch.float32)
     with pytest.raises(WeightMismatch, match="holds no memory"):
-        _triton(digest_regions)([source], [place])
+        _run(digest_regions, backend)([source], [place])
     assert not target.any()
 
 
@@ -152,3 +166,21 @@ def test_programs_of_a_table_stay_inside_its_regions_and_apart(
         _triton(digest_regions)([source], [place])
     assert len(launches) == 2
     assert [(x.outside, x.races()) for x in launches] == [([], [])] * 2
+
+
+def test_native_copies_round_every_float_as_torch_does() -> None:
+    """Small numbers, which an instruction for it makes zero, among them."""
+    run = _run(copy_regions, "cpu")
+    bits = torch.arange(0, 1 << 32, 65521, dtype=torch.int64).to(torch.int32)
+    bits = torch.cat((bits, torch.tensor([1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F7FFFFF])))
+    source = bits.to(torch.int32).view(torch.float32)
+    target = torch.empty(len(source), dtype=torch.bfloat16)
+    run([target], [source])
+    right = source.to(torch.bfloat16)
+    assert torch.equal(target.isnan(), source.isnan())
+    numbers = ~source.isnan()
+    assert torch.equal(target[numbers].view(torch.int16), right[numbers].view(torch.int16))
+    [(total, _)] = _run(digest_regions, "cpu")(
+        [source], [DigestedAs(tuple(source.shape), Box.full(tuple(source.shape)), torch.bfloat16)]
+    )
+    assert total == digest(target, tuple(target.shape), Box.full(tuple(target.shape)))

@@ -139,15 +139,22 @@ class Lease:
 
     def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
         assert self.reads_on, "its rank is elsewhere"
-        self._announce(header, {str(index): region for index, region in enumerate(regions)})
+        carried = {str(index): region for index, region in enumerate(regions)}
+        self._announce(header, carried, header)
 
-    def _announce(self, header: BucketHeader, carried: Mapping[str, Tensor] | None) -> None:
+    def _announce(
+        self,
+        header: BucketHeader,
+        carried: Mapping[str, Tensor] | None,
+        told: BucketHeader | None = None,
+    ) -> None:
+        """``told``: the header itself, for a rank in this process; else it goes in plain form."""
         request = self._live("bucket")
         if self._accepted.bounded:
             check_size(header, request.bucket_bytes)
         while len(self._waiting) >= _AHEAD * self._accepted.senders + _AHEAD:
             self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
-        args = {"update_id": request.update_id, "header": to_plain(header)}
+        args = {"update_id": request.update_id, "header": told or to_plain(header)}
         self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
 
     def wait(self, index: int, timeout: float) -> None:

@@ -123,7 +123,10 @@ class RankUpdates:
     def bucket(self, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Receive the announced bucket and load it; buckets come in order, none is skipped."""
         update = self._current(args)
-        header = from_plain(BucketHeader, args["header"]).share(self._rank)
+        header = args["header"]
+        if not isinstance(header, BucketHeader):
+            header = from_plain(BucketHeader, header)
+        header = header.share(self._rank)
         with self._dropping_on_error():
             if header.index != update.next_index:
                 raise TransferFailed(

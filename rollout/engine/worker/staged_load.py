@@ -79,9 +79,7 @@ class StagedLoad:
             models = self._request.models
             yield from (s for s in self._instances.slots() if component_of(s.source) in models)
         for part, model in self._adapters.items():
-            yield from (
-                _named(part, slot) for found in model.table.slots.values() for slot in found
-            )
+            yield from (_named(part, slot) for slot in model.filled)
 
     def digest_slots(
         self, nonfinite: list[tuple[WeightSlot, int]] | None
@@ -90,8 +88,7 @@ class StagedLoad:
         if self._model is not None:
             yield from self._instances.digest_slots(self.live, nonfinite=nonfinite)
         for part, model in self._adapters.items():
-            slots = _slots(model)
-            for slot, (value, bad) in zip(slots, model.digest_slots(slots), strict=True):
+            for slot, (value, bad) in zip(model.filled, model.digests(), strict=True):
                 named = _named(part, slot)
                 if nonfinite is not None and bad:
                     nonfinite.append((named, bad))
@@ -110,10 +107,6 @@ class StagedLoad:
 def _adapter(name: str) -> str | None:
     component: Any = component_of(name)
     return component if adapter_of(component) is not None else None
-
-
-def _slots(model: AdapterModel) -> list[WeightSlot]:
-    return [slot for found in model.table.slots.values() for slot in found]
 
 
 def _named(part: str, slot: WeightSlot) -> WeightSlot:

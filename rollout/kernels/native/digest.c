@@ -1,4 +1,6 @@
 /* The digest of rollout/kernels/digest: sum of mixed (position, bits). */
+#include "round.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -102,9 +104,9 @@ INLINE uint64_t nonfinite(const uint8_t *p, int64_t n, int64_t stride, uint64_t 
     return count;
 }
 
-/* n consecutive positions; elements lie `stride` elements apart. *count grows by
- * those that have all bits of `exponent`, unless that is 0. */
-INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t position,
+/* n positions, `step` / STEP from one to the next; elements lie `stride` elements apart. *count
+ * grows by those that have all bits of `exponent`, unless that is 0. */
+INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t position, uint64_t step,
                      uint64_t exponent, uint64_t *count, int size) {
     uint64_t sum = 0, z = (position + 1) * STEP;
     int64_t i = 0;
@@ -113,7 +115,7 @@ INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t posit
         enum { STEPS = 8 }; /* of LANES elements: `size` vectors of raw bytes */
         v64 at = {0}, total = {0};
         raw seen = {0};
-        for (int j = 0; j < LANES; j++) at[j] = z + (uint64_t)j * STEP;
+        for (int j = 0; j < LANES; j++) at[j] = z + (uint64_t)j * step;
         for (; i + STEPS * LANES <= n; i += STEPS * LANES) {
             const uint8_t *from = p + i * size;
 #pragma GCC unroll 8
@@ -121,7 +123,7 @@ INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t posit
                 const uint8_t *here = from + j * LANES * size;
                 __builtin_prefetch(here + 2048); /* virtual machines often have no other */
                 total += mix_lanes(at + lanes_at(here, size));
-                at += LANES * STEP;
+                at += LANES * step;
             }
 #pragma GCC unroll 8
             for (int j = 0; j < size; j++) seen |= raw_at(from + j * sizeof(raw));
@@ -129,26 +131,26 @@ INLINE uint64_t span(const uint8_t *p, int64_t n, int64_t stride, uint64_t posit
         int64_t rest = i;
         for (; i + LANES <= n; i += LANES) {
             total += mix_lanes(at + lanes_at(p + i * size, size));
-            at += LANES * STEP;
+            at += LANES * step;
         }
         for (int j = 0; j < LANES; j++) sum += total[j];
-        z += (uint64_t)i * STEP;
+        z += (uint64_t)i * step;
         if (look && rest && !suspect(&seen, exponent, size)) {
             look = 0;
             *count += nonfinite(p + rest * size, n - rest, 1, exponent, size);
         }
     }
-    for (; i < n; i++, z += STEP) sum += mix(z + bits_at(p + i * stride * size, size));
+    for (; i < n; i++, z += step) sum += mix(z + bits_at(p + i * stride * size, size));
     if (look) *count += nonfinite(p, n, stride, exponent, size);
     return sum;
 }
 static uint64_t span_of(const uint8_t *p, int64_t n, int64_t stride, uint64_t position,
-                        uint64_t exponent, uint64_t *count, int size) {
+                        uint64_t step, uint64_t exponent, uint64_t *count, int size) {
     switch (size) {
-    case 1: return span(p, n, stride, position, exponent, count, 1);
-    case 2: return span(p, n, stride, position, exponent, count, 2);
-    case 4: return span(p, n, stride, position, exponent, count, 4);
-    default: return span(p, n, stride, position, exponent, count, 8);
+    case 1: return span(p, n, stride, position, step, exponent, count, 1);
+    case 2: return span(p, n, stride, position, step, exponent, count, 2);
+    case 4: return span(p, n, stride, position, step, exponent, count, 4);
+    default: return span(p, n, stride, position, step, exponent, count, 8);
     }
 }
 
@@ -169,10 +171,51 @@ EXPORT uint64_t rollout_digest(const void *data, int32_t size, int64_t rows, int
         int64_t n = columns - start < CHUNK ? columns - start : CHUNK;
         const uint8_t *p = (const uint8_t *)data + (row * row_stride + start * column_stride) * size;
         uint64_t at = position + row * position_stride + start;
-        sum += span_of(p, n, column_stride, at, exponent, &count, size);
+        sum += span_of(p, n, column_stride, at, STEP, exponent, &count, size);
     }
     *bad = count;
     return sum;
+}
+
+/* A region: lines of columns, in elements of memory and in positions. */
+typedef struct {
+    const uint8_t *data;
+    int64_t position, lines, columns, line, column, line_positions, column_positions;
+} Region;
+
+#define NARROWED 2048 /* elements rounded at a time */
+
+INLINE uint64_t narrowed_span(const uint32_t *p, int64_t n, int64_t stride, uint64_t position,
+                              uint64_t positions, uint64_t exponent, uint64_t *count) {
+    uint16_t rounded[NARROWED];
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; i += NARROWED) {
+        int64_t m = n - i < NARROWED ? n - i : NARROWED;
+        round_all(rounded, 1, p + i * stride, stride, m);
+        sum += span((uint8_t *)rounded, m, 1, position + (uint64_t)i * positions,
+                    positions * STEP, exponent, count, 2);
+    }
+    return sum;
+}
+
+/* Many regions of elements of `size` bytes, or of float32 digested as bfloat16 (`narrowed`). */
+EXPORT void rollout_digest_regions(const void *regions, int64_t number, int32_t size,
+                                   int32_t narrowed, int32_t threads, uint64_t exponent,
+                                   uint64_t *sums, uint64_t *bad) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 4)
+    for (int64_t i = 0; i < number; i++) {
+        const Region *r = (const Region *)regions + i;
+        uint64_t sum = 0, count = 0, apart = (uint64_t)r->column_positions;
+        for (int64_t l = 0; l < r->lines; l++) {
+            const uint8_t *p = r->data + l * r->line * (narrowed ? 4 : size);
+            uint64_t at = (uint64_t)(r->position + l * r->line_positions);
+            sum += narrowed ? narrowed_span((const uint32_t *)p, r->columns, r->column, at, apart,
+                                            exponent, &count)
+                            : span_of(p, r->columns, r->column, at, apart * STEP, exponent, &count,
+                                      size);
+        }
+        sums[i] = sum, bad[i] = count;
+    }
 }
 
 #define ROWS 16            /* of a tile, whose rows hold a pair of inputs each */

@@ -3,13 +3,10 @@
  * memory first. See rollout/kernels/nontemporal_copy and copy_into_box. */
 #include "vec.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "turn.h"
 
 #define LINE 64
 #define CHUNK (1 << 18) /* bytes that a thread takes at a time */
-#define SIDE 16         /* rows of a tile, and pairs that are turned at a time */
 
 typedef uint32_t pair; /* two inputs of one output, 16 bits each */
 
@@ -60,29 +57,10 @@ EXPORT void rollout_nontemporal_copy(uint8_t *to, int64_t to_stride, const uint8
 #if VW == 16
 /* SIDE x SIDE pairs turned: column k of `from` becomes line k of `to`. */
 INLINE void turn(pair *to, const pair *from, int64_t stride) {
-    __m512i a[SIDE], b[SIDE];
-    for (int i = 0; i < SIDE; i++) a[i] = _mm512_loadu_si512(from + i * stride);
-    for (int i = 0; i < SIDE; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < SIDE; i += 4) { /* a[i + j], lane n: column 4n + j of rows i .. i + 3 */
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int j = 0; j < 4; j++) { /* even lanes of four such, then odd ones */
-        __m512i x = _mm512_shuffle_i32x4(a[j], a[j + 4], 0x88);
-        __m512i y = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0x88);
-        b[j] = _mm512_shuffle_i32x4(x, y, 0x88);
-        b[j + 8] = _mm512_shuffle_i32x4(x, y, 0xdd);
-        x = _mm512_shuffle_i32x4(a[j], a[j + 4], 0xdd);
-        y = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0xdd);
-        b[j + 4] = _mm512_shuffle_i32x4(x, y, 0x88);
-        b[j + 12] = _mm512_shuffle_i32x4(x, y, 0xdd);
-    }
-    for (int k = 0; k < SIDE; k++) _mm512_stream_si512((__m512i *)(to + k * SIDE), b[k]);
+    __m512i lines[SIDE];
+    for (int i = 0; i < SIDE; i++) lines[i] = _mm512_loadu_si512(from + i * stride);
+    turn_words(lines);
+    for (int k = 0; k < SIDE; k++) _mm512_stream_si512((__m512i *)(to + k * SIDE), lines[k]);
 }
 #else
 INLINE void turn(pair *to, const pair *from, int64_t stride) {

@@ -79,17 +79,20 @@ class BucketSender:
     while the next bucket is gathered.
     ``digests``: whether to digest buckets as they are sent. ``zero_copy``: whether large tensors
     may be read where they lie. ``joined``: this is not the update's first stream, and ends alone.
+    ``small``: what comes is many short tensors, which on a CPU, too, may be read where they lie.
     ``wire``: the dtype that a tensor of that name and dtype is digested as.
     """
 
     def __init__(
         self, channel: WeightChannel, sender: Sender, stats: TransferStats, *,
         bucket_bytes: int, timeout: float, digests: bool = False, zero_copy: bool = False,
-        joined: bool = False, wire: Callable[[str, torch.dtype], torch.dtype] | None = None,
+        joined: bool = False, small: bool = False,
+        wire: Callable[[str, torch.dtype], torch.dtype] | None = None,
     ) -> None:  # fmt: skip
         self._channel, self._sender, self._stats = channel, sender, stats
         self._timeout, self._joined = timeout, joined
         self._digests = digests
+        self._small = small and sender.bytes_go == "channel" and channel.reads_in_place
         self._zero_copy = zero_copy and sender.bytes_go == "channel" and channel.reads_in_place
         self._packer = BucketPacker(
             min([bucket_bytes, *(buffer.numel() for buffer in sender.buffers)]),
@@ -104,6 +107,7 @@ class BucketSender:
         self._wire = wire or (lambda name, dtype: dtype)
         self._stays = False
         self._left: list[tuple[str, Tensor]] = []  # not announced yet
+        self._left_bytes = 0
         self.read_in_place = 0  # tensors
         self.packed_because = ""  # of the first that stayed where it was and had to be packed
         self.failure: RolloutError | None = None
@@ -136,13 +140,15 @@ class BucketSender:
         Asked of every tensor before it is added: it need not be cast then.
         """
         self._stays = False
-        if tensor.device.type == "cpu" or self.failure is not None or not tensor.numel():
+        on_cpu = tensor.device.type == "cpu"
+        if (on_cpu and not self._small) or self.failure is not None or not tensor.numel():
             return False
         if not self._digests or tensor.dtype not in CASTABLE:
             why: str | None = "it is not a full update of plain floats by one rank"
         else:
             why = self._sender.why_packed(self._channel, tensor)
-        self.packed_because = self.packed_because or why or ""
+        if not on_cpu:
+            self.packed_because = self.packed_because or why or ""
         self._stays = why is None
         return self._stays
 
@@ -216,15 +222,16 @@ class BucketSender:
 
     def _where_it_lies(self, name: str, tensor: Tensor) -> Packed:
         self._left.append((name, tensor))
+        self._left_bytes += tensor.nbytes
         self._stays = False
         self.read_in_place += 1
-        if sum(each.nbytes for _, each in self._left) >= IN_PLACE_BYTES:
+        if self._left_bytes >= IN_PLACE_BYTES:
             yield from self._packer.flush()
             self._announce_in_place()
 
     def _announce_in_place(self) -> None:
         """Have what was put aside digested, announced and read; nothing else is under way here."""
-        parts, self._left = self._left, []
+        parts, self._left, self._left_bytes = self._left, [], 0
         for header, regions in self._packer.in_place(parts) if parts else ():
             self._later(partial(self._ship_in_place, header, regions, parts))
 

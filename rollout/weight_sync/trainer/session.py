@@ -95,7 +95,8 @@ class UpdateSession:
 
     def gathered(self, piece: Piece) -> Piece:
         """A piece of the source, as it is to be packed."""
-        return replace(piece, values=self.sender.gathered(piece.values))
+        values = self.sender.gathered(piece.values)
+        return piece if values is piece.values else replace(piece, values=values)
 
     def commit(self, digests: Mapping[str, int], sent: list[int]) -> UpdateReceipt:
         """Seal and commit. ``sent``: bytes by trainer rank, where each sends."""
@@ -250,7 +251,7 @@ class Opener:
                 plan = UpdatePlan(pieces="boxes", encoding=encoding, own_digests=True, meet=meet)
             else:
                 plan = self._plan(encoding, request, channel, streams)
-            buckets = self._buckets(channel, sender, plan)
+            buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             if boxes is None:  # else every trainer rank connects, after it has been told where
                 buckets.connect()
@@ -301,7 +302,9 @@ class Opener:
             )
         return given
 
-    def _buckets(self, channel: WeightChannel, sender: Sender, plan: UpdatePlan) -> BucketSender:
+    def _buckets(
+        self, channel: WeightChannel, sender: Sender, plan: UpdatePlan, small: bool
+    ) -> BucketSender:
         full = plan.encoding.name == "full"
         return BucketSender(
             channel,
@@ -311,6 +314,7 @@ class Opener:
             timeout=self.options.timeout,
             digests=full and not plan.own_digests,
             zero_copy=full and plan.pieces == "gathered",
+            small=small,
             wire=lambda name, dtype: wire_dtype(name, dtype, self.info.dtype),
         )
 

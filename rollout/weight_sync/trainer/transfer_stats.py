@@ -53,9 +53,16 @@ class TransferStats:
 
     def digest_bucket(self, header: BucketHeader, payload: Tensor) -> None:
         """The digests of a bucket that holds whole tensors and boxes of them, no changes."""
+        started = time.perf_counter()
+        values, places = [], []
         for entry in header.entries:
-            values = payload[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-            self.digest(entry.name, values.view(entry.box.shape), entry.shape, entry.box)
+            raw = payload[entry.offset : entry.offset + entry.nbytes]
+            values.append(raw.view(entry.dtype).view(entry.box.shape))
+            places.append(DigestedAs(entry.shape, entry.box, entry.dtype))
+        found = digest_regions(values, places, self.tables)
+        for entry, (value, _) in zip(header.entries, found, strict=True):
+            self.digests[entry.name, entry.box] = value
+        self.digest_seconds += time.perf_counter() - started
 
     def by_tensor(self) -> dict[str, int]:
         """The digests, added up over the boxes of each tensor."""

@@ -52,9 +52,9 @@ class InlineSender(Sender):
         channel.bucket(header, payload.cpu())
 
     def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
-        on = channel.reads_on if isinstance(channel, InPlaceChannel) else ""
-        if not on.startswith("cuda"):
-            return "no rank of this process runs on a GPU"
+        on: str = getattr(channel, "reads_on", "")  # of an ``InPlaceChannel``
+        if not on:
+            return "no rank runs in this process"
         if tensor.device != torch.device(on):
             return f"it lies on {tensor.device}, the rank runs on {on}"
         return None if tensor.is_contiguous() else "it is not contiguous"
@@ -63,7 +63,7 @@ class InlineSender(Sender):
         self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
     ) -> None:
         assert isinstance(channel, InPlaceChannel)
-        if regions:
+        if regions and regions[0].device.type == "cuda":
             # The rank's stream knows nothing of ours.
             torch.cuda.current_stream(regions[0].device).synchronize()
         channel.in_place(header, regions)

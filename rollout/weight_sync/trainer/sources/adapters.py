@@ -16,6 +16,7 @@ from torch import nn
 
 from rollout.errors import ConfigError
 from rollout.weight_sync.trainer.sources.lora import MergePlan, is_peft, join, type_name
+from rollout.weight_sync.trainer.sources.names import submodules
 from rollout.weights.adapters import A, AdapterSpec, B, ModuleSpec
 from rollout.weights.components import adapter_component
 from rollout.weights.names import placed, unwrapped
@@ -57,14 +58,15 @@ def chosen_adapter(module: nn.Module, name: str) -> str:
 class AdapterPlan(MergePlan):
     """Names and scalings of one adapter of a PEFT model; local, the same on every rank.
 
-    ``spec``: as the engine is told. ``trained_beside``: what the model trains that is no factor.
-    ``prefixes``: of ``weights.names.placed``. ``ConfigError`` names the layer whose adapter is
-    served merged alone.
+    ``spec``: as the engine is told; ``factors``: by their names in the module. ``trained_beside``:
+    what the model trains that is no factor. ``prefixes``: of ``weights.names.placed``.
+    ``ConfigError`` names the layer whose adapter is served merged alone.
     """
 
     def __init__(self, module: nn.Module, adapter: str, prefixes: Mapping[str, str]) -> None:
         self._adapter, self._prefixes = adapter, prefixes
         self._modules: dict[str, ModuleSpec] = {}
+        self.factors: dict[str, torch.Tensor] = {}
         super().__init__(module)
         if not self._modules:
             raise ConfigError(f"adapter {adapter!r} changes no linear layer; {_MERGE}")
@@ -97,7 +99,9 @@ class AdapterPlan(MergePlan):
             rank=int(layer.r[adapter]), scaling=float(layer.scaling[adapter])
         )
         for role, end in (("lora_A", A), ("lora_B", B)):
-            self.owners[f"{join(path, role)}.{adapter}.weight"] = stem + end
+            raw = f"{join(path, role)}.{adapter}.weight"
+            self.owners[raw] = stem + end
+            self.factors[raw] = getattr(layer, role)[adapter].weight
 
     def _visit_saved(self, module: Any, path: str, to: str) -> None:
         if self._adapter in (getattr(module, "modules_to_save", None) or ()):
@@ -106,6 +110,9 @@ class AdapterPlan(MergePlan):
                 f"{_MERGE}"
             )
         self._visit(module.original_module, join(path, "original_module"), to, False)
+
+    def _leave_out(self, module: nn.Module, to: str, but: str) -> None:
+        """For ``_refuse_ties`` alone."""
 
     def _refuse_ties(self) -> None:
         """A tie of the weights beneath stays: factors are applied beside them."""
@@ -145,10 +152,5 @@ class Adapter:
 
 def tuner_layers(obj: Any) -> Iterator[Any]:
     """PEFT's layers in a module, whatever it is wrapped in; none in anything else."""
-    modules = obj.modules() if isinstance(obj, nn.Module) else ()
+    modules = submodules(obj) if isinstance(obj, nn.Module) else ()
     return (layer for layer in modules if is_peft(layer, "BaseTunerLayer"))
-
-
-def factors_alone(module: nn.Module, plan: AdapterPlan) -> dict[str, torch.Tensor]:
-    """The factors of a module whose tensors are all whole here: nothing else is looked at."""
-    return {raw: t for raw, t in module.named_parameters() if plan.name_of(raw) is not None}

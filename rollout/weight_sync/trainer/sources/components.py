@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from rollout.weight_sync.trainer.sources.base import (
     BufferFor,
     LocalSource,
     PlacingSource,
+    StayingSource,
     WeightSource,
 )
 from rollout.weights import Box, TensorMeta
@@ -60,6 +61,11 @@ class _Components:
         for source in self._sources.values():
             if isinstance(source, PlacingSource):
                 source.place_by(buffer_for)
+
+    def leave(self, stays: Callable[[Tensor], bool]) -> None:
+        for source in self._sources.values():
+            if isinstance(source, StayingSource):
+                source.leave(stays)
 
 
 class _LocalComponents(_Components):

@@ -19,7 +19,7 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weight_sync.trainer.sources.components import together
-from rollout.weight_sync.trainer.sources.names import NameOf
+from rollout.weight_sync.trainer.sources.names import NameOf, submodules
 from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
@@ -365,16 +365,17 @@ def _kind_of(obj: Any) -> str:
 def _kind_of_module(module: nn.Module) -> str:
     if _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         return "fsdp1"
-    parameters = list(module.parameters())
+    parts = submodules(module)
+    parameters = [p for part in parts for p in part._parameters.values() if p is not None]
     if any(hasattr(p, "ds_id") for p in parameters):
         return "zero3"
-    if any(map(is_dtensor, chain(parameters, module.buffers()))):
+    buffers = (b for part in parts for b in part._buffers.values() if b is not None)
+    if any(map(is_dtensor, {type(t): t for t in chain(parameters, buffers)}.values())):
         return "fsdp2"
-    if any(_is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in module.modules()):
+    kinds = {type(part): part for part in parts}.values()
+    if any(_is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in kinds):
         return "fsdp2"  # gathered right now; resharded before it is read
-    if any(
-        _is_a(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in module.modules()
-    ):
+    if any(_is_a(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in kinds):
         return "fsdp1"
     return "plain"
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError, SourceFailed
-from rollout.weight_sync.trainer.sources.names import wire_dtype
+from rollout.weight_sync.trainer.sources.names import submodules, wire_dtype
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import WRAPPERS, unwrapped
 
@@ -101,7 +101,7 @@ class MergePlan:
     @classmethod
     def of(cls, module: nn.Module, partial: bool = False, merge: bool = True) -> MergePlan | None:
         """The plan of ``module``, None where no part of it is PEFT's."""
-        if "peft" not in sys.modules or not any(is_peft(part) for part in module.modules()):
+        if "peft" not in sys.modules or not any(map(is_peft, submodules(module))):
             return None
         return cls(module, partial, merge)
 
@@ -145,7 +145,9 @@ class MergePlan:
         elif is_peft(module, "BaseTuner"):
             self._visit(module.model, join(path, "model"), to, changed)
         else:
-            for name, child in module.named_children():
+            for name, child in module._modules.items():
+                if child is None:
+                    continue
                 if name in WRAPPERS or (not path and name == "module"):
                     self._visit(child, path, to, changed)
                 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from rollout.weight_sync.trainer.sources.adapters import (
     Adapter,
     AdapterPlan,
     adapter_names,
-    factors_alone,
     is_adapted,
     tuner_layers,
 )
@@ -104,6 +103,7 @@ class DetectedAdapter(Detected):
 
     adapter: str = ""
     alone: bool = True
+    plans: list[tuple[Mapping[str, str], AdapterPlan]] = field(default_factory=list)
 
     def spec(self, prefixes: Mapping[str, str]) -> AdapterSpec:
         if isinstance(self.obj, PeftAdapter):
@@ -133,12 +133,16 @@ class DetectedAdapter(Detected):
             )
         plan = self._plan(prefixes)
         if self.kind == "plain":
-            factors = factors_alone(bare_module(self.obj), plan)
-            return PlainSource(factors, {}, dtype, group, plan.name_of)
+            return PlainSource(plan.factors, {}, dtype, group, plan.name_of)
         return self.of_kind({}, dtype, group, plan.name_of)
 
     def _plan(self, prefixes: Mapping[str, str]) -> AdapterPlan:
+        """Made once: nothing changes a module's layers during an update."""
+        for known, plan in self.plans:
+            if known == prefixes:
+                return plan
         plan = AdapterPlan(bare_module(self.obj), self.adapter, prefixes)
+        self.plans.append((prefixes, plan))
         if self.alone and plan.trained_beside:
             raise ConfigError(
                 f"{', '.join(plan.trained_beside[:4])}: trained beside the adapter, which does not "
