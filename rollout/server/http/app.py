@@ -208,9 +208,9 @@ async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> 
     outputs = await _chat_outputs(rollout, asked, request, reader, params, made.id)
     if not asked.stream:
         done = await unless_disconnected(request, in_order(outputs))
-        return Response(status_code=499) if done is None else JSONResponse(made.whole(done[0]))
+        return JSONResponse(made.whole(done[0]))
     first = await unless_disconnected(request, first_of(outputs))
-    return Response(status_code=499) if first is None else EventStream(made.stream(first, outputs))
+    return EventStream(made.stream(first, outputs))
 
 
 def _read_by(
@@ -295,13 +295,9 @@ async def _respond(
 ) -> Response:
     if not body.stream:
         done = await unless_disconnected(request, in_order(outputs))
-        if done is None:
-            return Response(status_code=499)  # nobody reads it: the client has gone
         return JSONResponse(answer(done, style))
     # The first output is awaited here, so that a refused request is an HTTP error, not a stream.
     first = await unless_disconnected(request, first_of(outputs))
-    if first is None:
-        return Response(status_code=499)
     options = body.stream_options
     wants_usage = options is not None and options.include_usage
     always = wants_usage and options is not None and options.continuous_usage_stats

@@ -135,8 +135,6 @@ async def classify(rollout: Engine, body: ClassifyBody, request: Request) -> Res
     began = time.monotonic()
     name = body.rid or body.request_id or f"classify-{uuid.uuid4().hex}"
     done = await unless_disconnected(request, body.asked(rollout, name, "last"))
-    if done is None:
-        return Response(status_code=499)  # nobody reads it: the client has gone
     model, outputs = done
     if body.is_sglangs:
         given, took = body.prompts(), time.monotonic() - began
@@ -152,8 +150,6 @@ async def pooling(rollout: Engine, body: PoolingBody, request: Request) -> Respo
     name = body.request_id or f"pool-{uuid.uuid4().hex}"
     which = "all" if body.task == "token_classify" else "last"
     done = await unless_disconnected(request, body.asked(rollout, name, which))
-    if done is None:
-        return Response(status_code=499)
     model, outputs = done
     rows = [_pooled(*each, body) for each in enumerate(outputs)]
     return JSONResponse(_listed(name, model, rows, outputs))

@@ -53,8 +53,6 @@ async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> 
         request_ids=ids,
     )
     done = await unless_disconnected(request, work)
-    if done is None:
-        return Response(status_code=499)  # nobody reads it: the client has gone
     tokens = sum(len(output.prompt_token_ids) for output in done)
     return JSONResponse(
         {

@@ -55,13 +55,15 @@ def event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``, or None when the client goes away first, which cancels it."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; cancelled, and a 499 that nobody reads, when the client goes away."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
+        if task.done():
+            return await task
+        raise HTTPException(499, "the client has gone")
     finally:
         for other in (task, gone):
             other.cancel()

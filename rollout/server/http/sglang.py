@@ -77,15 +77,11 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
     )
     if not body.stream:
         done = await unless_disconnected(request, in_order(outputs))
-        if done is None:
-            return Response(status_code=499)  # nobody reads it: the client has gone
         rows = [
             row for index, output in enumerate(done) for row in await answer.rows(index, output)
         ]
         return JSONResponse(rows if answer.several else rows[0])
     first = await unless_disconnected(request, first_of(outputs))
-    if first is None:
-        return Response(status_code=499)
     return EventStream(_events(answer, first, outputs))
 
 

@@ -149,12 +149,8 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
     style, outputs = await _begun(rollout, body, request)
     if not body.stream:
         done = await unless_disconnected(request, in_order(outputs))
-        if done is None:
-            return Response(status_code=499)  # nobody reads it: the client has gone
         return JSONResponse(_answer(done[0], style, body))
     first = await unless_disconnected(request, first_of(outputs))
-    if first is None:
-        return Response(status_code=499)
     return EventStream(_events(first, outputs, style, body))
 
 
@@ -169,8 +165,6 @@ async def skyrl_generate(rollout: Engine, body: GenerateBody, request: Request) 
         raise InvalidRequest("return_sample_support needs top_k and a temperature: it is as wide")
     style, outputs = await _begun(rollout, body, request)
     done = await unless_disconnected(request, in_order(outputs))
-    if done is None:
-        return Response(status_code=499)
     whole = _answer(done[0], style, body)
     for choice, completion in zip(whole["choices"], done[0].outputs, strict=True):
         choice["routed_experts"] = skyrl_experts(done[0], completion)
