@@ -180,8 +180,9 @@ class WeightVerbs:
         With the checkpoint's config and tokenizer beside them: an engine starts from it, with
         ``load_format="sharded_state"`` or "auto", without cutting anything where it has as many
         ranks. Components go to directories of their names in it. Generation waits meanwhile, and
-        each rank takes as much host memory as it has weights. Returns the version that was
-        written. Where the engine is this process's own and not quantised; else ``ConfigError``.
-        Where some ranks failed, no engine starts from what is there: save again.
+        each rank takes as much host memory as it has weights. Returns the version of those
+        weights: commits of adapters alone, which are not saved, leave it. Where the engine is this
+        process's own and not quantised; else ``ConfigError``. Where some ranks failed, no engine
+        starts from what is there: save again.
         """
         return self._backend.save_sharded_state(str(path), check_timeout(timeout))

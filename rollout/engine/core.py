@@ -215,14 +215,16 @@ class EngineCore:
         self._encoder = EncoderCache(config.encoder_cache_bytes, vision.features * dtype.itemsize)
 
     def save_sharded_state(self, directory: Path, timeout: float) -> int:
-        """Every rank's live weights to ``directory``, with config and tokenizer; their version."""
+        """Every rank's live weights to ``directory``, with config and tokenizer; their version,
+        ``base_version``.
+        """
         if self.config.quantization != "none":
             raise ConfigError(
                 f"save_sharded_state: quantization={self.config.quantization!r} holds codes, and "
                 "what is read back of them has other scales and digests; save from the trainer or "
                 "from an engine without quantization"
             )
-        save = f"{self.epoch}:{self.version}:{secrets.token_hex(8)}"
+        save = f"{self.epoch}:{self.base_version}:{secrets.token_hex(8)}"
         args = {"directory": str(directory.absolute()), "save": save}
         saving = self.call("save_shard", args)
         replies = gather_replies(saving, "save_shard", timeout, to_the_end=True)

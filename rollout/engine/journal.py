@@ -122,7 +122,9 @@ class Journal:
 
     def version(self, version: int, digests: Mapping[str, int]) -> None:
         """The digests of a version, by tensor; before its first request."""
-        self._versions[version] = dict(digests)
+        last = next(reversed(self._versions.values()), None)
+        same = last is not None and last == digests  # a commit of adapters alone left them
+        self._versions[version] = last if same and last is not None else dict(digests)
         while len(self._versions) > KEPT_VERSIONS:
             self._versions.popitem(last=False)
 
@@ -179,10 +181,16 @@ class Journal:
         for version in _versions_of(document):
             digests = self._versions.get(version)
             if version not in self._in_file and digests is not None:
-                named = {name: f"{value:016x}" for name, value in digests.items()}
-                self._append({"kind": "version", "version": version, "digests": named})
+                self._append({"kind": "version", "version": version, **self._told_as(digests)})
                 self._in_file.add(version)
         self._append(document)
+
+    def _told_as(self, digests: Mapping[str, int]) -> dict[str, Any]:
+        """The digests; or the version, told of in this file, that has the very same."""
+        for version in self._in_file:
+            if self._versions.get(version) is digests:
+                return {"as": version}
+        return {"digests": {name: f"{value:016x}" for name, value in digests.items()}}
 
     def _begin_file(self) -> None:
         if self._file is not None:
@@ -253,8 +261,9 @@ def read_journal(directory: Path) -> Iterator[JournaledRequest]:
             if document["kind"] == "engine":
                 facts = document
             elif document["kind"] == "version":
-                named = document["digests"]
-                versions[document["version"]] = {n: int(v, 16) for n, v in named.items()}
+                named = document.get("digests", {})
+                known = {n: int(v, 16) for n, v in named.items()}
+                versions[document["version"]] = versions.get(document.get("as", -1), known)
         # Again: a request may have ended a moment before its version was known here.
         for document in _documents(path):
             if document["kind"] == "request":

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from rollout.models.forward import ForwardBatch, LayerKV
@@ -16,7 +17,7 @@ from rollout.models.slot_io import Regions, SlotIO
 from rollout.models.weight_load import WeightLoad
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
-from rollout.weights.adapters import A, AdapterSpec, B
+from rollout.weights.adapters import A, AdapterSpec, B, digest_of_scalings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,17 @@ class AdapterModel(Model):
         if self._regions is None:
             self._regions = self._io().regions(self.filled)
         return self._io().digest_all(self.filled, self._regions)
+
+    def scaling_digest(self) -> int:
+        """``digest_of_scalings`` of what the slot holds, in linears that it leaves alone, too."""
+        held = {
+            base.source.removesuffix(".weight"): linear.scales[part]
+            for linear in self._linears.values()
+            for part, (base, *_) in enumerate(linear.base)
+        }
+        held |= {f"unused {i}": each.abs().sum() for i, each in enumerate(self._unused)}
+        values = torch.stack(list(held.values())).tolist() if held else []
+        return digest_of_scalings(dict(zip(held, values, strict=True)))
 
     def _io(self) -> SlotIO:
         return SlotIO(self.table, self._storages, tables=self.region_tables)

@@ -68,10 +68,16 @@ class ComponentModels(Model):
             for name, storage in model.storages().items()
         }
 
+    def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
+        storages = {slot.param: self._storage(slot) for slot in slots}
+        return SlotIO(self.table, storages, tables=self.region_tables).digest_all(slots)
+
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
+        return SlotIO(self.table, {slot.param: self._storage(slot)})
+
+    def _storage(self, slot: WeightSlot) -> Tensor:
         component, _, name = slot.param.partition(".")
-        storage = self._models[component].owner.get_parameter(name).data
-        return SlotIO(self.table, {slot.param: storage})
+        return self._models[component].owner.get_parameter(name).data
 
 
 def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from struct import pack, unpack
 
 from rollout.errors import ConfigError
 from rollout.wire.codec import Positive, Table, Text
@@ -35,6 +37,11 @@ class AdapterSpec:
         """The largest of its modules."""
         return max((module.rank for module in self.modules.values()), default=0)
 
+    @property
+    def scaling_digest(self) -> int:
+        """What each rank's slot has to answer; see ``digest_of_scalings``."""
+        return digest_of_scalings({name: of.scaling for name, of in self.modules.items()})
+
     def check_modules(self, known: Collection[str]) -> None:
         """``ConfigError`` where it changes one beside which adapters cannot be served."""
         if unknown := sorted(self.modules.keys() - set(known)):
@@ -64,3 +71,13 @@ class AdapterLoaded:
     name: str
     version: int
     merged: bool
+
+
+def digest_of_scalings(scalings: Mapping[str, float]) -> int:
+    """64 bits over how much each module's adapter counts, as float32; those of 0 are left out."""
+    found = blake2b(digest_size=8)
+    for module in sorted(scalings):
+        bits = pack("<f", scalings[module])
+        if unpack("<f", bits)[0]:
+            found.update(f"{module}={bits.hex()};".encode())
+    return int.from_bytes(found.digest(), "big")

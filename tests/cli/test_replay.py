@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from rollout.api.replay import _params, replay
 from rollout.cli.main import main
 from rollout.engine.journal import Journal, journal_files, read_journal
 from rollout.errors import ConfigError
+from rollout.generation import VersionSpan
 
 PROMPT = [3, 1, 4, 1, 5]
 DRAWN = SamplingParams(n=2, max_tokens=12, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -99,6 +101,23 @@ def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts
         list(read_journal(Path(tmp_path)))
     with pytest.raises(ConfigError, match="journal_bytes"):
         Journal(directory, 1000)
+
+
+def test_versions_of_the_same_weights_are_told_of_once_in_a_file(journaled, tmp_path):
+    """As those are that commits of adapters alone make."""
+    directory = tmp_path / "alike"
+    journal, first = Journal(directory, 1 << 20), journaled[1]
+    journal.start({"settings": {}})
+    for version, digests in ((4, {"w": 7}), (5, {"w": 7}), (6, {"w": 8})):
+        journal.version(version, digests)
+        spans = (VersionSpan(version, 0, 12),)
+        outputs = [replace(one, weight_versions=spans, kv_spans=spans) for one in first.outputs]
+        journal.add(_Again(replace(first, outputs=outputs)).finished())
+    journal.close()
+    found = [one.digests for one in read_journal(directory)]
+    assert found == [{4: {"w": 7}}, {5: {"w": 7}}, {6: {"w": 8}}]
+    text = journal_files(directory)[0].read_text()
+    assert text.count('"digests"') == 2
 
 
 def test_a_journal_goes_on_once_the_disk_takes_it_again(journaled, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from trainer_processes import Job
 from rollout import RequestOutput, Rollout, SamplingParams
 from rollout.engine.updates.live_weights import live_weights
 from rollout.errors import (
+    ChecksumMismatch,
     ConfigError,
     DeadlineExceeded,
     EngineBroken,
@@ -31,6 +32,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.models.adapter_model import AdapterModel
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weights import Box
@@ -222,6 +224,30 @@ def test_a_failed_update_leaves_the_old_version_and_its_slot(engine, base) -> No
             engine.update_weights(adapters=adapters)
     assert engine.weight_version == version
     assert said(engine, "math") == before
+
+
+def test_a_slot_that_holds_other_scalings_than_were_sent_is_refused(base, monkeypatch) -> None:
+    with Rollout(base, **SETTINGS) as rollout:
+        receipt = rollout.update_weights(adapters={"math": adapted(base, 31)})
+        before, loaded = said(rollout, "math"), AdapterModel.after_load
+
+        def changed(model: AdapterModel) -> None:
+            loaded(model)
+            next(iter(model._linears.values())).scales.mul_(1.0001)
+
+        def left_over(model: AdapterModel) -> None:
+            loaded(model)
+            model._unused[0].fill_(0.5)
+
+        for fault in (changed, left_over):
+            monkeypatch.setattr(AdapterModel, "after_load", fault)
+            with pytest.raises(ChecksumMismatch, match=r"'math'.*scalings.*rank 0"):
+                rollout.update_weights(adapters={"math": adapted(base, 32)})
+            assert said(rollout, "math") == before
+        monkeypatch.undo()
+        assert rollout.weight_version == receipt.version
+        rollout.update_weights(adapters={"math": adapted(base, 32)})
+        assert said(rollout, "math") != before
 
 
 def test_a_rollback_brings_the_version_before_back_under_its_own_name(engine, base) -> None:
@@ -512,12 +538,15 @@ def test_slots_that_come_too_late_are_free_again(engine, base, monkeypatch) -> N
     engine.update_weights(adapters={"math": model})
 
 
-def test_after_a_commit_of_adapters_alone_the_models_weights_can_be_read(engine, base) -> None:
+def test_after_a_commit_of_adapters_alone_the_models_weights_can_be_read(
+    engine, base, tmp_path
+) -> None:
     model = adapted(base, 22)
-    engine.update_weights(model, adapters={"math": model})
-    engine.update_weights(adapters={"math": model})
+    weights = engine.update_weights(model, adapters={"math": model})
+    assert engine.update_weights(adapters={"math": model}).version > weights.version
     core, tensors = engine._async.backend.core, engine.weight_info().tensors
     assert [name for name, _ in live_weights(core, tensors, 30)] == [meta.name for meta in tensors]
+    assert engine.save_sharded_state(tmp_path / "state") == weights.version
 
 
 def test_adapters_are_voted_on_while_the_models_weights_are_parked(base) -> None:

@@ -95,6 +95,17 @@ def pair(checkpoints):
     engine.close()
 
 
+def test_slots_of_all_components_are_digested_together_as_one_by_one(pair) -> None:
+    """Together is how a device reads them."""
+    for rank in pair.ranks:
+        model = rank.instances.live
+        slots = [slot for found in model.table.slots.values() for slot in found]
+        assert {component_of(slot.source) for slot in slots} == {"policy", "draft"}
+        assert [value for value, _ in model.digest_slots(slots)] == list(
+            map(model.digest_slot, slots)
+        )
+
+
 def held(engine):
     """The tensors of all components, as their ranks' digests say."""
     return engine.digests(10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ def take_votes(
     """Every rank's vote, and ``judge``'s on the digests they hold; either can refuse.
 
     What the ranks, as they digested it, found to be no number is refused, too; copies count once.
+    So are adapters whose scalings, read back from the ranks' slots, are not those of ``request``.
     """
     started = time.perf_counter()
     args = {"update_id": request.update_id, "num_buckets": num_buckets}
@@ -51,12 +52,25 @@ def take_votes(
     votes = [reply for reply, _ in replies]
     held = combine([vote["digests"] for vote in votes])
     seal, seconds = judge(held), time.perf_counter() - started
+    _check_scalings(request, votes)
     try:
         check_finite(combine([vote["nonfinite"] for vote in votes]))
     except WeightMismatch:
         engine.counters.record_nonfinite()
         raise
     return Sealed(seal, votes, held, seconds)
+
+
+def _check_scalings(request: UpdateRequest, votes: Sequence[Mapping[str, Any]]) -> None:
+    """``ChecksumMismatch`` where a rank's slot has other scalings than were sent."""
+    for name, spec in request.adapters.items():
+        wanted = spec.scaling_digest
+        for rank, vote in enumerate(votes):
+            if vote["scalings"].get(name) != wanted:
+                raise ChecksumMismatch(
+                    f"adapter {name!r}: its scalings arrived changed on rank {rank}; the update "
+                    "was refused, send it again"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class RankUpdates:
             bad: list[tuple[WeightSlot, int]] | None = [] if self._check_finite else None
             rows = slot_rows(load.digest_slots(bad))
             held = slot_rows(load.live_digests())
+            scalings = load.scalings()
             verify = time.perf_counter() - started
             extra = max(0, self._instances.device_bytes - update.before) + update.largest
             load.keep()
@@ -163,6 +164,7 @@ class RankUpdates:
         return {
             "digests": rows,
             "quantized": held,
+            "scalings": scalings,
             "scheme": self._instances.scheme if update.request.models else "",
             "nonfinite": slot_rows(bad or ()),
             "num_bytes": num_bytes,

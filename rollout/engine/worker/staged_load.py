@@ -98,6 +98,11 @@ class StagedLoad:
         """Of quantised slots, as they are held."""
         return [] if self._model is None else self._instances.live_digests(self.live)
 
+    def scalings(self) -> dict[str, int]:
+        """By adapter, the digest of how much each module's counts."""
+        found = ((adapter_of(part), model) for part, model in self._adapters.items())
+        return {name: model.scaling_digest() for name, model in found if name is not None}
+
     def keep(self) -> None:
         """All is there and digested."""
         if self._model is not None:
