@@ -1,6 +1,6 @@
 """Write a random-weight bfloat16 checkpoint with a tokenizer and a chat template, offline.
 
-    python benchmarks/make_checkpoint.py tiny|qwen05b|llama1b DIRECTORY [--seed N]
+    python benchmarks/make_checkpoint.py tiny|moe|qwen05b|llama1b DIRECTORY [--seed N]
 
 The tokenizer is a byte-level BPE trained on the standard library's sources.
 """
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 PAD, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -36,6 +37,24 @@ def tiny() -> PreTrainedConfig:
         vocab_size=8192,
         hidden_size=256,
         intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+
+
+def moe() -> PreTrainedConfig:
+    """Qwen3-MoE, about 17 M parameters: 16 experts, four for each token."""
+    return Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=768,
+        moe_intermediate_size=128,
+        num_experts=16,
+        num_experts_per_tok=4,
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=2,
@@ -76,6 +95,7 @@ def llama1b() -> PreTrainedConfig:
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tiny": tiny,
+    "moe": moe,
     "qwen05b": qwen05b,
     "llama1b": llama1b,
 }

@@ -1,7 +1,11 @@
 """Ops of the forward pass, of digests and deltas: plain torch, with faster ones beside it."""
 
 from rollout.kernels.add_rms_norm import add_rms_norm
-from rollout.kernels.batch_invariant_linear import batch_invariant_linear, finish_sums
+from rollout.kernels.batch_invariant_linear import (
+    batch_invariant_linear,
+    finish_sums,
+    segment_sums,
+)
 from rollout.kernels.causal_conv import causal_conv
 from rollout.kernels.copy_into_box import copy_into_box
 from rollout.kernels.copy_regions import copy_regions
@@ -57,6 +61,7 @@ __all__ = [
     "sample",
     "scan_logits",
     "scatter_indices",
+    "segment_sums",
     "silu_mul",
     "ssd_scan",
     "swap_tensors",

@@ -29,7 +29,8 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
         not in (torch.float32, torch.bfloat16),
         f"tensor_parallel_size={build.tp.size} (use 1, 2 or 4)": build.tp.size
         not in DETERMINISTIC_SIZES,
-        "mixtures of experts": config.moe is not None,
+        "mixtures of experts on a GPU": on_gpu and config.moe is not None,
+        "experts in a narrower space": config.moe is not None and bool(config.moe.narrow),
         "latent attention": config.latent is not None,
         "layers with a recurrent state": bool(config.recurrent_layers),
         f"{foreign}, a model class from elsewhere": foreign is not None,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rollout.kernels import finish_sums
+from rollout.kernels.batch_invariant_linear import tree_sum
 from rollout.models.blocks import make_mlp
 from rollout.models.forward import RoutedExperts
+from rollout.models.layers.activations import sigmoid
 from rollout.models.layers.base import Build
 from rollout.models.layers.experts import make_experts
 from rollout.models.layers.linear import ReplicatedLinear
@@ -25,6 +28,7 @@ class SparseMoE(nn.Module):
         config, moe = build.config, build.config.moe
         assert moe is not None, f"{config.architecture} needs the configuration of its experts"
         self.tp, self.moe, self.shared = build.tp, moe, moe.arch.shared
+        self.deterministic = build.deterministic
         self._add(moe.arch.router, Router(build, moe))
         self.experts = make_experts(build)
         if moe.narrow:
@@ -45,12 +49,16 @@ class SparseMoE(nn.Module):
         router = self.get_submodule(self.moe.arch.router)
         assert isinstance(router, Router)
         forced = None if experts is None else experts.forced
-        chosen, weights = route(router(x), self.moe, router.e_score_correction_bias, forced)
+        chosen, weights = route(
+            *(router(x), self.moe, router.e_score_correction_bias, forced),
+            deterministic=self.deterministic,
+        )
         if experts is not None:
             experts.add(chosen)
         if not self.moe.arch.wide_weights:
             weights = weights.to(x.dtype)
-        run = self._of_scaled if self.moe.arch.scaled_inputs else self.experts
+        scaled = self.moe.arch.scaled_inputs and not self.deterministic
+        run = self._of_scaled if scaled else self.experts
         if self.moe.narrow:  # of a part of the sum that all ranks make, too
             out: Tensor = self.fc2_latent_proj(run(self.fc1_latent_proj(x), chosen, weights))
         else:
@@ -59,8 +67,12 @@ class SparseMoE(nn.Module):
             module = self.beside[0] if self.beside else getattr(self, self.shared.name)
             shared: Tensor = module(x)
             if self.shared.gated:
-                shared = torch.sigmoid(getattr(self, f"{self.shared.name}_gate")(x)) * shared
+                gate = getattr(self, f"{self.shared.name}_gate")(x)
+                shared = (sigmoid if self.deterministic else torch.sigmoid)(gate) * shared
             out = out + shared
+        if self.deterministic:  # the lanes of both
+            whole = self.tp.tree_sum(tree_sum(list(out.unbind())))
+            return finish_sums(whole, None, x.dtype)
         return self.tp.all_reduce(out)
 
     def _add(self, path: str, module: nn.Module) -> None:
@@ -79,7 +91,12 @@ class SparseMoE(nn.Module):
 
 
 def route(
-    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, forced: Tensor | None = None
+    logits: Tensor,
+    moe: MoEConfig,
+    bias: Tensor | None = None,
+    forced: Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The chosen experts of each token and their float32 weights, both [T, experts per token].
 
@@ -87,12 +104,15 @@ def route(
     experts, then the choice, within the best groups where there are groups, then (where the config
     says so) the chosen scores are made to sum to one, then scaled: the order of transformers. On
     every rank the same, as the logits are. ``forced``: what is chosen instead, where it is not -1;
-    the weights are the router's scores of those.
+    the weights are the router's scores of those. ``deterministic``: no row depends on the others.
     """
     wide = logits.float()
     if moe.arch.scores == "mixer":
         return _mixed(wide, moe, forced)
-    scores = wide.sigmoid() if moe.arch.scores == "sigmoid" else wide.softmax(dim=-1)
+    if moe.arch.scores == "sigmoid":
+        scores = sigmoid(wide) if deterministic else wide.sigmoid()
+    else:
+        scores = wide.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
     if moe.groups > 1:
         choice = _within_groups(choice, moe)

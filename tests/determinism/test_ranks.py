@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,18 @@ from determinism.schedules import MAX_LEN, bits, sequence
 from models.rank_threads import Session, loaded, run_ranks
 from tiny_models import DENSE, write_tiny
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from rollout import Rollout, SamplingParams
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
+from rollout.models.layers.activations import gelu_tanh, sigmoid
 
 SIZES = (1, 2, 4)
+MIXTURES = (
+    *("qwen3_moe", "mixtral", "olmoe", "phimoe", "gpt_oss", "llama4", "minimax_m2", "glm4_moe"),
+)
 STEPS = [[7, 3, 20], [1, 0, 1], [0, 3, 5], [1, 0, 1], [1, 0, 6]]
 # Four heads or more, so that four ranks have some; sums of many inputs, so that orders show.
 WIDE: dict[str, Any] = {
@@ -30,7 +37,14 @@ WIDE: dict[str, Any] = {
 }
 
 
-def _logits(path: Path, dtype: torch.dtype, layout: str, deterministic: bool) -> list[Tensor]:
+def _logits(
+    path: Path,
+    dtype: torch.dtype,
+    layout: str,
+    deterministic: bool,
+    expert_parallel: bool = False,
+    sizes: tuple[int, ...] = SIZES,
+) -> list[Tensor]:
     """Of all steps, for each number of ranks that the model divides over."""
     config = ModelConfig.from_directory(path)
     weights = torch.load(path / "weights.pt")
@@ -38,14 +52,15 @@ def _logits(path: Path, dtype: torch.dtype, layout: str, deterministic: bool) ->
     sequences = [torch.randint(0, 320, (n,), generator=rng).tolist() for n in (10, 6, 33)]
 
     def work(tp: TensorParallel) -> Tensor:
-        model = loaded(config, tp, weights, dtype, layout, deterministic=deterministic)
+        how = (dtype, layout, expert_parallel, deterministic)
+        model = loaded(config, tp, weights, *how)
         session = Session(model, sequences)
         return torch.cat([part for step in STEPS for part in session.advance(step)])
 
     found = []
-    for size in SIZES:
+    for size in sizes:
         try:
-            config.check_tensor_parallel(size)
+            config.check_tensor_parallel(size, expert_parallel)
         except ConfigError:
             continue
         ranks = run_ranks(size, work)
@@ -59,10 +74,14 @@ def _write(path: Path, arch: str, dtype: torch.dtype, **shape: Any) -> None:
     torch.save(source.state_dict(), path / "weights.pt")
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "olmo2", "cohere"])
 @pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [(torch.float32, "plain"), (torch.bfloat16, "plain"), (torch.bfloat16, "tiles")],
+    ("arch", "dtype", "layout"),
+    [
+        ("qwen2", torch.float32, "plain"),
+        ("qwen2", torch.bfloat16, "plain"),
+        ("qwen2", torch.bfloat16, "tiles"),
+        ("olmo2", torch.float32, "plain"),  # norms over the heads of all ranks
+    ],
     ids=str,
 )
 def test_any_number_of_ranks_gives_the_same_logits(
@@ -72,6 +91,24 @@ def test_any_number_of_ranks_gives_the_same_logits(
     one, two, four = _logits(tmp_path, dtype, layout, True)
     assert torch.equal(one, two)
     assert torch.equal(one, four)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["", "expert parallel"])
+@pytest.mark.parametrize("arch", [
+    "qwen2_moe", *(pytest.param(arch, marks=pytest.mark.more) for arch in MIXTURES)
+])  # fmt: skip
+def test_any_number_of_ranks_gives_the_same_logits_of_a_mixture(
+    arch: str, expert_parallel: bool, tmp_path: Path
+) -> None:
+    dtype = torch.float32 if expert_parallel else torch.bfloat16
+    source = write_tiny(tmp_path, arch, dtype=dtype)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    one, two, four = _logits(tmp_path, dtype, "tiles", True, expert_parallel)
+    assert torch.equal(one, two)
+    assert torch.equal(one, four)
+    (plain,) = _logits(tmp_path, dtype, "tiles", False, expert_parallel, sizes=(1,))
+    error = (one - plain).abs().mean() / plain.abs().mean()
+    assert error < (1e-5 if dtype == torch.float32 else 0.05)
 
 
 def test_without_it_ranks_change_bits(tmp_path: Path) -> None:
@@ -114,11 +151,14 @@ def test_sizes_that_segments_or_tiles_do_not_divide_give_the_same_logits(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("dtype", "sizes"), [("float32", (1, 4)), ("bfloat16", SIZES)])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "sizes"),
+    [("qwen3", "float32", (1, 4)), ("qwen3", "bfloat16", SIZES), ("qwen2_moe", "float32", (1, 2))],
+)
 def test_any_number_of_ranks_samples_the_same_tokens_and_logprobs(
-    dtype: str, sizes: tuple[int, ...], tmp_path: Path
+    arch: str, dtype: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
-    write_tiny(tmp_path, "qwen3", num_attention_heads=8, dtype=getattr(torch, dtype))
+    write_tiny(tmp_path, arch, num_attention_heads=8, dtype=getattr(torch, dtype))
     calls = [sequence(number) for number in range(40)]
     prompts = [prompt for prompt, _ in calls]
     params = [SamplingParams(**settings) for _, settings in calls]
@@ -136,3 +176,17 @@ def test_any_number_of_ranks_samples_the_same_tokens_and_logprobs(
         ) as rollout:
             found.append([bits(out) for out in rollout.generate(prompts, params)])
     assert all(found[0] == other for other in found[1:])
+
+
+@pytest.mark.parametrize("activation", [sigmoid, gelu_tanh])
+def test_an_activation_does_not_depend_on_where_an_element_lies(
+    activation: Callable[[Tensor], Tensor],
+) -> None:
+    """torch's own do: elements that fill no vector take another way."""
+    x = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 3
+    torchs = torch.sigmoid if activation is sigmoid else partial(gelu, approximate="tanh")
+    whole = activation(x)
+    torch.testing.assert_close(whole, torchs(x.double()).float(), rtol=1e-5, atol=1e-6)
+    for rows in (1, 3, 7, 16):
+        assert torch.equal(torch.cat([activation(part) for part in x.split(rows)]), whole)
+    assert sigmoid(torch.tensor([-200.0, 200.0])).tolist() == [0.0, 1.0]

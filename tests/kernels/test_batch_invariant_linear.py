@@ -9,7 +9,7 @@ import torch
 from kernels.backends import backends
 from torch import Tensor
 
-from rollout.kernels import batch_invariant_linear, finish_sums, linear
+from rollout.kernels import batch_invariant_linear, finish_sums, linear, segment_sums
 from rollout.kernels.batch_invariant_linear import segments_of, tree_sum
 from rollout.kernels.linear.cpu import level
 from rollout.weights import PLAIN, Box, Layout, TileLayout
@@ -74,6 +74,22 @@ def test_branches_of_ranks_make_the_whole_sum(
                     branches.append(run(*here, 4 // ranks, True, **pinned))
                 made = backends(finish_sums)[name](tree_sum(branches), bias, dtype)
                 assert torch.equal(made, whole), (name, ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_segments_by_themselves_are_those_of_the_tree(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 100, generator=rng).to(dtype) for n in (37, 21))
+    for name, run in backends(segment_sums).items():
+        wide = backends(batch_invariant_linear)[name]
+        for segments in (1, 2, 4):
+            apart = run(x, weight, segments)
+            assert apart.shape == (segments, 37, 21)
+            whole = wide(x, weight, None, PLAIN, (21, 100), segments, True)
+            torch.testing.assert_close(tree_sum(list(apart)), whole, rtol=1e-5, atol=1e-5)
+            if name == "cpu":
+                assert torch.equal(tree_sum(list(apart)), whole)
+        assert run(x[:0], weight, 4).shape == (4, 0, 21)
 
 
 def test_inputs_are_cut_into_as_many_segments_as_divide_them() -> None:

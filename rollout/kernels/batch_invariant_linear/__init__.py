@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollout.kernels.linear import linear
 from rollout.kernels.op import op
-from rollout.weights import Box, Layout
+from rollout.weights import PLAIN, Box, Layout
 
 SEGMENTS = 4  # at most; numbers of them are powers of two
 
@@ -49,6 +49,18 @@ def batch_invariant_linear(
     ]
     total = torch.cat(each).view(*x.shape[:-1], shape[0])
     return total if wide else finish_sums.reference(total, bias, x.dtype)
+
+
+@op
+def segment_sums(x: Tensor, weight: Tensor, segments: int) -> Tensor:
+    """What ``segments`` of the inputs give by themselves: x [T, K], weight [N, K], both dense.
+
+    Float32 [segments, T, N], each as ``batch_invariant_linear`` sums it before its tree.
+    """
+    shape = (weight.shape[0], weight.shape[1] // segments)
+    run = batch_invariant_linear.reference
+    parts = zip(x.chunk(segments, dim=1), weight.chunk(segments, dim=1), strict=True)
+    return torch.stack([run(a, b, None, PLAIN, shape, 1, True) for a, b in parts])
 
 
 @op

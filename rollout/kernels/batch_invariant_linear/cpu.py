@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollout.kernels.batch_invariant_linear import batch_invariant_linear as op
 from rollout.kernels.batch_invariant_linear import finish_sums as finish
+from rollout.kernels.batch_invariant_linear import segment_sums as apart
 from rollout.kernels.linear import cpu as tiles
 from rollout.kernels.native import BF16, entry
 from rollout.weights import Box, Layout
@@ -47,6 +48,21 @@ def batch_invariant_linear(
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), len(flat), outputs, inputs),
         *(segments, wide, bf16, torch.get_num_threads()),
     )
+    return out
+
+
+def segment_sums(x: Tensor, weight: Tensor, segments: int) -> Tensor:
+    bf16, (outputs, inputs) = BF16.get(x.dtype), weight.shape
+    if bf16 is None or x.dtype != weight.dtype:
+        return apart.reference(x, weight, segments)
+    assert inputs % segments == 0, f"{inputs} inputs make no {segments} equal segments"
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty((segments, len(x), outputs), dtype=torch.float32)
+    if out.numel():
+        entry("batch_invariant_linear")(
+            *(x.data_ptr(), inputs, weight.data_ptr(), None, out.data_ptr()),
+            *(len(x), outputs, inputs, segments, 2, bf16, torch.get_num_threads()),
+        )
     return out
 
 

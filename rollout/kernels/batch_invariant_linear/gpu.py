@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollout.kernels.batch_invariant_linear import batch_invariant_linear as op
 from rollout.kernels.batch_invariant_linear import finish_sums as finish
+from rollout.kernels.batch_invariant_linear import segment_sums as apart
 from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow
 from rollout.weights import Box, Layout
 
@@ -54,7 +55,7 @@ def batch_invariant_linear(
     return out
 
 
-finish_sums = finish.reference
+finish_sums, segment_sums = finish.reference, apart.reference
 
 
 @triton.jit

@@ -19,8 +19,9 @@
 typedef struct {
     const void *x, *w, *bias; /* bias may be null */
     void *out;
-    int64_t x_row, outputs, inputs, length; /* inputs of a segment */
-    int32_t segments, wide; /* wide: float32 sums are stored as they are, without the bias */
+    int64_t x_row, rows, outputs, inputs, length; /* length: inputs of a segment */
+    int32_t segments;
+    int32_t wide; /* 1: float32 sums are stored as they are, without the bias; 2: each segment's */
 } Ordered;
 
 INLINE const void *from(const void *p, int64_t i, int bf16) {
@@ -77,9 +78,14 @@ INLINE void block(const Ordered *p, int rows, int columns, int64_t row, int64_t 
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             int i = r * COLUMN_BLOCK + c;
+            int64_t at = (row + r) * p->outputs + column + c;
+            if (p->wide == 2) {
+                for (int s = 0; s < p->segments; s++)
+                    ((float *)p->out)[s * p->rows * p->outputs + at] = sums[s][i];
+                continue;
+            }
             for (int step = 1; step < p->segments; step *= 2)
                 for (int s = 0; s < p->segments; s += 2 * step) sums[s][i] += sums[s + step][i];
-            int64_t at = (row + r) * p->outputs + column + c;
             if (p->wide) ((float *)p->out)[at] = sums[0][i];
             else finish(p->bias, column + c, sums[0][i], p->out, at, bf16);
         }
@@ -113,12 +119,12 @@ static void item_bf16(const Ordered *p, int64_t row, int64_t stop, int64_t colum
     item(p, row, stop, column, end, 1);
 }
 
-/* segments: 1, 2 or 4, which divide the inputs; out: float32 where `wide`. */
+/* segments: 1, 2 or 4, which divide the inputs; out: float32 where `wide`, of 2 for each segment. */
 EXPORT void rollout_batch_invariant_linear(const void *x, int64_t x_row, const void *w, const void *bias,
                                    void *out, int64_t rows, int64_t outputs, int64_t inputs,
                                    int32_t segments, int32_t wide, int32_t bf16, int32_t threads) {
     Ordered p = {.x = x, .w = w, .bias = bias, .out = out, .x_row = x_row};
-    p.outputs = outputs, p.inputs = inputs, p.length = inputs / segments;
+    p.rows = rows, p.outputs = outputs, p.inputs = inputs, p.length = inputs / segments;
     p.segments = segments, p.wide = wide;
     int64_t stretch = CACHED / (inputs * (bf16 ? 2 : 4) + 1) / ROW_BLOCK * ROW_BLOCK;
     if (stretch < ROW_BLOCK) stretch = ROW_BLOCK;

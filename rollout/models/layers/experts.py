@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rollout.kernels import fused_experts
 from rollout.models.layers.base import Build, Layer, sibling, storage_of
+from rollout.models.layers.ordered_experts import ordered_experts
 from rollout.models.weight_table import SCALE
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.quantization import Scheme
@@ -103,6 +104,11 @@ class Experts(_Placed):
                 self.declare_quantized(name, (self.count, *shape), PLAIN, self.scheme)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Deterministic: this rank's lanes, see ``ordered_experts``."""
+        if self.build.deterministic:
+            return ordered_experts(
+                *(self.build, x, self.w13, self.w2, experts, weights, self.first), (None, None)
+            )
         if self.scheme is not None:
             return self._dequantized(x, experts, weights, self.scheme)
         first = self.first
@@ -171,6 +177,10 @@ class StackedExperts(_Stacked):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         w13, w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        if self.build.deterministic:
+            return ordered_experts(
+                self.build, x, w13, w2, experts, weights, self.first, self.biases
+            )
         b13, b2 = self.biases
         return fused_experts(x, w13, w2, experts, weights, self.first, b13, b2, self.moe.clamped)
 

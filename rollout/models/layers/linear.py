@@ -7,9 +7,17 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from rollout.distributed import TensorParallel
-from rollout.kernels import batch_invariant_linear, finish_sums, gated_linear, silu_mul
+from rollout.kernels import (
+    batch_invariant_linear,
+    finish_sums,
+    gated_linear,
+    segment_sums,
+    silu_mul,
+)
 from rollout.kernels.batch_invariant_linear import segments_of
+from rollout.models.layers.activations import gelu_tanh
 from rollout.models.layers.base import Build, Layer, rows_slot, sibling, storage_of, whole_slot
+from rollout.models.layers.ordered_experts import lanes_of
 from rollout.weights import PLAIN, Box, WeightSlot
 
 
@@ -67,6 +75,8 @@ class MergedColumnLinear(Layer):
         activation = self.build.config.activation
         if activation != "silu":
             gate, up = self.forward(x).chunk(2, dim=-1)
+            if self.build.deterministic and activation == "gelu_tanh":
+                return gelu_tanh(gate) * up
             return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
         if self.is_adapted:
             return silu_mul(self.forward(x))
@@ -154,7 +164,8 @@ class RowLinear(Layer):
     """A linear whose inputs are split over ranks: [T, this rank's inputs] -> [T, outputs].
 
     One all-reduce per call; the bias is replicated and added once, after the sum.
-    ``reduce=False`` leaves the sum to the caller: this rank's part, without a bias.
+    ``reduce=False`` leaves the sum to the caller: this rank's part, without a bias; deterministic
+    its lanes, see ``ordered_experts``.
 
     Deterministic, the inputs of all ranks are cut into ``segments``, as many whatever the number
     of ranks is, which divides it: each is summed by itself in float32, their sums are added in one
@@ -171,13 +182,18 @@ class RowLinear(Layer):
         assert reduce or not bias, "a bias is added after the sum"
         self.reduce = reduce
         self.inputs, self.local = inputs, inputs // build.tp.size
-        self.declare_linear(
-            (outputs, self.local), *((outputs, inputs // size) for size in build.alike)
-        )
         self.segments = 1
-        if build.deterministic:
+        if build.deterministic and not reduce:  # in the layout of experts
+            self.declare("weight", (outputs, self.local))
+            self.segments = lanes_of(build)
+        else:
+            self.declare_linear(
+                (outputs, self.local), *((outputs, inputs // size) for size in build.alike)
+            )
+        if build.deterministic and reduce:
             tiled = self.specs["weight"].layout is not PLAIN
             self.segments = segments_of(inputs, even=tiled)
+        if build.deterministic:
             assert self.segments % build.tp.size == 0, "ranks divide the inputs, too"
         self.register_parameter("bias", None)
         if bias:
@@ -186,11 +202,18 @@ class RowLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         tp = self.build.tp
         if self.build.deterministic:
-            return self._in_order(x)
+            return self._in_order(x) if self.reduce else self._lanes(x)
         if tp.size == 1 or not self.reduce:
             return self.matmul(x, self.bias)
         y = tp.all_reduce(self.matmul(x))
         return y if self.bias is None else y.add_(self.bias)
+
+    def _lanes(self, x: Tensor) -> Tensor:
+        """[T, inputs here] -> float32 [lanes here, T, outputs]."""
+        sums = segment_sums(x, storage_of(self, "weight"), self.segments // self.build.tp.size)
+        if self.adapters is not None and not self.adapters.is_idle:
+            sums[0] += self.adapters.add(torch.zeros_like(sums[0], dtype=x.dtype), x)
+        return sums
 
     def _in_order(self, x: Tensor) -> Tensor:
         """``forward`` where all numbers of ranks give the same bits."""
