@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Grant
@@ -73,11 +74,14 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Answer the trainer: an update is live on every member that serves, or on none."""
+    """Answer the trainer: an update is live on every member that serves, or on none. ``lost``: who
+    began it and does not hold it, and why.
+    """
 
     update_id: str
     committed: bool
     reason: str = ""
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 Action = Ask | Tell | Check | Fill | Write | Ended

@@ -15,6 +15,7 @@ from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import LOOPBACK
 from rollout.errors import (
     ConfigError,
+    EngineBroken,
     EngineClosed,
     EngineError,
     EngineRestarted,
@@ -23,13 +24,13 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.fleet.call import FleetCall, Outputs
-from rollout.fleet.channel import FleetChannel
+from rollout.fleet.channel import CommittedUpdates, FleetChannel
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.hold import Hold
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
 from rollout.fleet.stats import summed
-from rollout.generation import AnyPrompt, ChatOptions, SamplingParams
+from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
@@ -54,7 +55,12 @@ T = TypeVar("T")
 KEPT_RECEIPTS = 64
 log = logging.getLogger(__name__)
 TRIES = 3  # members that one prompt may be lost with
-LOST = (EngineClosed, EngineRestarted, WorkerDied)  # it is the member's end, not the prompt's
+LOST = (
+    EngineBroken,
+    EngineClosed,
+    EngineRestarted,
+    WorkerDied,
+)  # it is the member's end, not the prompt's
 
 
 class FleetBackend:
@@ -79,6 +85,7 @@ class FleetBackend:
         self.max_adapters = self.max_lora_rank = 0  # of its members, as they were at the start
         self._timeout = start_timeout
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
+        self._updates = CommittedUpdates(KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
         self._closed = False
         self._commits = 0
@@ -230,19 +237,18 @@ class FleetBackend:
     def info(self) -> WeightInfo:
         fleet = self.fleet
         info = fleet.ask_any(lambda client: client.info())
-        last = self._receipts[-1] if self._receipts else None
         return replace(
-            info, epoch=fleet.epoch, version=fleet.version, state="idle", prepared="",
+            info, epoch=fleet.epoch, version=fleet.version, state=fleet.update_state, prepared="",
             fence=fleet.fence, transports=self._transports(info),
             adapters=self.adapters,
             adapter_digests={one.name: one.digest for one in fleet.adapters},
-            last_update_id="" if last is None else last.update_id,
+            last_update_id=fleet.update_id,
         )  # fmt: skip
 
     def open(self) -> WeightChannel:
         info = self.fleet.ask_any(lambda client: client.info())
         names = frozenset(meta.name for meta in info.tensors)
-        return FleetChannel(self.fleet, self._transports(info), self._record, names)
+        return FleetChannel(self.fleet, self._transports(info), self._record, names, self._updates)
 
     def _record(self, receipt: UpdateReceipt) -> None:
         self._receipts.append(receipt)
@@ -371,17 +377,23 @@ class FleetBackend:
         }
 
     async def _spread(self, call: FleetCall) -> Outputs:
-        """All prompts' outputs as they come; rows of one member are one call there."""
+        """All prompts' outputs as they come; rows of one member are one call there.
+
+        Outputs are cumulative: of those that nobody has read yet the newest of each row is kept.
+        """
         if not call.prompts:
             return
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        queue: asyncio.Queue[Any] = asyncio.Queue()  # rows; None or an error where a share ends
+        newest: dict[int, RequestOutput] = {}
         self._calls.add(queue)
 
         async def one(name: str, rows: list[int]) -> None:
             try:
                 async with contextlib.aclosing(self._served(call, name, rows)) as outputs:
-                    async for item in outputs:
-                        queue.put_nowait(item)
+                    async for row, output in outputs:
+                        if row not in newest:
+                            queue.put_nowait(row)
+                        newest[row] = output
             except Exception as error:  # noqa: BLE001 - raised where the outputs are read
                 queue.put_nowait(error)
             else:
@@ -398,7 +410,7 @@ class FleetBackend:
                 if item is None:
                     left -= 1
                 else:
-                    yield item
+                    yield item, newest.pop(item)
         finally:
             self._calls.discard(queue)
             for task in tasks:
@@ -443,6 +455,8 @@ class FleetBackend:
                 again = [row for row in share if row in call.left]
                 failed.add(name)
                 self.router.forget(name)
+                if not again:
+                    continue  # all that it had to say was said
                 if len(failed) >= TRIES or not all(map(call.can_go_on, again)):
                     raise
                 log.warning("member %s failed, its %d requests go on: %s", name, len(again), error)

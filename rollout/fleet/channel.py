@@ -35,11 +35,43 @@ class _Part:
     channel: WeightChannel
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Committed:
+    """An update that is over; ``sealed``: the sum of the digests that it was sealed with."""
+
+    begun: Begun
+    sealed: int
+    receipt: UpdateReceipt
+
+    def check_same(self, seal: Seal) -> None:
+        if total(seal.digests.values()) != self.sealed:
+            raise VersionConflict(
+                f"update {self.begun.update_id} is committed as version {self.receipt.version} "
+                "with other weights; another update needs an update_id of its own"
+            )
+
+
+class CommittedUpdates:
+    """The ``kept`` last ones by their ids: one that comes again is answered by what it did."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._found: dict[str, _Committed] = {}
+
+    def find(self, update_id: str) -> _Committed | None:
+        return self._found.get(update_id)
+
+    def add(self, update: _Committed) -> None:
+        self._found[update.begun.update_id] = update
+        while len(self._found) > self._kept:
+            del self._found[next(iter(self._found))]
+
+
 class FleetChannel:
     """``WeightChannel`` to every member that serves; bytes that come with the calls go on to each.
 
     See ``Transaction`` for members that fail. ``record`` takes the receipt of a commit. ``names``:
-    of all tensors that a member holds.
+    of all tensors that a member holds. ``updates``: those that this front has committed.
     """
 
     reads_in_place = False
@@ -51,19 +83,57 @@ class FleetChannel:
         transports: Sequence[str],
         record: Callable[[UpdateReceipt], None],
         names: Collection[str],
+        updates: CommittedUpdates,
     ) -> None:
         self.fleet, self._transports, self._names = fleet, transports, names
-        self._of = Transaction(fleet, record, self._let_go)
+        self._of, self._updates = Transaction(fleet, self._record, self._let_go), updates
+        self._note = record
         self._parts: dict[str, _Part] = {}
+        self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
         self._request: UpdateRequest | None = None
+        self._begun: Begun | None = None
+        self._replays: _Committed | None = None  # whose id came once more
         self._receipt: UpdateReceipt | None = None
         self._seal: Seal | None = None
         self._waiting = 0  # the oldest bucket that may still be under way
 
     def begin(self, request: UpdateRequest) -> Begun:
-        fleet = self.fleet
-        if self._request is not None:
+        if self._begun is not None and request == self._asked:
+            return self._begun
+        if self._asked is not None:
             raise VersionConflict("a channel carries one update; open another")
+        self._check(request)
+        self._asked = request
+        version = self._turn(request)
+        self._begun = (
+            self._begin(request, version) if self._replays is None else self._replays.begun
+        )
+        return self._begun
+
+    def _turn(self, request: UpdateRequest) -> int:
+        """Wait for it; the version that the update will make, unless its id has one already, which
+        it may have got while we waited.
+        """
+        find, update_id = self._updates.find, request.update_id
+        if (found := find(update_id)) is None:
+            try:
+                # What is unloaded has no version to go back to.
+                reversible = request.adapters_after is None
+                version = self._of.begin(
+                    update_id, request.version, request.timeout, reversible=reversible
+                )
+            except VersionConflict:
+                if (found := find(update_id)) is None:
+                    raise
+            else:
+                if (found := find(update_id)) is None:
+                    return version
+                self._of.give_up("it is committed already")
+        self._replays = found
+        return found.begun.version
+
+    def _check(self, request: UpdateRequest) -> None:
+        """Raise what is wrong with the request itself, whatever is live."""
         if request.transport not in (*self._transports, *served(self._transports)):
             raise ConfigError(
                 f"transport {request.transport!r:.80} does not lead to a fleet; it takes "
@@ -76,16 +146,14 @@ class FleetChannel:
                 "a fleet's members drain within their leases or not at all: in_flight='wait' is "
                 "for one engine; use keep, recompute, abort or pin"
             )
-        live = (fleet.epoch, fleet.version)
+
+    def _begin(self, request: UpdateRequest, version: int) -> Begun:
+        fleet = self.fleet
+        live = (fleet.epoch, fleet.version)  # while the update is under way
         if request.base is not None and tuple(request.base) != live:
-            raise VersionConflict(
-                f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
-            )
-        # What is unloaded has no version to go back to.
-        version = self._of.begin(
-            *(request.update_id, request.version, request.timeout),
-            reversible=request.adapters_after is None,
-        )
+            why = f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
+            self._of.give_up(why)
+            raise VersionConflict(why)
         self._request = replace(request, version=version)
         links = self._of.links.values()
         self._parts = {link.name: _Part(link, link.client.open()) for link in links}
@@ -98,6 +166,8 @@ class FleetChannel:
         return None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
+        if self._replays is not None:
+            return
         while header.index - self._waiting >= AHEAD and self._request is not None:
             self.wait(self._waiting, self._request.timeout)
 
@@ -107,13 +177,18 @@ class FleetChannel:
         self._each(announce, at_once=False)  # none of them waits
 
     def wait(self, index: int, timeout: float) -> None:
+        if self._replays is not None:
+            return
         self._each(lambda part: part.channel.wait(index, timeout))
         self._waiting = max(self._waiting, index + 1)
 
     def seal(self, seal: Seal) -> None:
-        fleet, request = self.fleet, self._live()
         if seal.fence is not None:
             raise VersionConflict("a fleet decides by itself: an update of one cannot be prepared")
+        if self._replays is not None:
+            self._replays.check_same(seal)
+            return
+        fleet, request = self.fleet, self._live()
         adapters = self._adapters_after(seal)
         digest = digest_of_all(self._models_after(seal), (one.digest for one in adapters))
 
@@ -125,6 +200,8 @@ class FleetChannel:
         self._each(vote)
 
     def commit(self) -> UpdateReceipt:
+        if self._replays is not None:
+            return self._replays.receipt
         if self._receipt is None:
             request = self._live()
             if self._seal is None:
@@ -143,6 +220,13 @@ class FleetChannel:
             self._let_go(name)
 
     # ---- helpers ----
+
+    def _record(self, receipt: UpdateReceipt) -> None:
+        assert self._begun is not None
+        assert self._seal is not None
+        sealed = total(self._seal.digests.values())
+        self._updates.add(_Committed(begun=self._begun, sealed=sealed, receipt=receipt))
+        self._note(receipt)
 
     def _begin_part(self, part: _Part) -> None:
         request = self._live()

@@ -55,7 +55,7 @@ class Coordinator:
         self._before = now + earlier * (1 + DRIFT)
         self._founding: Promise | None = None
         self._serial = 0  # of the last grant
-        self._settled = 0  # the last grant before what is promised was
+        self._settled = 0  # the last grant before what is promised was live on all
 
     # ---- members ----
 
@@ -65,7 +65,7 @@ class Coordinator:
         member = self.members[name] = Member(name)
         lost: list[Action] = []
         if old is not None:
-            member.serves_until = old.serves_until
+            member.serves_until, member.granted = old.serves_until, old.granted
             lost = self._lose(name, "it was replaced", now)
         return [*lost, self._ask(member, now)]
 
@@ -103,7 +103,7 @@ class Coordinator:
             member.standing, member.heard = standing, now
             return [*lost, *self._admit(member, now)]
         member.standing, member.heard = standing, now
-        if grant.epoch is not None and grant.until == 0:
+        if grant.epoch is not None and grant.until == 0 and grant.serial > member.granted:
             member.serves_until = now
         left = standing.prepared
         if left and (self.update is None or left != self.update.update_id):
@@ -111,7 +111,7 @@ class Coordinator:
         if member.status is Status.SERVING:
             if standing.state in ("dead", "closed", "broken"):
                 return self._fence(member, f"it is {standing.state}", now)
-            old = grant.serial <= self._settled  # it was asked before what is promised was
+            old = grant.serial <= self._settled
             if standing.version != self.promise.version and not old and not self._may_differ(name):
                 member.holds = False
                 why = f"it has version {standing.version} by somebody else's doing"
@@ -173,6 +173,11 @@ class Coordinator:
 
     # ---- an update ----
 
+    @property
+    def idle(self) -> bool:
+        """Whether an update can begin."""
+        return self.update is None and self._founding is None
+
     def begin(
         self,
         update_id: str,
@@ -187,8 +192,13 @@ class Coordinator:
         ``back``: it is a rollback, to the digest that was promised before the last commit.
         ``reversible``: a rollback may follow it.
         """
-        if self.update is not None or self._founding is not None:
+        if not self.idle:
             raise UpdateInProgress("another update of this fleet is under way")
+        if update_id == self.promise.update_id:
+            raise VersionConflict(
+                f"update {update_id} is already live as version {self.promise.version}; another "
+                "update needs an update_id of its own"
+            )
         live = self.promise.version
         version = live + 1 if version is None else version
         if version <= live:
@@ -306,7 +316,7 @@ class Coordinator:
         if self._in_doubt(member.name):
             return Ask(member.name, grant)
         member.serves_until = max(member.serves_until, member.heard + self._counted)
-        until = standing.clock + self.lease
+        until, member.granted = standing.clock + self.lease, self._serial
         return Ask(member.name, replace(grant, epoch=standing.epoch, until=until))
 
     def _staging(self, update_id: str) -> Update | None:
@@ -429,12 +439,13 @@ class Coordinator:
                 return []
         if not all(update.left.values()):
             return []
-        self.update = None
-        return [Ended(update.update_id, True)]
+        # What was asked meanwhile may have been answered before its member had committed.
+        self.update, self._settled = None, self._serial
+        return [Ended(update.update_id, True, lost=update.lost)]
 
     def _refound(self, now: float) -> list[Action]:
         """Where nobody holds what was promised any more: a new epoch, with what there is."""
-        if self.update is not None or self._founding is not None or not self.members:
+        if not self.idle or not self.members:
             return []
         members = self.members.values()
         if now < self._before or any(m.holds or m.busy or now < m.serves_until for m in members):

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,6 +37,10 @@ LEASE = 2.0  # seconds
 THREADS = 64
 KEPT = 8  # outcomes of updates, and receipts of a member
 FILL_TIMEOUT = 30.0  # seconds of each wait while a member is brought up to date
+_CLOSED = (
+    "the fleet's front was closed: what it was about to commit is live if its record says so; a "
+    "front that opens the record goes by it"
+)
 # What may only mean that a member was not reached; whatever else it answers is its last word.
 _UNHEARD = (DeadlineExceeded, EngineClosed, EngineOverloaded, TransferFailed)
 
@@ -90,6 +95,7 @@ class Fleet:
         # Apart from the others: a member that keeps an update waiting holds up no grant.
         self._updating = ThreadPoolExecutor(THREADS, "rollout-fleet-update")
         self._closing = threading.Event()
+        self._commits = 0  # of which an answer is due
         self._ticker = threading.Thread(target=self._tick, name="rollout-fleet-tick", daemon=True)
         self._ticker.start()
 
@@ -183,6 +189,11 @@ class Fleet:
         return self._state.promise.fence
 
     @property
+    def update_id(self) -> str:
+        """Of what is live; "" where no update made it."""
+        return self._state.promise.update_id
+
+    @property
     def before(self) -> int:
         """The digest that a rollback leads to; 0 where there is none."""
         return self._state.promise.before
@@ -226,9 +237,18 @@ class Fleet:
     # ---- an update, as a ``Transaction`` makes it ----
 
     def begin(
-        self, update_id: str, version: int | None, *, back: bool = False, reversible: bool = True
+        self,
+        update_id: str,
+        version: int | None,
+        timeout: float,
+        *,
+        back: bool = False,
+        reversible: bool = True,
     ) -> tuple[list[Link], int]:
+        """Once no other is under way; ``UpdateInProgress`` where that takes ``timeout`` seconds."""
         with self._changed:
+            self._changed.wait_for(lambda: self._may_begin or self._closing.is_set(), timeout)
+            self._check_open()
             names, version = self._state.begin(
                 update_id, version, time.monotonic(), back=back, reversible=reversible
             )
@@ -236,6 +256,25 @@ class Fleet:
             while len(self._ended) > KEPT:
                 self._ended.pop(next(iter(self._ended)))
             return [self._links[name] for name in names], version
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """While within, the fleet says that it is: an answer to the trainer is due."""
+        with self._changed:
+            self._commits += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._commits -= 1
+                self._changed.notify_all()
+
+    @property
+    def update_state(self) -> str:
+        """As a member's ``WeightInfo.state``."""
+        if self._commits:
+            return "committing"
+        return "idle" if self._state.idle else "staging"
 
     def outcome(self, update_id: str) -> Future[Ended]:
         return self._ended[update_id]
@@ -260,6 +299,11 @@ class Fleet:
     def close(self) -> None:
         """Members go on serving until their leases are over."""
         self._closing.set()
+        with self._changed:
+            for outcome in self._ended.values():
+                if not outcome.done():
+                    outcome.set_exception(EngineClosed(_CLOSED))
+            self._changed.notify_all()
         self._ticker.join(5.0)
         for pool in (self._pool, self._updating):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -269,6 +313,14 @@ class Fleet:
         self._record.close()
 
     # ---- what the coordinator asks for ----
+
+    @property
+    def _may_begin(self) -> bool:
+        return self._state.idle and not self._commits
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineClosed(_CLOSED)
 
     def _set_quorum(self) -> None:
         self._state.quorum = self._quorum or min(2, max(1, len(self._links)))

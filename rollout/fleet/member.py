@@ -34,6 +34,7 @@ class Member:
     standing: Standing | None = None
     heard: float = 0.0
     answered: int = 0  # the last grant
+    granted: int = 0  # the last grant by which it may serve
     asked: float = float("-inf")
     serves_until: float = float("-inf")
     holds: bool = False

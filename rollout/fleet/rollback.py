@@ -21,9 +21,8 @@ def roll_back(
     ``VersionConflict``, where fewer than the quorum are left.
     """
     transaction = Transaction(fleet, record)
-    digest, adapters = fleet.before, fleet.adapters_before
     version = transaction.begin(uuid.uuid4().hex, None, timeout, back=True)
-    update_id = transaction.update_id
+    update_id, digest, adapters = transaction.update_id, fleet.before, fleet.adapters_before
 
     def vote(link: Link) -> None:
         link.client.prepare_rollback(

@@ -17,7 +17,7 @@ def summed(rows: Sequence[EngineStats]) -> EngineStats:
         kind = type(values[0])
         if name in ("epoch", "seed", "weight_version"):
             continue
-        if name in ("kv_usage", "last_stall_seconds"):
+        if name in ("kv_usage", "last_stall_seconds", "pinned_version"):
             found[name] = max(values)
         elif kind in (int, float):
             found[name] = sum(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -52,10 +52,12 @@ class Transaction:
         back: bool = False,
         reversible: bool = True,
     ) -> int:
-        """The version that it will make; ``back``: it is a rollback, which may follow what is
-        ``reversible``.
+        """The version that it will make, once no other is under way; ``back``: it is a rollback,
+        which may follow what is ``reversible``.
         """
-        links, version = self._fleet.begin(update_id, version, back=back, reversible=reversible)
+        links, version = self._fleet.begin(
+            update_id, version, timeout, back=back, reversible=reversible
+        )
         self.links = {link.name: link for link in links}
         self.update_id, self.version, self.timeout = update_id, version, timeout
         return version
@@ -94,6 +96,10 @@ class Transaction:
 
     def commit(self, transport: str) -> UpdateReceipt:
         """Once all that are left have voted: the receipt, which names every member."""
+        with self._fleet.committing():
+            return self._commit(transport)
+
+    def _commit(self, transport: str) -> UpdateReceipt:
         fleet = self._fleet
         self.check()
         fleet.commit(self.update_id)
@@ -108,7 +114,7 @@ class Transaction:
         if not ended.committed:
             self._fail(ended.reason)
         self._over = True
-        receipt = self._receipt(transport)
+        receipt = self._receipt(transport, ended.lost)
         self._record(receipt)
         return receipt
 
@@ -133,7 +139,7 @@ class Transaction:
             raise error
         raise TransferFailed(f"the update of the fleet was aborted: {reason}")
 
-    def _receipt(self, transport: str) -> UpdateReceipt:
+    def _receipt(self, transport: str, lost: Mapping[str, str]) -> UpdateReceipt:
         """One receipt of all members'."""
         futures = {
             name: link.receipts.setdefault(self.update_id, Future())
@@ -153,7 +159,8 @@ class Transaction:
         rows = [replace(rank, rank=0) for one in found.values() for rank in one.ranks]
         members = dict.fromkeys(found, "committed")
         members |= {n: "committed, its receipt was lost" for n in self.links if n not in found}
-        members |= {n: f"fenced: {error}"[:300] for n, error in self._errors.items()}
+        fenced = {n: why for n, why in lost.items() if n not in found} | self._errors
+        members |= {n: f"fenced: {why}"[:300] for n, why in fenced.items()}
         return replace(
             first,
             epoch=self._fleet.epoch,

@@ -171,3 +171,66 @@ def test_a_promise_says_which_adapters_are_live_and_which_a_rollback_brings_back
     assert (promise.adapters, promise.adapters_before, promise.before) == ((), (), 0)
     with pytest.raises(VersionConflict, match="not once an adapter has been unloaded"):
         fleet.begin("u9", None, 0.2, back=True)
+
+
+def test_what_was_asked_during_a_commit_does_not_fence_who_has_committed() -> None:
+    fleet = serving("a", "b")
+    fleet.begin("u5", None, 0.6)
+    for name in "ab":
+        fleet.voted("u5", name, 88, 0.6)
+    [write] = fleet.commit("u5", 0.6)
+    fleet.written(write.promise, 0.6)
+    early = asked(fleet, "a", 0.65)
+    assert early
+    for name in "ab":
+        last = fleet.decided("u5", name, "", 0.7)
+    assert Ended("u5", True) in last
+    stand(fleet, "a", early, 0.75)  # it was asked before it committed
+    assert fleet.serving == ["a", "b"]
+
+
+def test_an_answer_to_an_end_of_serving_says_nothing_of_a_later_grant() -> None:
+    fleet = serving("a", "b", "c")
+    ends, now = [], 0.0
+    while now < 5.0:  # c hangs
+        now += 0.25
+        for action in fleet.tick(now):
+            if action.member != "c":
+                fleet.stood(action.member, action.grant, standing(action.member, clock=now), now)
+            elif action.grant.until == 0:
+                ends.append(action)
+    early, late = ends[-2:]
+    assert fleet.begin("u5", None, now)[0] == ["a", "b"]
+    for name in "ab":
+        fleet.voted("u5", name, 88, now)
+    [granted] = stand(fleet, "c", [late], now, clock=now)
+    assert granted.grant.until == now + LEASE
+    stand(fleet, "c", [early], now, clock=now)  # it was answered before, and is looked at now
+    [write] = fleet.commit("u5", now)
+    fleet.written(write.promise, now)
+    for name in "ab":
+        last = fleet.decided("u5", name, "", now)
+    assert not any(isinstance(action, Ended) for action in last), (
+        "c may serve version 4 until its lease is over"
+    )
+
+
+def test_an_update_is_committed_once() -> None:
+    fleet = serving("a", "b")
+    commit(fleet, "ab", 0.1)
+    with pytest.raises(VersionConflict, match="u5 is already live as version 5"):
+        fleet.begin("u5", None, 0.2)
+
+
+def test_who_did_not_commit_is_named_with_the_end() -> None:
+    fleet = serving("a", "b", "c")
+    fleet.begin("u5", None, 0.1)
+    for name in "abc":
+        fleet.voted("u5", name, 88, 0.1)
+    [write] = fleet.commit("u5", 0.1)
+    fleet.written(write.promise, 0.1)
+    for name in "ab":
+        fleet.decided("u5", name, "", 0.2)
+    fleet.decided("u5", "c", "torn", 0.3)
+    [ended] = [a for a in fleet.tick(9.0) if isinstance(a, Ended)]
+    assert (ended.committed, ended.lost["c"]) == (True, "torn")

@@ -171,6 +171,11 @@ class Lease:
     def seal(self, seal: Seal) -> None:
         if self._replays is not None:
             assert self._asked is not None
+            if seal.fence is not None:  # who decides would take what was live once for what will be
+                raise VersionConflict(
+                    f"update {self._asked.update_id} has been committed here already, as version "
+                    f"{self._replays.committed.version}: it cannot be prepared again"
+                )
             self._replays.check_same(seal, self._of.wanted(self._asked))
             return
         request, of = self._live("seal"), self._of
