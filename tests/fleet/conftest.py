@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from fleet_front import ENGINE, Front
+from shared_engines import eventually
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -48,7 +49,12 @@ def front(engines, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
+    """What ends by itself after a front was closed has some time for it."""
     before = set(threading.enumerate())
+
+    def left():
+        new = set(threading.enumerate()) - before
+        return [thread.name for thread in new if thread.name.startswith("rollout-fl")]
+
     yield
-    left = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("rollout-fl")]
-    assert not left
+    eventually(lambda: not left(), 30)

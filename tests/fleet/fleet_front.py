@@ -12,8 +12,8 @@ LEASE = 2.5  # half of it is a pause that a busy machine may make
 class Front:
     """A fleet and the verbs over it."""
 
-    def __init__(self, record, engines, **options):
-        self.fleet = Fleet(Record(record, LEASE), lease=LEASE, **options)
+    def __init__(self, record, engines, lease=LEASE, **options):
+        self.fleet = Fleet(Record(record, lease), lease=lease, **options)
         self.names = [self.fleet.add(engine.address) for engine in engines]
         self.backend = FleetBackend(self.fleet)
         self.rollout = Rollout.over(lambda: AsyncRollout.over(self.backend))

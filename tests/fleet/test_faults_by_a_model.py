@@ -85,5 +85,7 @@ test_no_course_of_faults_breaks_a_promise.settings = settings(
     stateful_step_count=20,
     deadline=None,
     database=None,
+    derandomize="ROLLOUT_TEST_FLEETS" not in os.environ,  # a soak looks for new courses
+    print_blob=True,
     suppress_health_check=list(HealthCheck),
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from fleet_front import ENGINE, LEASE, Front
+from shared_engines import eventually, standing_still
 from tiny_models import randomize
 
 from rollout import Rollout
@@ -71,7 +72,7 @@ def test_a_rollback_is_one_transaction_of_all_members(front, engines, trained, c
     late = Rollout(checkpoint, **ENGINE)
     try:
         name = front.fleet.add(late.address)
-        front.fleet.wait_serving(4, 10.0)
+        front.fleet.wait_serving(4, 60.0)
         receipt = front.rollout.rollback()
         assert (receipt.version, receipt.transport) == (2, "rollback")
         assert receipt.details["members"].pop(name) == "committed"  # it began with those weights
@@ -118,21 +119,30 @@ def test_bytes_over_the_channel_reach_every_member(front, engines, trained, orac
         assert len(receipt.ranks) == 3
 
 
-def test_a_dead_member_is_fenced_and_the_rest_commits(front, engines, trained, oracle):
-    engines[1].shutdown()
-    receipt = front.rollout.update_weights(trained)
-    members = receipt.details["members"]
-    assert [members[name][:9] for name in front.names] == ["committed", "fenced: t", "committed"]
-    assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
-        oracle.generate(PROMPTS, GREEDY)
-    )
+def test_a_dead_member_is_fenced_and_the_rest_commits(engines, tmp_path, trained, oracle):
+    front = Front(tmp_path / "record", engines, lease=5.0)
+    try:
+        engines[1].shutdown()  # the update begins before its lease runs out
+        receipt = front.rollout.update_weights(trained)
+        members = receipt.details["members"]
+        said = [members[name][:9] for name in front.names]
+        assert said == ["committed", "fenced: t", "committed"]
+        assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
+            oracle.generate(PROMPTS, GREEDY)
+        )
+    finally:
+        front.close()
 
 
-def test_calls_go_on_elsewhere_when_their_member_dies(front, engines):
-    expected = tokens(front.rollout.generate(PROMPTS, GREEDY))
-    engines[0].shutdown()  # the front has not heard of it yet
-    assert front.names[0] in [link.name for link in front.fleet.serving()]
-    assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == expected
+def test_calls_go_on_elsewhere_when_their_member_dies(engines, tmp_path):
+    front = Front(tmp_path / "record", engines, lease=6.0)
+    try:
+        expected = tokens(front.rollout.generate(PROMPTS, GREEDY))
+        engines[0].shutdown()  # the front has not heard of it yet
+        assert front.names[0] in [link.name for link in front.fleet.serving()]
+        assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == expected
+    finally:
+        front.close()
 
 
 def test_fewer_members_than_the_quorum_abort_the_update_everywhere(front, engines, trained):
@@ -151,7 +161,7 @@ def test_a_member_that_joins_gets_the_live_weights_from_another_first(
     late = Rollout(checkpoint, device="cpu", num_threads=1, num_kv_blocks=64)
     try:
         name = front.fleet.add(late.address)
-        front.fleet.wait_serving(4, 10.0)
+        front.fleet.wait_serving(4, 60.0)
         assert late.weight_info().version == 1
         assert late.check_weights(trained).equal
         assert tokens(late.generate(PROMPTS, GREEDY)) == tokens(oracle.generate(PROMPTS, GREEDY))
@@ -167,10 +177,7 @@ def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, eng
     other = copy.deepcopy(trained)
     randomize(other)
     engines[2].update_weights(other)  # past the fleet
-    deadline = time.monotonic() + 5
-    while len(front.fleet.serving()) == 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: len(front.fleet.serving()) < 3)
     front.rollout.update_weights(trained)  # as version 2, which that member has, too
     row = next(r for r in front.fleet.members() if r["name"] == front.names[2])
     assert row["status"] != "serving" or front.rollout.check_weights(trained).equal
@@ -179,16 +186,16 @@ def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, eng
 def test_a_member_without_a_lease_serves_nobody_and_says_so(engines):
     engine = engines[0]
     with Rollout.connect(engine.address) as client:
+        assert client.generate([[1, 2]], GREEDY)[0].finished  # what comes first takes longest
         backend = client._async.backend
         stood = backend.serve(Grant(fence=3, epoch=None))
         assert stood.state == "running"
-        grant = Grant(fence=3, serial=2, epoch=stood.epoch, until=stood.clock + 0.3)
+        grant = Grant(fence=3, serial=2, epoch=stood.epoch, until=stood.clock + 2)
         backend.serve(grant)
         assert client.generate([[1, 2]], GREEDY)[0].finished
-        time.sleep(0.4)
+        eventually(lambda: client.metrics().state == "fenced", 30)
         with pytest.raises(EngineClosed, match="lease has run out"):
             client.generate([[1, 2]], GREEDY)
-        assert client.metrics().state == "fenced"
         # What was overtaken on its way, and what a stale coordinator says, changes nothing.
         backend.serve(Grant(fence=3, serial=1, epoch=stood.epoch, until=stood.clock + 60))
         assert client.metrics().state == "fenced"
@@ -232,7 +239,7 @@ def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, traine
         time.sleep(0.1)
         assert not asked.done()
         front.rollout.update_weights(trained)
-        outputs = asked.result(10)
+        outputs = asked.result(60)
     assert tokens(outputs) == tokens(oracle.generate(PROMPTS[:2], GREEDY))
     assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
 
@@ -240,9 +247,13 @@ def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, traine
 def test_members_pin_what_they_have_begun(front, engines, trained, oracle):
     long = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
     alone = front.rollout.generate(PROMPTS[0], long)[0].outputs[0].token_ids
-    stream = front.rollout.stream(PROMPTS[0], long)
-    next(stream)
-    front.rollout.pause_generation("keep")
+
+    def begin():
+        stream = front.rollout.stream(PROMPTS[0], long)
+        next(stream)
+        return stream
+
+    stream = standing_still(begin, front.rollout, 1)
     receipt = front.rollout.update_weights(trained, in_flight="pin")
     front.rollout.resume_generation()
     outputs = front.rollout.generate(PROMPTS[:3], GREEDY)
@@ -257,7 +268,7 @@ def test_members_pin_what_they_have_begun(front, engines, trained, oracle):
 
 def test_a_version_that_does_not_come_is_refused_at_the_deadline(checkpoint):
     conflict = pytest.raises(VersionConflict, match=r"version 5 was asked for .* version 0 is")
-    with Rollout(checkpoint, **ENGINE, timeout=0.3) as engine, conflict:
+    with Rollout(checkpoint, **ENGINE, timeout=1) as engine, conflict:
         engine.generate([[1, 2]], {**GREEDY, "min_version": 5})
 
 
@@ -267,15 +278,19 @@ def test_a_stream_goes_on_elsewhere_behind_what_was_delivered(front, engines, ch
     params |= {"logprobs": 2}
     with Rollout(checkpoint, **ENGINE) as whole:
         expected = whole.generate("three two one", params)[0]
-    cut = 0
-    for output in front.rollout.stream("three two one", params):
-        count = len(output.outputs[0].token_ids)
-        if not cut and count > 5:
-            cut = count
-            running = [engine for engine in engines if engine.metrics().running]
-            [engine.shutdown() for engine in running]
-            assert len(running) == 1
-    assert 5 < cut < 200
+
+    def begin():
+        stream = front.rollout.stream("three two one", params)
+        return stream, next(o for o in stream if len(o.outputs[0].token_ids) > 5)
+
+    stream, output = standing_still(begin, front.rollout, n)
+    assert len(output.outputs[0].token_ids) < 200
+    [running] = [engine for engine in engines if engine.metrics().running]
+    running.shutdown()
+    for engine in engines:
+        if engine is not running:
+            engine.resume_generation()
+    *_, output = stream
     for got, want in zip(output.outputs, expected.outputs, strict=True):
         assert (got.token_ids, got.text) == (want.token_ids, want.text)
         assert got.logprobs.raw == pytest.approx(want.logprobs.raw, abs=1e-4)
@@ -312,13 +327,13 @@ def test_one_members_refusal_of_the_request_ends_it_for_all(front, engines, trai
     front.rollout.update_weights(trained)
     engines[0].sleep(1)  # which gives up its shadow: an update takes more memory there
     engines[0].wake_up()
-    front.fleet.wait_serving(3, 10.0)
+    front.fleet.wait_serving(3, 60.0)
     size = sum(meta.nbytes for meta in engines[0].weight_info().tensors)
     with pytest.raises(LimitExceeded, match=rf"member {front.names[0]}: .*max_extra_memory"):
         front.rollout.update_weights(trained, max_extra_memory=size // 2, bucket_bytes=1 << 16)
     assert [engine.weight_version for engine in engines] == [1, 1, 1]
     assert [engine.weight_info().state for engine in engines] == ["idle"] * 3
-    front.fleet.wait_serving(3, 10.0)
+    front.fleet.wait_serving(3, 60.0)
     receipt = front.rollout.update_weights(trained)
     assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
 
@@ -328,6 +343,6 @@ def test_a_fleet_that_sleeps_refuses_calls_at_once(front):
     begun = time.monotonic()
     with pytest.raises(EngineClosed, match="asleep"):
         front.rollout.generate([[1, 2]], GREEDY)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 25
     front.rollout.wake_up()
     assert front.rollout.generate([[1, 2]], GREEDY)[0].finished

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from adapted_models import adapted, shaken
 from serving import alive, descendants, serve
+from shared_engines import eventually
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import RolloutError
@@ -59,10 +60,7 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
             receipt = client.update_weights(trained)
             assert set(receipt.details["members"].values()) == {"committed"}
         processes |= descendants(served.process.pid)
-    deadline = time.monotonic() + 10
-    while any(map(alive, processes)):
-        assert time.monotonic() < deadline, "a replica outlived its front"
-        time.sleep(0.1)
+    eventually(lambda: not any(map(alive, processes)))  # no replica outlives its front
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
@@ -98,11 +96,11 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
                 assert time.monotonic() - begun < 20
             finally:
                 two.process.send_signal(signal.SIGCONT)
-            wait_serving(http, 2, 20)
+            wait_serving(http, 2)
             assert client.update_weights(trained).version >= 2
             with serve(checkpoint, *FLAGS) as three:
                 members(http, "POST", {"address": three.grpc, "name": "third"})
-                wait_serving(http, 3, 20)
+                wait_serving(http, 3)
                 assert "third" in client.update_weights(trained).details["members"]
                 members(http, "DELETE", query="?name=third")
             with pytest.raises(urllib.error.HTTPError):
