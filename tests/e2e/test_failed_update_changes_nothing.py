@@ -9,6 +9,7 @@ from statistics import median
 import psutil
 import pytest
 from safetensors.torch import load_file
+from shared_engines import eventually
 from start_engines import outcome, start, trainer_job
 
 from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
@@ -89,7 +90,7 @@ def test_a_killed_engine_rank_ends_everything_by_name(checkpoints, phase) -> Non
 
     thread = threading.Thread(target=pending)
     thread.start()
-    time.sleep(0.3)
+    eventually(lambda: engine.metrics().running)
     started = time.monotonic()
     try:
         if phase == "bucket":

@@ -278,19 +278,15 @@ def test_a_stream_goes_on_elsewhere_behind_what_was_delivered(front, engines, ch
     params |= {"logprobs": 2}
     with Rollout(checkpoint, **ENGINE) as whole:
         expected = whole.generate("three two one", params)[0]
-
-    def begin():
-        stream = front.rollout.stream("three two one", params)
-        return stream, next(o for o in stream if len(o.outputs[0].token_ids) > 5)
-
-    stream, output = standing_still(begin, front.rollout, n)
-    assert len(output.outputs[0].token_ids) < 200
-    [running] = [engine for engine in engines if engine.metrics().running]
-    running.shutdown()
-    for engine in engines:
-        if engine is not running:
-            engine.resume_generation()
-    *_, output = stream
+    cut = 0
+    for output in front.rollout.stream("three two one", params):
+        count = len(output.outputs[0].token_ids)
+        if not cut and count > 5:
+            cut = count
+            running = [engine for engine in engines if engine.metrics().running]
+            [engine.shutdown() for engine in running]
+            assert len(running) == 1
+    assert 5 < cut < 200
     for got, want in zip(output.outputs, expected.outputs, strict=True):
         assert (got.token_ids, got.text) == (want.token_ids, want.text)
         assert got.logprobs.raw == pytest.approx(want.logprobs.raw, abs=1e-4)

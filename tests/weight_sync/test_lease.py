@@ -34,7 +34,7 @@ class Gate:
 
         def held(args, tensors):
             self.entered.set()
-            assert self.opened.wait(10)
+            assert self.opened.wait(30)
             return inner(args, tensors)
 
         setattr(rank, method, held)
@@ -52,11 +52,11 @@ def test_closed_while_the_ranks_vote(engine, checkpoints, in_thread) -> None:
     gate = Gate(engine.ranks[1], "stage_seal")
     update = ManualUpdate(engine, checkpoints[2])
     sealing = in_thread(update.send_all)
-    assert gate.entered.wait(5)
+    assert gate.entered.wait(30)
     update.channel.close()
     gate.opened.set()
     with pytest.raises(TransferFailed, match="ended before"):
-        sealing.result(5)
+        sealing.result(30)
     assert engine.info().state == "idle"
     assert same(engine.live(), before)
     next_one_takes(engine, checkpoints[2])
@@ -69,7 +69,7 @@ def test_closed_while_it_waits_for_another(engine, checkpoints, in_thread) -> No
     second.channel.close()
     first.channel.close()
     with pytest.raises(TransferFailed, match="ended before its begin"):
-        waiting.result(5)
+        waiting.result(30)
     assert engine.info().state == "idle"
     next_one_takes(engine, checkpoints[2])
 
@@ -78,13 +78,13 @@ def test_closed_while_it_begins(engine, checkpoints, in_thread) -> None:
     gate = Gate(engine.ranks[0], "stage_begin")
     update = ManualUpdate(engine, checkpoints[2])
     beginning = in_thread(update.begin)
-    assert gate.entered.wait(5)
+    assert gate.entered.wait(30)
     update.channel.close()
     with pytest.raises(UpdateInProgress):  # not before the ranks are done with the first
         ManualUpdate(engine, checkpoints[2], timeout=0.1).begin()
     gate.opened.set()
     with pytest.raises(TransferFailed, match="ended before its begin"):
-        beginning.result(5)
+        beginning.result(30)
     assert engine.ended == [True]
     next_one_takes(engine, checkpoints[2])
 
@@ -94,12 +94,12 @@ def test_closed_while_it_commits(engine, checkpoints, in_thread) -> None:
     update.send_all()
     gate = Gate(engine.ranks[1], "commit")
     committing = in_thread(update.commit)
-    assert gate.entered.wait(5)
+    assert gate.entered.wait(30)
     update.channel.close()
     with pytest.raises(UpdateInProgress, match="committing"):
         ManualUpdate(engine, checkpoints[1], timeout=0.1).begin()
     gate.opened.set()
-    assert committing.result(5).version == engine.version == 1
+    assert committing.result(30).version == engine.version == 1
     assert engine.info().state == "idle"
     next_one_takes(engine, checkpoints[1])
 

@@ -72,7 +72,7 @@ def test_an_update_that_waits_for_itself_to_commit_is_answered_and_commits_nothi
         time.sleep(0.1)  # it waits for the lease that ``first`` holds
         assert not waiting.done()
         receipt = first.commit()
-        waiting.result(10)
+        waiting.result(30)
     assert again.commit() == receipt
     assert engine.version == receipt.version
     assert engine.info().state == "idle"  # the lease is free for others

@@ -232,7 +232,7 @@ def test_an_update_whose_channel_closes_is_aborted_at_once(engine, new) -> None:
         for index, item in enumerate(new.items()):
             if index == 12:
                 entered.set()
-                leave.wait(5)
+                leave.wait(60)
             yield item
 
     failures = []
@@ -245,13 +245,13 @@ def test_an_update_whose_channel_closes_is_aborted_at_once(engine, new) -> None:
 
     thread = threading.Thread(target=background)
     thread.start()
-    assert entered.wait(5)
+    assert entered.wait(30)
     with pytest.raises(UpdateInProgress):
         update(engine, new, timeout=0.3)
     engine.coordinator._holder.close()
     assert update(engine, new).version == 1
     leave.set()
-    thread.join(5)
+    thread.join(30)
     assert isinstance(failures[0], TransferFailed)
     assert engine.version == 1
 
