@@ -17,6 +17,7 @@ from torch.nn.functional import gelu
 
 from rollout import Rollout, SamplingParams
 from rollout.distributed import TensorParallel
+from rollout.engine.facts import differing_facts
 from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
 from rollout.models.layers.activations import gelu_tanh, sigmoid
@@ -190,3 +191,11 @@ def test_an_activation_does_not_depend_on_where_an_element_lies(
     for rows in (1, 3, 7, 16):
         assert torch.equal(torch.cat([activation(part) for part in x.split(rows)]), whole)
     assert sigmoid(torch.tensor([-200.0, 200.0])).tolist() == [0.0, 1.0]
+
+
+def test_another_number_of_ranks_is_no_reason_for_other_bits() -> None:
+    then = {"tensor_parallel_size": 1, "deterministic": True, "settings": {}}
+    assert differing_facts(then, {**then, "tensor_parallel_size": 2}) == []
+    adapted = {"tensor_parallel_size": 2, "settings": {"max_adapters": 4}}
+    for other in (adapted, {"tensor_parallel_size": 2, "deterministic": False}):
+        assert any("parallel" in line for line in differing_facts(then, {**then, **other}))
