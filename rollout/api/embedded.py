@@ -20,6 +20,7 @@ from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
+from rollout.engine.updates.live_form import check_equal, send_live_form
 from rollout.engine.updates.live_weights import live_adapters, live_weights
 from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.rollback import Rollback, roll_back
@@ -283,14 +284,21 @@ class EmbeddedBackend:
                 metadata = tuple(coordinator.metadata.values())
                 info, there = coordinator.info(), peer.info()
                 lacks = info.adapter_digests.items() - there.adapter_digests.items()
+                adapters = live_adapters(coordinator, dict(lacks), request.timeout)
+                after = info.adapters if info.adapters or there.adapters else None
+                if info.grid is not None or there.grid is not None:
+                    check_equal(info, there)
+                    return send_live_form(
+                        coordinator, peer.open(), adapters, version=request.version,
+                        adapters_after=after, timeout=request.timeout,
+                    )  # fmt: skip
                 return publish(
                     live_weights(self.core, metadata, request.timeout),
-                    adapters=live_adapters(coordinator, dict(lacks), request.timeout),
+                    adapters=adapters,
                     connect=lambda: peer,
                     options=UpdateOptions(
                         version=request.version, encoding="full", timeout=request.timeout,
-                        label=info.label,
-                        adapters_after=info.adapters if info.adapters or there.adapters else None,
+                        label=info.label, adapters_after=after,
                     ),
                 )  # fmt: skip
         finally:

@@ -99,11 +99,6 @@ class FleetBackend:
             wanted = self.fleet.num_members
             await asyncio.to_thread(self.fleet.wait_serving, wanted, self._timeout)
             info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
-            if info.quantized:
-                raise ConfigError(
-                    "a fleet's members bring each other up to date by what was sent, which an "
-                    "engine with quantization= does not keep: run it by itself"
-                )
             self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
             self.hold.find()
             self._started = await self._any(lambda client: client.server_info())

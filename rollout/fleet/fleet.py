@@ -83,6 +83,7 @@ class Fleet:
             raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
         self.lease = lease
         self._record, self._quorum = record, quorum
+        self._held_as = ""  # the quantisation of all
         self._telling: set[tuple[str, str]] = set()  # (member, update) that is being told
         self._state = Coordinator(
             record.promise, quorum=quorum or 1, lease=lease, now=time.monotonic(),
@@ -406,6 +407,7 @@ class Fleet:
             return
         try:
             before = link.control.info()
+            self._check_kind(before)
             models = total(link.client.digests(link.client.timeout).values())
             found = _Found.of(link.control.info(), models)
             if found != _Found.of(before, models):
@@ -416,6 +418,18 @@ class Fleet:
             return
         if self._links.get(name) is link:
             self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
+
+    def _check_kind(self, info: WeightInfo) -> None:
+        """``ConfigError`` where its weights are held in other bits than those of the first member:
+        digests are of what was sent.
+        """
+        own = "none" if info.grid is None else info.grid.scheme
+        with self._changed:
+            held = self._held_as = self._held_as or own
+        if own != held:
+            raise ConfigError(
+                f"its quantization is {own!r}, and the fleet's {held!r}: start it with that"
+            )
 
     def _fill(self, action: Fill) -> None:
         link, donor = self._links.get(action.member), self._links.get(action.donor)

@@ -33,7 +33,7 @@ from rollout.weights.components import (
 MAX_VERSION = 1 << 53  # exact in every JSON reader, and never reached by counting
 MAX_ID = 256  # characters
 MAX_LABEL = 4096  # characters
-_ENCODINGS = ("full", "delta")
+_ENCODINGS = ("full", "delta", "live")
 
 
 def check_request(
@@ -68,6 +68,8 @@ def check_request(
         raise ConfigError(f"version must be at most {MAX_VERSION}, got {request.version}")
     if request.max_stall is not None:
         _seconds("max_stall", request.max_stall, 0.0, MAX_TIMEOUT)
+    if request.encoding == "live" and (request.partial or request.staging == "none"):
+        raise ConfigError("the memory of another engine comes whole, into a shadow")
     if request.encoding == "delta" and (request.base is None or request.staging == "none"):
         raise ConfigError("a delta needs a base, and a shadow to be staged in")
     if {adapter_component(name) for name in request.adapters} != {

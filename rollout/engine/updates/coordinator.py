@@ -300,7 +300,7 @@ class Coordinator:
             self._check_pin(self._staging if request.staging == "auto" else request.staging)
         if request.staging != "auto" or self._staging != "none":
             return request
-        if request.encoding == "delta":
+        if request.encoding != "full":
             raise VersionConflict("the engine was started with staging='none': send a full update")
         return replace(request, staging="none")
 

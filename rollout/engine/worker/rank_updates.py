@@ -107,7 +107,9 @@ class RankUpdates:
             transport = find(request.transport, self._device)
             here = EngineRank(self._rank, self._device, lambda: self._members.get(self._using))
             receiver = transport.receiver(request, here)
-            load = StagedLoad(self._instances, self._adapters, request, args.get("slots", {}))
+            load = StagedLoad(
+                self._instances, self._adapters, request, args.get("slots", {}), self._rank
+            )
         self._update = _Staging(request, load, receiver, before)
         if transport.senders == "all":
             return {"wants": to_plain(_wants(load))}

@@ -11,6 +11,7 @@ from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import ConfigError
 from rollout.models.adapter_model import AdapterModel
 from rollout.models.adapter_slots import AdapterSlots
+from rollout.models.raw_load import RawLoad
 from rollout.models.weight_load import WeightLoad
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weights import WeightSlot, WeightValue
@@ -37,8 +38,9 @@ class StagedLoad:
         adapters: AdapterSlots | None,
         request: UpdateRequest,
         places: Mapping[str, int],
+        rank: int,
     ) -> None:
-        self._instances, self._request = instances, request
+        self._instances, self._request, self._rank = instances, request, rank
         self.live = request.staging == "none"
         self._adapters: dict[str, AdapterModel] = {}
         for name, spec in request.adapters.items():
@@ -48,8 +50,10 @@ class StagedLoad:
         self._loads = {part: model.begin_load() for part, model in self._adapters.items()}
         self._model = self._open() if request.models else None
 
-    def _open(self) -> WeightLoad:
+    def _open(self) -> WeightLoad | RawLoad:
         request = self._request
+        if request.encoding == "live":
+            return self._instances.open_raw(request.staging, self._rank)
         if self.live:
             return self._instances.open_live(request.components)
         builds_on_live = request.partial or request.encoding == "delta"

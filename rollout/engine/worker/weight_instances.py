@@ -25,6 +25,7 @@ from rollout.errors import EngineBroken, EngineClosed, VersionConflict
 from rollout.kernels import swap_tensors
 from rollout.models.model import Model
 from rollout.models.patch_journal import PatchJournal
+from rollout.models.raw_load import RawLoad, raw_bytes
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
 from rollout.weights.components import component_of
@@ -181,6 +182,22 @@ class ModelInstances:
         session = self._shadow.begin_load()
         self._written = session.journal if builds_on_live else None
         return session
+
+    def open_raw(self, staging: str, rank: int) -> RawLoad:
+        """As ``open_shadow``, for the memory of an equal rank of another engine."""
+        self.open_shadow(False, staging)
+        shadow = self._digested(live=False)
+        return RawLoad(shadow.storages(), rank, shadow.after_load)
+
+    def raw_sizes(self) -> list[tuple[str, int]]:
+        """The parameters of the live weights, and how many bytes each takes."""
+        return [(name, raw_bytes(t).numel()) for name, t in self.live.storages().items()]
+
+    def read_raw(self, param: str, start: int, stop: int) -> Tensor:
+        """A copy of bytes of a parameter of the live weights."""
+        with self._reading:
+            storage = raw_bytes(self._digested(live=True).storages()[param])
+            return storage[start:stop].cpu().clone()
 
     def open_live(self, components: Sequence[str] | None = None) -> WeightLoad:
         """A load straight into the live instance; nothing may run until it is committed.

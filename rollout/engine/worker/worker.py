@@ -25,6 +25,7 @@ from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import save_shard
+from rollout.models.raw_load import raw_name
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.cuda_memory import gpu_uuid
@@ -91,6 +92,8 @@ class Worker:
             "stage_digests_before": self._plain(self.digests_before),
             "digests": self._plain(self.digests),
             "stage_read_adapter": lambda args, _: self.updates.read_adapter(args),
+            "stage_raw_sizes": self._plain(self.raw_sizes),
+            "stage_read_raw": lambda args, _: self.read_raw(args),
             "stage_read": lambda args, _: self.read(args),
         }
 
@@ -313,6 +316,19 @@ class Worker:
             rows.append([slot.source, list(slot.take.starts), list(slot.take.stops)])
             tensors[str(len(tensors))] = values
         return {"boxes": rows, "version": self.version}, tensors
+
+    def raw_sizes(self, args: Args) -> dict[str, Any]:
+        """What this rank's live memory is called in an update, and its bytes."""
+        found = self.runner.instances.raw_sizes()
+        return {"sizes": [[raw_name(self.tp.rank, name), nbytes] for name, nbytes in found]}
+
+    def read_raw(self, args: Args) -> Reply:
+        """Some of it; nothing where it is another rank's."""
+        if args["rank"] != self.tp.rank:
+            return {"version": self.version}, {}
+        param = args["name"].removeprefix(raw_name(self.tp.rank, ""))
+        values = self.runner.instances.read_raw(param, int(args["start"]), int(args["stop"]))
+        return {"version": self.version}, {"0": values}
 
     def _join(self, rendezvous: Any) -> None:
         """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""

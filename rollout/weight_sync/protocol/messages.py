@@ -114,14 +114,15 @@ class UpdateRequest:
     moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
     live value. ``offer`` says how the engine's ranks find the sender; ``transport`` alone reads it.
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
-    with a copy of it. ``timeout`` bounds each wait, in seconds. ``components``: those that are
-    sent, each whole unless ``partial``; the engine's others stay as they are live. ``max_stall``
-    (seconds) and ``max_extra_memory`` (bytes of a rank's device): what it may take, or nothing
-    is staged. ``adapters``: by name, those that are sent, which are components, too, and always
-    whole. ``adapters_after``: all that are to be there after the commit, by version: those that
-    are sent get theirs, the others have to be held in it, and what is not named goes; None: those
-    that are sent are added, as of the update's version. With ``in_flight="pin"``: ``pin_timeout``
-    in seconds, 0 for ``timeout``, then ``pin_fallback``.
+    with a copy of it. "live" is the memory of an equal engine's ranks (``models.raw_load``), whose
+    digests are those of what it was made from. ``timeout`` bounds each wait, in seconds.
+    ``components``: those that are sent, each whole unless ``partial``; the engine's others stay as
+    they are live. ``max_stall`` (seconds) and ``max_extra_memory`` (bytes of a rank's device): what
+    it may take, or nothing is staged. ``adapters``: by name, those that are sent, which are
+    components, too, and always whole. ``adapters_after``: all that are to be there after the
+    commit, by version: those that are sent get theirs, the others have to be held in it, and what
+    is not named goes; None: those that are sent are added, as of the update's version. With
+    ``in_flight="pin"``: ``pin_timeout`` in seconds, 0 for ``timeout``, then ``pin_fallback``.
     """
 
     update_id: Text
