@@ -113,6 +113,11 @@ def diagnose(
     ``head_dtype``: the engine's, where it is elsewhere. ``ConfigError`` for models that run as
     foreign code, and for recurrent ones.
     """
+    if engine.server_info().task == "classify":
+        raise ConfigError(
+            "diagnose compares language models by tokens that they sample, and this one has a "
+            "score head: check_weights compares its bytes, and classify its logits"
+        )
     info = engine.weight_info()
     verdict = _weights(engine, reference, info, timeout)
     if verdict is not None:

@@ -165,6 +165,7 @@ class EngineCore:
             image_token=None if vision is None else vision.image_token,
             experts=self._experts(),
             classifier=self.model_config.architecture if self.model_config.labels else "",
+            padding=self.model_config.pad_token_id,
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size

@@ -30,7 +30,7 @@ class InputProcessor:
     ``hidden_states``: whether the model gives them. ``image_token``: what stands for images in a
     prompt of a model that sees them. ``experts``: of a mixture, its layers that have some,
     how many a token has of them, and how many there are. ``classifier``: the architecture of one
-    with a score head in the place of the language model's.
+    with a score head in the place of the language model's, ``padding`` the token that it pads with.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class InputProcessor:
         image_token: int | None = None,
         experts: tuple[int, int, int] | None = None,
         classifier: str = "",
+        padding: int | None = None,
     ) -> None:
         self.live_ids: set[str] = set()
         self._max_queued, self._num_waiting = max_queued, num_waiting
         self._hidden_states, self._image_token = hidden_states, image_token
         self._adapters = adapters
-        self._experts, self._classifier = experts, classifier
+        self._experts, self._classifier, self._padding = experts, classifier, padding
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -147,6 +148,8 @@ class InputProcessor:
         if alone and len(prompt) > 1:
             target = prompt[-1]
             prompt = prompt[:-1]  # nothing is wanted of where its last token is
+        if params.classifies and params.pools_last:
+            prompt = self._unpadded(prompt)
         longest = self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
@@ -179,6 +182,13 @@ class InputProcessor:
         if request.delivered:
             sample.go_on(request.delivered[index])
         return sample
+
+    def _unpadded(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Without the padding at its end, as transformers looks for the last token; one is left."""
+        stop = len(prompt)
+        while stop > 1 and prompt[stop - 1] == self._padding:
+            stop -= 1
+        return prompt[:stop]
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a text, within one and after a space."""

@@ -42,6 +42,7 @@ class ModelConfig:
     ``modules``: classes in the place of transformers' (``module_map.py``). ``labels``: the names of
     what a score head, which stands in the place of the language model's, tells apart; none without
     one. ``problem_type``: what its logits are, as transformers names it; "" where the file is mute.
+    ``pad_token_id``: its padding, behind which no last token is.
     ``kept``: of modules that attend by themselves, what each entry of the cache is
     (``transformers_cache.py``).
     """
@@ -84,6 +85,7 @@ class ModelConfig:
     modules: Mapping[str, str] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
     problem_type: str = ""
+    pad_token_id: int | None = None
     kept: tuple[Kept, ...] | None = None
 
     @classmethod
@@ -128,6 +130,7 @@ class ModelConfig:
         head_dim = latent.rope_dim if latent else _read_head_dim(read, arch, heads)
         classifies = registry.decoder_of(architecture) is not None
         labels, problem_type = read_labels(read) if classifies else ((), "")
+        padding = token_ids(values.get("pad_token_id"), file, "pad_token_id") if classifies else ()
         return cls(
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
@@ -163,6 +166,7 @@ class ModelConfig:
             logits_softcap=_read_softcap(read, arch.logits_softcap),
             labels=labels,
             problem_type=problem_type,
+            pad_token_id=padding[0] if padding else None,
             vision=None if outer.vision is None else read_vision(whole, outer.vision, read),
         )
 
@@ -355,11 +359,11 @@ def _entries(kept: tuple[Kept, ...] | None) -> tuple[LayerConfig, ...]:
     )
 
 
-def token_ids(value: Any, file: str) -> tuple[int, ...]:
-    """``eos_token_id`` as a tuple: None, one id, or a list of ids."""
+def token_ids(value: Any, file: str, name: str = "eos_token_id") -> tuple[int, ...]:
+    """``name`` as a tuple: None, one id, or a list of ids."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(f"{file}: eos_token_id must be an integer or a list, got {value!r}")
+        raise ConfigError(f"{file}: {name} must be an integer or a list, got {value!r}")
     return tuple(ids)
 
 

@@ -68,7 +68,7 @@ class Registry:
         that name is declared itself, or is none, or has no declared decoder of text alone.
         """
         stem = architecture.removesuffix(CLASSIFIER)
-        if stem == architecture or architecture in self.entries:
+        if stem == architecture or architecture in {*self.entries, *installed_models()}:
             return None
         for name in (f"{stem}{DECODER}", f"{stem.removesuffix('Text')}{DECODER}"):
             if name in self.entries:
@@ -97,7 +97,7 @@ class Registry:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return ConfigError(
             f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}, "
-            f"and ...{CLASSIFIER} of a dense decoder or mixture among them.{why}"
+            f"and ...{CLASSIFIER} over those of text alone.{why}"
         )
 
     def load(self, architecture: str) -> Any:

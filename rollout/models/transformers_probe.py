@@ -329,6 +329,8 @@ def _classes(
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(f"{architecture}: score heads are served over native decoders alone")
     kind = getattr(transformers, architecture, None)
     if kind is None or architecture not in _causal_names():
         if code is not None and auto_map(values):

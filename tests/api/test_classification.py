@@ -7,6 +7,7 @@ from api.conftest import ENGINE
 from tiny_models import write_tiny
 
 from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams, WeightMismatch
+from rollout.api.diagnosis import diagnose
 from rollout.generation import Labels
 
 ODD = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}
@@ -56,6 +57,19 @@ def test_a_classifier_gives_transformers_logits_in_batches_and_through_the_prefi
     assert np.array_equal(text.logits, engine.classify([client.tokenize("Hello")])[0].logits)
 
 
+def test_padding_at_the_end_is_passed_over_as_by_transformers(classifier):
+    engine, client, model = classifier
+    pad = model.config.pad_token_id
+    prompts = [[5, 6, 7, pad, pad], [pad, 5, pad], [pad, pad], [5, 6, pad]]
+    for face in (engine, client):
+        for output, row, ids in zip(
+            face.classify(prompts), wanted(model, prompts), prompts, strict=True
+        ):
+            np.testing.assert_allclose(output.logits, row, rtol=0, atol=1e-4)
+            assert output.prompt_token_ids == ids
+    assert len(engine.classify([prompts[0]], pooling="all")[0].logits) == 5
+
+
 def test_logits_of_every_token_are_a_value_models(classifier):
     engine, client, model = classifier
     with torch.no_grad():
@@ -81,6 +95,8 @@ def test_each_head_refuses_what_the_other_is_for_and_says_so(classifier, engine)
         ):
             with pytest.raises(InvalidRequest, match="no LM head: ask it by classify"):
                 ask(face)
+        with pytest.raises(ConfigError, match="diagnose compares language models"):
+            diagnose(face, classifier[2])
         with pytest.raises(InvalidRequest, match="one label; this one has 5"):
             _ = face.classify([[1]])[0].reward
         with pytest.raises(InvalidRequest, match="one of last, all"):
@@ -164,7 +180,18 @@ def test_a_config_that_names_no_labels_rightly_is_refused(tmp_path):
         ({"problem_type": "guess"}, "problem_type 'guess' is not one of"),
         ({"id2label": None, "num_labels": 0}, "num_labels must be a positive integer"),
         ({"id2label": ["a"]}, "id2label must name the labels"),
-        ({"architectures": ["BertForSequenceClassification"]}, "not supported"),
+        ({"architectures": ["GPT2ForSequenceClassification"]}, "over native decoders alone"),
     ):
         with pytest.raises(ConfigError, match=why):
             Rollout(str(tmp_path), **ENGINE, hf_overrides=overrides)
+
+
+def test_a_reward_model_is_a_component_of_the_policys_updates(tmp_path, checkpoint):
+    reward = write_tiny(tmp_path / "reward", labels=1)
+    policy = write_tiny(tmp_path / "policy", seed=1)
+    with Rollout(checkpoint, **ENGINE, components={"reward": str(tmp_path / "reward")}) as engine:
+        with torch.no_grad():
+            reward.score.weight.add_(1)
+        receipt = engine.update_weights({"policy": policy, "reward": reward})
+        assert set(receipt.components) == {"policy", "reward"}
+        assert engine.check_weights({"policy": policy, "reward": reward}).equal

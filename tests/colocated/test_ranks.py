@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import write_tiny
 from trainer_processes import Job
 
-from rollout import ConfigError, Rollout, SamplingParams
+from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams
 
 SCRIPT = Path(__file__).with_name("ranks_job.py")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8, 12]]
@@ -131,7 +132,23 @@ def test_one_process_alone_is_an_engine_of_one_rank(paths: tuple[str, str]) -> N
         receipt = colocated.update_weights(paths[1])
         assert receipt.version == colocated.weight_version == 1
         assert colocated.check_weights(paths[1]).equal
+        with pytest.raises(InvalidRequest, match="no score head"):
+            colocated.classify([PROMPTS[0]])
     with pytest.raises(ConfigError, match="the group has 1 ranks"):
         Rollout.from_ranks(paths[0], tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"Rollout\.from_ranks"):
         Rollout(paths[0], executor="external")
+
+
+def test_a_reward_model_on_the_ranks_gives_its_rewards(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, labels=1, tokenizer=True)
+    with Rollout.from_ranks(
+        str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64, task="reward"
+    ) as judge:
+        for given in (PROMPTS[:2], [{"role": "user", "content": "Hello"}]):
+            for output in judge.classify(given):
+                with torch.no_grad():
+                    logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
+                assert output.reward == pytest.approx(float(logits[0]), abs=1e-4)
+        [each] = judge.classify(PROMPTS[:1], pooling="all")
+        assert each.logits.shape == (len(PROMPTS[0]), 1)

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 from fleet_front import ENGINE, LEASE, Front
 from shared_engines import eventually, standing_still
-from tiny_models import randomize
+from tiny_models import randomize, write_tiny
 
 from rollout import Rollout
 from rollout.errors import (
@@ -342,3 +343,28 @@ def test_a_fleet_that_sleeps_refuses_calls_at_once(front):
     assert time.monotonic() - begun < 25
     front.rollout.wake_up()
     assert front.rollout.generate([[1, 2]], GREEDY)[0].finished
+
+
+def test_a_fleet_of_reward_models_is_one_reward_model(tmp_path):
+    old = write_tiny(tmp_path / "old", labels=1)
+    new = write_tiny(tmp_path / "new", labels=1, seed=1)
+    with (
+        Rollout(str(tmp_path / "old"), **ENGINE, task="reward") as first,
+        Rollout(str(tmp_path / "old"), **ENGINE, task="reward") as second,
+    ):
+        front = Front(tmp_path / "record", [first, second])
+        try:
+            for model in (old, new):
+                if model is new:
+                    front.rollout.update_weights(model)
+                outputs = front.rollout.classify(PROMPTS)
+                with torch.no_grad():
+                    wanted = [float(model(torch.tensor([ids])).logits[0, 0]) for ids in PROMPTS]
+                assert [output.reward for output in outputs] == pytest.approx(wanted, abs=1e-4)
+                assert {output.weight_version for output in outputs} == {int(model is new)}
+                assert {output.epoch for output in outputs} == {front.fleet.epoch}
+            assert front.rollout.server_info().task == "classify"
+            with pytest.raises(InvalidRequest, match="no LM head"):
+                front.rollout.generate(PROMPTS, GREEDY)
+        finally:
+            front.close()
