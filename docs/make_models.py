@@ -59,7 +59,8 @@ sequence's length (`dynamic`, `longrope`).
 
 def page(swept: str) -> str:
     rows = "".join(f"{row}\n" for row in table())
-    return f"{HEAD}{rows}{MIDDLE}{SWEPT}\n{swept}"
+    kept = "".join(f"{row}\n" for row in memory())
+    return f"{HEAD}{rows}{MIDDLE}{MEMORY}{kept}\n{SWEPT}\n{swept}"
 
 
 def table() -> Iterable[str]:
@@ -70,6 +71,86 @@ def table() -> Iterable[str]:
         story = (module.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
         blocks = "one call" if knows(arch) else "op by op"
         yield f"| `{name}` | {story} | {_attention(arch)} | {_feed_forward(arch)} | {blocks} |"
+
+
+# Of hybrids, and two others beside them: what sets a size apart from its config class's defaults.
+SIZES: dict[str, dict[str, Any]] = {
+    "Qwen3NextForCausalLM": {},
+    "Qwen3_5ForCausalLM": {},
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
+    "GraniteMoeHybridForCausalLM": {
+        "num_hidden_layers": 40,
+        "layer_types": ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)],
+        "hidden_size": 1536,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
+    "NemotronHForCausalLM": {
+        "layers_block_type": [
+            {"M": "linear_attention", "-": "mlp", "*": "full_attention"}[kind]
+            for kind in f"{'M-' * 3}M*-{('M-' * 4 + 'M*-') * 3}{'M-' * 5}"
+        ],
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+    },
+    "FalconH1ForCausalLM": {
+        "num_hidden_layers": 44,
+        "hidden_size": 3072,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 128,
+        "mamba_d_state": 256,
+    },
+    "DeepseekV3ForCausalLM": {},
+    "Qwen3MoeForCausalLM": {"num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128},
+}
+BLOCK, LONG = 16, 8192  # positions of a block, tokens of a long sequence
+MEMORY = f"""\
+## Memory of caches
+
+Made by `python docs/make_models.py` from what the engine plans with (`KVShape.block_bytes`,
+`StateShape.slot_bytes`), for bfloat16 on one rank. Sizes are the defaults of transformers' config
+classes, or those that `SIZES` there has. A sequence that runs has one slot of states, and each
+snapshot of a prefix another, whatever its length; keys and values grow by the token. Routed experts
+are kept with the token, a byte each.
+
+| architecture | layers | attend | carry a state | bytes a token | states | with {LONG} tokens |
+|---|---|---|---|---|---|---|
+"""
+
+
+def memory() -> Iterable[str]:
+    """A row for each of ``SIZES``."""
+    import torch
+    import transformers
+
+    from rollout.engine.kv_cache import KVShape
+    from rollout.engine.state_cache import StateShape
+    from rollout.models.config import ModelConfig
+
+    for name, sizes in SIZES.items():
+        values = getattr(transformers, name).config_class(**sizes).to_dict()
+        config = ModelConfig.from_hf({**values, "architectures": [name]})
+        moe = config.moe
+        sparse = sum(map(moe.is_sparse, range(config.num_layers))) if moe else 0
+        pages = KVShape.of(config, 1, BLOCK, torch.bfloat16, sparse)
+        states = StateShape.of(config, 1, torch.bfloat16)
+        token, slot = pages.block_bytes // BLOCK, states.slot_bytes
+        numbers = (config.num_layers, pages.num_layers, len(states.layers), f"{token:,}")
+        sums = (f"{slot / 2**20:.1f} MiB", f"{(slot + LONG * token) / 2**20:.0f} MiB")
+        yield f"| `{name}` | {' | '.join(map(str, (*numbers, *sums)))} |"
 
 
 README = PAGE.parents[1] / "README.md"
@@ -116,7 +197,7 @@ def _attention(arch: Arch) -> str:
     if arch.delta is not None:
         return "gated delta nets, gated full"
     if arch.mamba is not None:
-        return "Mamba-2, full"
+        return "Mamba-2 beside full" if arch.mamba.beside else "Mamba-2, full"
     found = ["full"] if arch.slides is None else ["windows as the file says"]
     found += ["chunks"] if arch.chunked else []
     found += ["sinks"] if arch.sinks else []

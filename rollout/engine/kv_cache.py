@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,8 @@ from rollout.models.forward import LayerKV
 class KVShape:
     """What one block holds on this rank: keys and values of ``block_size`` positions.
 
-    ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing.
+    ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing,
+    ``beside`` of those that have states, too.
     ``tensors``: 2, or 1 where values are a part of the keys.
     ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
     of them a token has: those are kept beside its keys and values.
@@ -32,6 +33,7 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     without: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
     experts: tuple[int, int] = (0, 0)
     expert_dtype: torch.dtype = torch.uint8
 
@@ -49,8 +51,8 @@ class KVShape:
         tensors, heads, elements = model.cached_heads(ranks)
         moe = model.moe if sparse_layers else None
         return cls(
-            num_layers=model.num_layers - len(model.recurrent_layers) - len(model.feeding_layers),
-            without=model.feeding_layers, tensors=tensors,
+            num_layers=len(model.paged_layers), without=model.feeding_layers, tensors=tensors,
+            beside=tuple(i for i in model.recurrent_layers if i in model.paged_layers),
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
@@ -115,7 +117,10 @@ class KVCache:
             self.states.allocate(num_states)
             others = dict.fromkeys(shape.without, LayerKV(torch.empty(0), torch.empty(0)))
             for layer, slots in sorted((others | self.states.layers).items()):
-                self._layers.insert(layer, slots)
+                if layer in shape.beside:
+                    self._layers[layer] = replace(self._layers[layer], beside=slots)
+                else:
+                    self._layers.insert(layer, slots)
         self.num_blocks = num_blocks
 
     def free(self) -> None:

@@ -160,6 +160,11 @@ class MambaArch:
     """Mamba-2 in the layers that files call mamba: the fields of its sizes.
 
     ``least_step``: the field of the least step of a token, in the place of ``time_step_limit``.
+    ``beside``: every layer attends, too; both read its one norm, and are added. ``inner``: the
+    field of heads times their size, which else is of the hidden size. ``out_bias``: of the last
+    projection, where that differs. ``normed``: there is a norm behind the scan; ``norm_first``: of
+    what comes before the gate. ``scales``: fields of the factors on what a layer reads and makes,
+    and the list of those on the parts of its first projection.
     """
 
     heads: str = "mamba_n_heads"
@@ -170,6 +175,12 @@ class MambaArch:
     conv_bias: Switch = ("mamba_conv_bias", True)
     bias: Switch = ("mamba_proj_bias", False)
     least_step: str | None = None
+    beside: bool = False
+    inner: str | None = None
+    out_bias: Switch | None = None
+    normed: Switch = True
+    norm_first: Switch = False
+    scales: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +206,10 @@ class Arch:
     the "heads" by its own, the whole "row", or heads that are "turned", by none. ``norms``: where a
     block has which. ``parallel``: both halves of a block read its one norm, and are added together.
 
-    Factors on the embeddings, on q k^T (default: head_dim^-0.5), on what a half adds to the
-    residual, and on the logits; caps on q k^T and on the logits. ``sinks``: a trained score of each
+    Factors on the embeddings, on q k^T (default: head_dim^-0.5), on keys alone, on what a half adds
+    to the residual, and on the logits; fields of those on what attention reads and makes
+    (``attention_ends``) and a list of those on the gate and on what a feed-forward makes
+    (``mlp_scales``); caps on q k^T and on the logits. ``sinks``: a trained score of each
     head takes part in its softmax and has no value.
 
     Windows: layers may see ``sliding_window`` keys (that many where the file has no such field):
@@ -249,6 +262,9 @@ class Arch:
     qk_norm_over: Literal["head", "heads", "row", "turned"] = "head"
     embedding_scale: Scale | None = None
     attention_scale: Scale | None = None
+    key_scale: Scale | None = None
+    attention_ends: tuple[str, str] | None = None
+    mlp_scales: str | None = None
     residual_scale: Scale | None = None
     logits_scale: Scale | None = None
     attention_softcap: tuple[str, float | None] | None = None

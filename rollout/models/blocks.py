@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import relu, silu
 
 from rollout.models.forward import ForwardBatch, LayerKV, RoutedExperts
 from rollout.models.layers.attention import Attention, Turn
@@ -19,7 +19,8 @@ from rollout.models.layers.norm import Norm, make_norm
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)): [T, hidden] -> [T, hidden]; one all-reduce.
+    """down(act(gate(x)) * up(x)): [T, hidden] -> [T, hidden]; one all-reduce. The gate and what
+    comes out may have factors (silu alone).
 
     ``inner``: its size, by default the config's. ``reduce=False`` leaves the sum to the caller.
     """
@@ -29,7 +30,7 @@ class GatedMLP(nn.Module):
         config = build.config
         hidden, inner = config.hidden_size, inner or config.intermediate_size
         parts = [("gate_proj", inner), ("up_proj", inner)]
-        self.names = config.arch.mlp_linears
+        self.names, self.scales = config.arch.mlp_linears, config.mlp_scales
         fused = config.arch.fused_gate_up
         gate_up = MergedColumnLinear(build, hidden, parts, config.mlp_bias, fused)
         self.add_module(self.names[0], gate_up)
@@ -47,8 +48,14 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, experts: RoutedExperts | None = None) -> Tensor:
         """``experts``: of a mixture whose layer this is, too; not used."""
-        out: Tensor = self.down(self.gate_up.gated(x))
-        return out
+        of_gate, makes = self.scales
+        if of_gate == 1:
+            inner = self.gate_up.gated(x)
+        else:
+            gate, up = self.gate_up(x).chunk(2, dim=-1)
+            inner = silu(gate * of_gate) * up
+        out: Tensor = self.down(inner)
+        return out if makes == 1 else out * makes
 
 
 class SquaredMLP(nn.Module):
@@ -96,6 +103,9 @@ class DecoderBlock(nn.Module):
         self.scale = build.config.residual_scale
         self.mixer_name, mixer = make_mixer(build, index)
         self.add_module(self.mixer_name, mixer)
+        self.ends = build.config.attention_ends
+        if build.config.layers and build.config.layers[index].beside:
+            self.mamba = Mamba2(build)
         self.mlp_name = name
         self.add_module(name, feed_forward or make_mlp(build))
         names = self.names
@@ -117,13 +127,23 @@ class DecoderBlock(nn.Module):
         told = () if experts is None else (experts,)
         names = self.names
         x, residual = _normed(self._norm(names.before_attention), x, residual)
-        out = getattr(self, self.mixer_name)(x, turn, batch, kv)
+        out = self._mix(x, turn, batch, kv)
         if self.parallel:
             return self._scaled(out + getattr(self, self.mlp_name)(x, *told)), residual
         x = self._scaled(self._after(names.after_attention, out))
         x, residual = _normed(self._norm(names.before_mlp), x, residual)
         out = getattr(self, self.mlp_name)(x, *told)
         return self._scaled(self._after(names.after_mlp, out)), residual
+
+    def _mix(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        mixer = getattr(self, self.mixer_name)
+        if kv.beside is None:
+            mixed: Tensor = mixer(x, turn, batch, kv)
+            return mixed
+        reads, makes = self.ends
+        attended: Tensor = mixer(x * reads, turn, batch, kv) * makes
+        states: Tensor = self.mamba(x, turn, batch, kv.beside)
+        return states + attended
 
     def _norm(self, name: str | None) -> Norm | None:
         return None if name is None else getattr(self, name)
@@ -149,7 +169,7 @@ def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tens
 def make_mixer(build: Build, index: int) -> tuple[str, nn.Module]:
     """What mixes tokens in layer ``index``, and what most files call it."""
     config = build.config
-    if index in config.recurrent_layers:
+    if index in config.recurrent_layers and not config.layers[index].beside:
         return ("mamba", Mamba2(build)) if config.mamba else ("linear_attn", GatedDeltaNet(build))
     latent = config.latent is not None
     return "self_attn", LatentAttention(build) if latent else Attention(build, index)

@@ -106,8 +106,8 @@ class CausalLM(Model):
 
         Writes this step's keys and values into ``kv``, one entry per layer. Collective: all ranks
         call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces (3 x where q and
-        k, or what states give, are normalised over the heads of several ranks; 1 x of lone mixers),
-        and one all-gather of the logits.
+        k, or what states give, are normalised over the heads of several ranks, or layers attend
+        beside a state; 1 x of lone mixers), and one all-gather of the logits.
         """
         return self.logits(self.hidden_states(batch, kv))
 

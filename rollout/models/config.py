@@ -74,6 +74,8 @@ class ModelConfig:
     activation: str = "silu"
     embedding_scale: float = 1.0
     attention_scale: float = 1.0
+    attention_ends: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     attention_softcap: float = 0.0
@@ -113,7 +115,7 @@ class ModelConfig:
         outer = registry.arch(architecture)
         whole = values
         arch, values = text_config(whole, outer, file)
-        if arch.mamba is not None:
+        if arch.mamba is not None and not arch.mamba.beside:
             values = with_kinds(values, file)
         read = Reader(values, file)
         _refuse_unsupported(read)
@@ -159,7 +161,10 @@ class ModelConfig:
             arch=arch,
             activation=_read_activation(read, arch),
             embedding_scale=_read_scale(read, arch.embedding_scale),
-            attention_scale=_read_scale(read, arch.attention_scale, head_dim**-0.5),
+            attention_scale=_read_scale(read, arch.attention_scale, head_dim**-0.5)
+            * _read_scale(read, arch.key_scale),
+            attention_ends=_read_ends(read, arch.attention_ends),
+            mlp_scales=_read_mlp_scales(read, arch),
             residual_scale=_read_scale(read, arch.residual_scale),
             logits_scale=_read_scale(read, arch.logits_scale),
             attention_softcap=_read_softcap(read, arch.attention_softcap),
@@ -253,8 +258,14 @@ class ModelConfig:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that carry a state instead of keys and values."""
+        """The numbers of the layers that carry a state, instead of keys and values or beside."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent)
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """Those that keep keys and values."""
+        gone = {i for i in self.recurrent_layers if not self.layers[i].beside}
+        return tuple(i for i in range(self.num_layers) if i not in gone | {*self.feeding_layers})
 
     @property
     def feeding_layers(self) -> tuple[int, ...]:
@@ -418,6 +429,16 @@ def _read_scale(read: Reader, scale: Scale | None, otherwise: float = 1.0) -> fl
     if value <= 0:
         raise ConfigError(f"{read.file}: {scale.field} must be above 0, got {value}")
     return float(value**scale.power)
+
+
+def _read_ends(read: Reader, fields: tuple[str, str] | None) -> tuple[float, float]:
+    reads, makes = fields or (None, None)
+    return read.factor(reads), read.factor(makes)
+
+
+def _read_mlp_scales(read: Reader, arch: Arch) -> tuple[float, float]:
+    gate, makes = read.factors(arch.mlp_scales, 2)
+    return gate, makes
 
 
 def _read_softcap(read: Reader, cap: tuple[str, float | None] | None) -> float:

@@ -40,6 +40,20 @@ class Reader:
             raise ConfigError(f"{self.file}: {name} must be a number, got {value!r}")
         return float(value)
 
+    def factor(self, name: str | None) -> float:
+        """1 where the file has none."""
+        known = name is not None and self.values.get(name) is not None
+        return self.number(name) if name is not None and known else 1.0
+
+    def factors(self, name: str | None, count: int) -> tuple[float, ...]:
+        """A list of that many, ones where the file has none."""
+        value = None if name is None else self.values.get(name)
+        if value is None:
+            return (1.0,) * count
+        if not isinstance(value, list) or len(value) != count:
+            raise ConfigError(f"{self.file}: {name} must be {count} numbers, got {value!r}")
+        return tuple(Reader({str(name): one}, self.file).number(str(name)) for one in value)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):

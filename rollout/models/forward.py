@@ -76,8 +76,10 @@ class LayerKV:
 
     Of a layer with a recurrent state ``k`` is the inputs that its convolution still needs, ``v``
     the state, of each slot: [slots, channels of this rank, width - 1], and float32
-    [slots, heads of this rank, size of a key, dim].
+    [slots, heads of this rank, size of a key, dim]. ``beside``: those of a
+    layer that has pages, too.
     """
 
     k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]
     v: Tensor  # the same
+    beside: LayerKV | None = None

@@ -60,7 +60,8 @@ class LayerConfig:
     """The attention of one layer; ``window``: the keys a query sees, itself included, 0 for all.
 
     ``chunk``: of the positions it sees those since the last multiple of that; 0 for all.
-    ``recurrent``: it does not attend, but carries a state from token to token. ``feeds``: it is a
+    ``recurrent``: it does not attend, but carries a state from token to token; or, where
+    ``beside``, does both. ``feeds``: it is a
     feed-forward alone, and keeps nothing.
     """
 
@@ -69,6 +70,7 @@ class LayerConfig:
     chunk: int = 0
     growth: QueryGrowth | None = None
     recurrent: bool = False
+    beside: bool = False
     feeds: Literal["mlp", "moe"] | None = None
 
 
@@ -80,13 +82,15 @@ def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
     turns = _turning(read, arch, len(types))
     chunk = read.count("attention_chunk_size") if CHUNKED in types else 0
     every, growth = _read_growth(read, arch)
+    beside = arch.mamba is not None and arch.mamba.beside
     return tuple(
         LayerConfig(
             window=window if kind == SLIDES else 0,
             rope=ropes[kind] if turn else RopeConfig(kind="none"),
             chunk=chunk if kind == CHUNKED else 0,
             growth=growth if every or not turn else None,
-            recurrent=kind == LINEAR,
+            recurrent=kind == LINEAR or beside,
+            beside=beside,
             feeds=next((feeds for feeds in FEEDS if feeds == kind), None),
         )
         for kind, turn in zip(types, turns, strict=True)
@@ -118,6 +122,8 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
             f"{read.file}: num_hidden_layers is {layers}, but layer_types names {len(given)} "
             "layers; make them agree"
         )
+    if arch.mamba is not None and arch.mamba.beside:
+        return [FULL] * layers
     if arch.mamba is not None:
         return _known(read, LINEAR, FULL, *(FEEDS if arch.lone else ()))
     if arch.delta is not None:

@@ -26,7 +26,8 @@ LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_
 class MambaConfig:
     """Heads of all ranks: each of ``groups`` is shared by ``heads / groups`` heads in a row.
 
-    ``width``: inputs of the convolution. ``steps``: the least and the largest of a token.
+    ``width``: inputs of the convolution. ``steps``: the least and the largest of a token. ``ends``:
+    factors on what a layer reads and makes, ``parts`` on those of its first projection.
     """
 
     heads: int
@@ -36,7 +37,12 @@ class MambaConfig:
     width: int
     conv_bias: bool
     bias: bool
+    out_bias: bool
     steps: tuple[float, float]
+    normed: bool = True
+    norm_first: bool = False
+    ends: tuple[float, float] = (1.0, 1.0)
+    parts: tuple[float, ...] = (1.0,) * 5
 
     def share(self, part: str, rank: int, ranks: int) -> tuple[int, int, int]:
         """Rows of all ranks, the first of ``rank`` and how many it has, of a "z", "x", "b", "c" or
@@ -82,10 +88,13 @@ def read_mamba(read: Reader, arch: MambaArch) -> MambaConfig:
         )
     dim = read.values.get(arch.dim)
     if dim == "auto":
-        inner = read.count("mamba_expand") * read.count("hidden_size")
+        own = arch.inner if arch.inner and read.values.get(arch.inner) is not None else None
+        inner = read.count(own) if own else read.count("mamba_expand") * read.count("hidden_size")
         dim = inner // heads
     else:
         dim = read.count(arch.dim)
+    bias = read.switch(arch.bias)
+    reads, makes, parts = arch.scales or (None, None, None)
     return MambaConfig(
         heads=heads,
         dim=dim,
@@ -93,8 +102,13 @@ def read_mamba(read: Reader, arch: MambaArch) -> MambaConfig:
         state=read.count(arch.state),
         width=read.count(arch.width, least=2),
         conv_bias=read.switch(arch.conv_bias),
-        bias=read.switch(arch.bias),
+        bias=bias,
+        out_bias=bias if arch.out_bias is None else read.switch(arch.out_bias),
         steps=_read_steps(read, arch),
+        normed=read.switch(arch.normed),
+        norm_first=read.switch(arch.norm_first),
+        ends=(read.factor(reads), read.factor(makes)),
+        parts=read.factors(parts, 5),
     )
 
 

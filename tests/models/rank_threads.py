@@ -76,14 +76,16 @@ class Session:
         self.kv = []
         self.slots = torch.arange(len(sequences), dtype=torch.int32).flip(0) + 1
         for layer in range(config.num_layers):
-            if layer in config.recurrent_layers:
+            if layer in config.recurrent_layers and layer not in config.paged_layers:
                 self.kv.append(_states(model, len(sequences) + 2))
                 continue
             if layer in config.feeding_layers:
                 self.kv.append(LayerKV(torch.empty(0), torch.empty(0)))
                 continue
             k = torch.full(shape, 7.0, dtype=model.build.dtype)
-            self.kv.append(LayerKV(k, k if tensors == 1 else k.clone()))
+            beside = layer in config.recurrent_layers
+            states = _states(model, len(sequences) + 2) if beside else None
+            self.kv.append(LayerKV(k, k if tensors == 1 else k.clone(), states))
 
     def advance(self, counts: Sequence[int]) -> list[Tensor]:
         """Run the next ``counts[s]`` tokens of each sequence; their logits, per sequence."""

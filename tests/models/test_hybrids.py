@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import Session, loaded, run_ranks
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -52,7 +53,9 @@ def compare(model: torch.nn.Module, prompt: list[int], sample: Any, greedy: bool
         ("qwen3_next", 1, True),
         ("qwen3_5", 2, False),
         ("granite_hybrid", 1, True),
+        ("falcon_h1", 1, False),
         pytest.param("nemotron_h", 2, False, marks=pytest.mark.more),
+        pytest.param("falcon_h1", 2, True, marks=pytest.mark.more),
         pytest.param("qwen3_5", 2, True, marks=pytest.mark.more),
     ],
 )
@@ -78,7 +81,44 @@ def test_chunks_preemption_prefixes_and_forks_give_what_transformers_computes(
         assert rollout.metrics().state_snapshot_saves_total > before.state_snapshot_saves_total
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("changes", "tp"),
+    [
+        ({"mamba_norm_before_gate": False}, 4),
+        ({"mamba_rms_norm": False, "projectors_bias": True, "mamba_proj_bias": True}, 2),
+        ({"mlp_multipliers": None, "ssm_multipliers": None, "attention_bias": True}, 1),
+    ],
+)
+def test_falcon_h1_in_every_form_is_what_transformers_computes(
+    tmp_path: Path, changes: dict[str, Any], tp: int
+) -> None:
+    source = write_tiny(tmp_path, "falcon_h1", num_key_value_heads=4, **changes)
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.paged_layers == config.recurrent_layers == (0, 1, 2)
+    with torch.no_grad():
+        wanted = [source(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS[:2]]
+
+    def work(rank: TensorParallel) -> list[torch.Tensor]:
+        session = Session(loaded(config, rank, source.state_dict()), PROMPTS[:2])
+        steps = [session.advance(counts) for counts in ([4, 9], [2, 6], [1, 1])]
+        return [torch.cat(parts).log_softmax(-1) for parts in zip(*steps, strict=True)]
+
+    for ours in run_ranks(tp, work):
+        for one, other in zip(ours, wanted, strict=True):
+            assert (one - other).abs().max() < 1e-4
+    values = source.config.to_dict()
+    with pytest.raises(ConfigError, match="ssm_multipliers must be 5 numbers"):
+        ModelConfig.from_hf({**values, "ssm_multipliers": [1.0]})
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "qwen3_5",
+        pytest.param("nemotron_h", marks=pytest.mark.more),
+        pytest.param("falcon_h1", marks=pytest.mark.more),
+    ],
+)
 def test_a_warm_run_equals_a_cold_one_bit_for_bit_and_only_of_the_same_weights(
     tmp_path: Path, arch: str
 ) -> None:

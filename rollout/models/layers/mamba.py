@@ -40,15 +40,23 @@ class Mamba2(Layer):
         self.conv1d = ConvWeight(build, channels, mamba.width, mamba.conv_bias)
         for name in ("A_log", "D", "dt_bias"):
             self.declare(name, (self.heads,))
-        self.norm = GroupNorm(build, mamba)
-        self.out_proj = RowLinear(build, inner, build.config.hidden_size, mamba.bias)
+        self.norm = GroupNorm(build, mamba) if mamba.normed else None
+        self.out_proj = RowLinear(build, inner, build.config.hidden_size, mamba.out_bias)
+        self.scales: Tensor | None = None  # of each output of the first projection
+        if set(mamba.parts) != {1.0}:
+            parts = zip(mamba.parts, self.widths, strict=True)
+            whole = [torch.full((width,), scale) for scale, width in parts]
+            self.scales = torch.cat(whole).to(build.device)
 
     def forward(self, x: Tensor, _turn: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """``kv``: the states of this layer, of which those of ``batch.state_slots`` go on."""
         assert batch.state_slots is not None, "recurrent layers need slots for their states"
         where = batch.state_slots, batch.query_starts, batch.context_lens
         gate, *mixed, dt = self.widths
-        projected: Tensor = self.in_proj(x)
+        reads, makes = self.mamba.ends
+        projected: Tensor = self.in_proj(x if reads == 1 else x * reads)
+        if self.scales is not None:
+            projected = projected * self.scales.to(x.dtype)
         z, channels, steps = torch.split(projected, [gate, sum(mixed), dt], dim=1)
         conv = self.conv1d
         channels = causal_conv(channels, conv.weight[:, 0], kv.k, *where, conv.bias)
@@ -64,8 +72,12 @@ class Mamba2(Layer):
             kv.v,
             *where,
         )  # [T, heads, dim]
-        back: Tensor = self.out_proj(self.norm(out.flatten(1), z))
-        return back
+        out = out.flatten(1)
+        out = (
+            (out.float() * silu(z.float())).to(x.dtype) if self.norm is None else self.norm(out, z)
+        )
+        back: Tensor = self.out_proj(out)
+        return back if makes == 1 else back * makes
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         first, total = self.build.tp.rank * self.heads, (self.mamba.heads,)
@@ -90,7 +102,8 @@ class _Projection(MergedColumnLinear):
 
 
 class GroupNorm(Layer):
-    """x * silu(gate), by the root of the mean square of each group of all ranks, times a weight.
+    """x * silu(gate), by the root of the mean square of each group of all ranks, times a weight;
+    or, where the norm is first, x alone by that, and then gated.
 
     [T, channels of this rank]; collective where a group lies on several ranks.
     """
@@ -102,10 +115,11 @@ class GroupNorm(Layer):
         self.eps, self.tp = build.config.norm_eps, build.tp
         self.total, self.first, self.count = mamba.share("x", build.tp.rank, build.tp.size)
         self.groups, self.size = mamba.groups, self.total // mamba.groups
+        self.norm_first = mamba.norm_first
         self.declare("weight", (self.count,))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        gated = x.float() * silu(gate.float())
+        gated = x.float() if self.norm_first else x.float() * silu(gate.float())
         wide = gated.view(len(x), -1, min(self.size, self.count))
         squares = wide.pow(2).sum(-1, keepdim=True)  # [T, groups here, 1]
         if self.size > self.count:
@@ -114,7 +128,8 @@ class GroupNorm(Layer):
             whole[:, own] = squares[:, 0, 0]
             squares = self.tp.all_reduce(whole)[:, own, None, None]
         normed: Tensor = wide * torch.rsqrt(squares / self.size + self.eps)
-        return (self.weight.float() * normed.flatten(1)).to(x.dtype)
+        weighted = self.weight.float() * normed.flatten(1)
+        return (weighted * silu(gate.float()) if self.norm_first else weighted).to(x.dtype)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         name = f"{prefix}.weight"
