@@ -93,7 +93,7 @@ class Rank:
         return self.updates.restore()
 
     def stage_digests(self, args, tensors):
-        rows = slot_rows(self.instances.digest_slots(live=True))
+        rows = slot_rows(self.instances.reader.digest_slots(live=True))
         return {"digests": rows, "versions": [self.version, self.version]}
 
     def digests(self, args, tensors):

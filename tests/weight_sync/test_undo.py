@@ -452,7 +452,7 @@ def test_weights_are_not_put_aside_while_they_are_read(make, checkpoints) -> Non
 
     def read() -> None:
         try:
-            for _ in instances.digest_slots(live=True):
+            for _ in instances.reader.digest_slots(live=True):
                 assert parked.wait(30)
         except EngineClosed as error:
             failures.append(error)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rollout.kernels import swap_tensors
 from rollout.models.model import Model
 from rollout.models.patch_journal import CHUNK
 from rollout.weights import INTEGERS
@@ -67,6 +68,34 @@ class RollbackSnapshot:
         all_or_none([partial(_swap, piece, x) for piece, x in pieces], model.after_load)
 
 
+@dataclass(slots=True)
+class KeptVersion:
+    """A snapshot that turns one content of the live instance into another, and then back."""
+
+    snapshot: RollbackSnapshot
+    leads_to: int | None
+    leads_from: int | None
+
+    def is_between(self, here: int | None, there: int | None) -> bool:
+        """Whether it leads from ``here`` to ``there``; None is no content."""
+        known = here is not None and there is not None
+        return known and (self.leads_from, self.leads_to) == (here, there)
+
+    def exchange(self, live: Model) -> None:
+        self.snapshot.exchange(live)
+        self.leads_to, self.leads_from = self.leads_from, self.leads_to
+
+
+def exchange(a: Model, b: Model) -> None:
+    """Of two instances, all that they hold; both derive again. A failure changes neither."""
+
+    def derive() -> None:
+        a.after_load()
+        b.after_load()
+
+    all_or_none([partial(swap_tensors, x, y) for x, y in _storages(a, b)], derive)
+
+
 def all_or_none(exchanges: list[Callable[[], None]], derive: Callable[[], None]) -> None:
     """Run every exchange, then ``derive``; when one fails, those before it are done again.
 
@@ -95,6 +124,16 @@ def chunks(model: Model) -> Iterator[Tensor]:
 def pairs(a: Model, b: Model) -> Iterator[tuple[Tensor, Tensor]]:
     """Matching pieces of the two instances' parameters."""
     yield from zip(chunks(a), chunks(b), strict=True)
+
+
+def _storages(a: Model, b: Model) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole parameters where a kernel exchanges them without a copy, else pieces of them."""
+    if not a.build.device.type == b.build.device.type == "cuda":
+        yield from pairs(a, b)
+        return
+    others = dict(b.named_parameters())
+    for name, parameter in a.named_parameters():
+        yield parameter.data, others[name].data
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ class StagedLoad:
     def digest_slots(
         self, nonfinite: list[tuple[WeightSlot, int]] | None
     ) -> Iterator[tuple[WeightSlot, int]]:
-        """Every slot that will be live, and its digest; see ``ModelInstances.digest_slots``."""
+        """Every slot that will be live, and its digest; see ``WeightReader.digest_slots``."""
         if self._model is not None:
-            yield from self._instances.digest_slots(self.live, nonfinite=nonfinite)
+            yield from self._instances.reader.digest_slots(self.live, nonfinite=nonfinite)
         for part, model in self._adapters.items():
             for slot, (value, bad) in zip(model.filled, model.digests(), strict=True):
                 named = _named(part, slot)
@@ -100,7 +100,7 @@ class StagedLoad:
 
     def live_digests(self) -> Sequence[tuple[WeightSlot, int]]:
         """Of quantised slots, as they are held."""
-        return [] if self._model is None else self._instances.live_digests(self.live)
+        return [] if self._model is None else self._instances.reader.live_digests(self.live)
 
     def scalings(self) -> dict[str, int]:
         """By adapter, the digest of how much each module's counts."""

@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.rollback import RollbackSnapshot, all_or_none, pairs
+from rollout.engine.worker.rollback import KeptVersion, RollbackSnapshot, exchange
+from rollout.engine.worker.weight_reader import WeightReader
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
-from rollout.kernels import swap_tensors
 from rollout.models.model import Model
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.raw_load import RawLoad, raw_bytes
 from rollout.models.weight_load import WeightLoad
 from rollout.weights import WeightSlot
 from rollout.weights.components import component_of
-
-_AT_ONCE = 1 << 31  # elements digested in one go on a device: a sleep waits for at most these
 
 
 class ModelInstances:
@@ -76,9 +73,9 @@ class ModelInstances:
         self._live_is: int | None = next(self._names)
         self._shadow_is: int | None = None
         self._past: list[int | None] = []  # what was live before, newest last
-        self._kept: _Kept | None = None
+        self._kept: KeptVersion | None = None
         self._revert: Callable[[], object] | None = None  # undoes the last commit
-        self._reading = threading.Lock()  # weights that are read stay where they are
+        self.reader = WeightReader(self._instance)
         # What was written to the shadow since it was brought up to live; once that is committed,
         # the two contents named in ``_diff`` differ in nothing else.
         self._written: PatchJournal | None = None
@@ -213,7 +210,7 @@ class ModelInstances:
         if self._live is None:
             self._live = self._build(self._device)
         elif self._undo != "shadow" and self._live_is is not None:
-            self._kept = _Kept(RollbackSnapshot.whole(self._live), self._live_is, None)
+            self._kept = KeptVersion(RollbackSnapshot.whole(self._live), self._live_is, None)
         self._in_place, self._live_is = True, None
         return self._live.begin_load()
 
@@ -243,70 +240,13 @@ class ModelInstances:
             for slot in slots:
                 yield replace(slot, take=model.table.needs(slot))
 
-    def digest_slots(
-        self,
-        live: bool,
-        names: frozenset[str] | None = None,
-        nonfinite: list[tuple[WeightSlot, int]] | None = None,
-    ) -> Iterator[tuple[WeightSlot, int]]:
-        """Every slot of this rank with the digest of its values; ``names`` are sources.
-
-        Reads beside the main thread: some slots at a time, between which the weights may be
-        parked or dropped; then it raises. ``nonfinite``: where given, it is filled with the slots
-        that hold NaN or infinity, and how many.
-        """
-        model = self._digested(live)
-        every, alone = model.table.slots, _alone(model)
-        wanted = [
-            slot for source in every if names is None or source in names for slot in every[source]
-        ]
-        for slots in _parts(wanted, 1 if alone else _AT_ONCE):
-            with self._reading:
-                found = self._read(self._digested(live), slots, nonfinite is not None)
-            for slot, (value, bad) in zip(slots, found, strict=True):
-                if nonfinite is not None and bad:
-                    nonfinite.append((model.as_sent(slot), bad))
-                yield model.as_sent(slot), value
-
     @property
     def scheme(self) -> str:
         """Of quantised linears; "" where there are none."""
-        scheme = self._digested(self._shadow is None).build.quantization
+        scheme = self._instance(self._shadow is None).build.quantization
         return "" if scheme is None else scheme.name
 
-    def live_digests(self, live: bool) -> list[tuple[WeightSlot, int]]:
-        """Every quantised slot with the digest that its codes and scales had when written;
-        ``digest_slots`` says whether they still have it.
-        """
-        with self._reading:
-            return self._digested(live).written_digests()
-
-    @staticmethod
-    def _read(model: Model, slots: list[WeightSlot], finite: bool) -> list[tuple[int, int]]:
-        if not _alone(model):
-            return model.digest_slots(slots)
-        found = []
-        for slot in slots:
-            bad = [0] if finite else None
-            found.append((model.digest_slot(slot, bad), bad[0] if bad else 0))
-        return found
-
-    def read_slots(self, names: frozenset[str]) -> Iterator[tuple[WeightSlot, Tensor]]:
-        """Every slot of the live weights whose source is in ``names``, and a copy of its values."""
-        for source, slots in self.live.table.slots.items():
-            for slot in slots if source in names else ():
-                with self._reading:
-                    values = self._digested(live=True).read_slot(slot).contiguous().cpu().clone()
-                yield slot, values
-
-    def nonfinite(self) -> tuple[str, ...]:
-        """The sources of the live weights that hold NaN or infinity; takes as long as digests."""
-        bad: list[tuple[WeightSlot, int]] = []
-        for _ in self.digest_slots(live=True, nonfinite=bad):
-            pass
-        return tuple(dict.fromkeys(slot.source for slot, _ in bad))
-
-    def _digested(self, live: bool) -> Model:
+    def _instance(self, live: bool) -> Model:
         model = self.live if live else self._shadow
         if model is None:
             raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")
@@ -347,9 +287,9 @@ class ModelInstances:
         return None
 
     def digests_before(self) -> list[tuple[WeightSlot, int]] | None:
-        """As ``digest_slots``, of what the way back leads to; None where no instance holds it."""
+        """Of what the way back leads to; None where no instance holds it."""
         swaps = self.way_back == self._swap
-        return list(self.digest_slots(live=False)) if swaps else None
+        return list(self.reader.digest_slots(live=False)) if swaps else None
 
     def go_back(self) -> bool:
         """Make what was live before the last commit live again; ``VersionConflict`` if gone.
@@ -394,7 +334,7 @@ class ModelInstances:
     def drop_weights(self) -> None:
         """Let go of both instances; only a full update brings weights back."""
         self.drop_shadow()
-        with self._reading:
+        with self.reader.lock:
             self._live = self._live_is = None
             self._parked = {}
 
@@ -405,14 +345,14 @@ class ModelInstances:
         """
         if self._device.type == "cpu" or self._live is None or self._parked:
             return
-        with self._reading:
+        with self.reader.lock:
             for name, parameter in self._live.named_parameters():
                 self._parked[name] = parameter.data.cpu()
                 parameter.data = parameter.data.new_empty(0)
 
     def unpark(self) -> None:
         """Bring parked weights back to the device."""
-        with self._reading:
+        with self.reader.lock:
             parked, self._parked = self._parked, {}
             for name, parameter in self._live.named_parameters() if self._live else ():
                 if name in parked:
@@ -429,7 +369,7 @@ class ModelInstances:
         held = self._pinned and not self._may_flip(shadow)
         moves = live is not None and (held or elsewhere)
         if live is not None and moves:
-            _exchange(live, shadow)
+            exchange(live, shadow)
         else:
             self._live, self._shadow = shadow, live
         if self._device.type == "cuda":
@@ -508,7 +448,7 @@ class ModelInstances:
                 snapshot = RollbackSnapshot.whole(self._shadow)
             else:
                 snapshot = RollbackSnapshot.difference(self._shadow, self.live)
-            self._kept = _Kept(snapshot, target, self._live_is)
+            self._kept = KeptVersion(snapshot, target, self._live_is)
         elif self._kept is not None and not self._kept.is_between(self._live_is, target):
             self._forget()
 
@@ -521,60 +461,5 @@ class ModelInstances:
         return self._build(device)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A snapshot that turns one content of the live instance into another, and then back."""
-
-    snapshot: RollbackSnapshot
-    leads_to: int | None
-    leads_from: int | None
-
-    def is_between(self, here: int | None, there: int | None) -> bool:
-        """Whether it leads from ``here`` to ``there``; None is no content."""
-        known = here is not None and there is not None
-        return known and (self.leads_from, self.leads_to) == (here, there)
-
-    def exchange(self, live: Model) -> None:
-        self.snapshot.exchange(live)
-        self.leads_to, self.leads_from = self.leads_from, self.leads_to
-
-
 def _bytes_of(model: Model) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _parts(slots: list[WeightSlot], numel: int) -> Iterator[list[WeightSlot]]:
-    """Some slots at a time, of at least ``numel`` elements but for the last ones."""
-    part: list[WeightSlot] = []
-    size = 0
-    for slot in slots:
-        part.append(slot)
-        size += slot.take.numel
-        if size >= numel:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-def _alone(model: Model) -> bool:
-    """Whether slots are digested one by one."""
-    return model.build.device.type == "cpu" or bool(model.table.quantized)
-
-
-def _exchange(a: Model, b: Model) -> None:
-    def derive() -> None:
-        a.after_load()
-        b.after_load()
-
-    all_or_none([partial(swap_tensors, x, y) for x, y in _storages(a, b)], derive)
-
-
-def _storages(a: Model, b: Model) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole parameters where a kernel exchanges them without a copy, else pieces of them."""
-    if not a.build.device.type == b.build.device.type == "cuda":
-        yield from pairs(a, b)
-        return
-    others = dict(b.named_parameters())
-    for name, parameter in a.named_parameters():
-        yield parameter.data, others[name].data

@@ -171,7 +171,7 @@ class Worker:
                 adapters=self._runner.adapters,
             )
             if config.check_finite and config.load_format != "dummy":
-                self._nonfinite = self._runner.instances.nonfinite()
+                self._nonfinite = self._runner.instances.reader.nonfinite()
         return self.info(args)
 
     def init_kv(self, args: Args) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class Worker:
         names = args.get("names")
         wanted = None if names is None else frozenset(names)
         before = self.version  # the main thread may commit meanwhile: the caller compares
-        rows = slot_rows(self.runner.instances.digest_slots(live=True, names=wanted))
+        rows = slot_rows(self.runner.instances.reader.digest_slots(live=True, names=wanted))
         return {"digests": rows, "versions": [before, self.version]}
 
     def digests_before(self, args: Args) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class Worker:
         """What this rank holds of the live tensors in ``names``, box by box."""
         rows: list[Any] = []
         tensors: dict[str, Tensor] = {}
-        for slot, values in self.runner.instances.read_slots(frozenset(args["names"])):
+        for slot, values in self.runner.instances.reader.read_slots(frozenset(args["names"])):
             rows.append([slot.source, list(slot.take.starts), list(slot.take.stops)])
             tensors[str(len(tensors))] = values
         return {"boxes": rows, "version": self.version}, tensors
