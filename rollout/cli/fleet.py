@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.flags import Row, add_rows, engine_flags, environment
@@ -57,7 +58,8 @@ async def serving_replicas(
     # All members end with this process: what it has promised dies with them.
     with tempfile.TemporaryDirectory(prefix="rollout-fleet-") as record:
         fleet = _fleet(record, args)
-        replicas = Replicas(fleet, where, flags, args.replicas, gpus)
+        journal = None if config.journal is None else Path(config.journal)
+        replicas = Replicas(fleet, where, flags, args.replicas, gpus, journal)
         try:
             starting = asyncio.to_thread(replicas.start)
             async with _served(fleet, at, starting, config.weight_dirs) as up:

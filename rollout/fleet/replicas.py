@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -38,8 +39,12 @@ class Replicas:
         flags: Sequence[str],
         count: int,
         gpus: Sequence[Sequence[str]] = (),
+        journal: Path | None = None,
     ) -> None:
-        """``gpus``: those of each replica, as CUDA_VISIBLE_DEVICES names them; () is on CPUs."""
+        """``gpus``: those of each replica, as CUDA_VISIBLE_DEVICES names them; () is on CPUs.
+        ``journal``: a directory, in which each replica has one of its name.
+        """
+        self._journal = journal
         self._fleet, self._count = fleet, count
         self._gpus = {_name(n): ",".join(each) for n, each in enumerate(gpus)}
         self._command = [
@@ -102,7 +107,8 @@ class Replicas:
             settings["CUDA_VISIBLE_DEVICES"] = self._gpus[name]
         environment = child_environment(settings)
         process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [*self._command, *self._own_flags(name)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment, start_new_session=True,  # Ctrl-C is ours to tell them of
         )  # fmt: skip
         with self._lock:
@@ -123,6 +129,10 @@ class Replicas:
                 "why"
             )
         return words[2].removeprefix("grpc=")
+
+    def _own_flags(self, name: str) -> list[str]:
+        """A journal has one writer, which forgets what is oldest."""
+        return [] if self._journal is None else ["--journal", str(self._journal / name)]
 
     def _watch(self, name: str) -> None:
         """Start ``name`` again whenever its process has ended."""

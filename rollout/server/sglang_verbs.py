@@ -242,7 +242,9 @@ class SglangVerbs:
 
         However often it is asked: clients ask again, and would sample from the old weights.
         """
-        missing = await self._run(lambda verbs: verbs.incomplete())
+        missing = None
+        if isinstance(self._rollout.backend, EmbeddedBackend):  # a fleet takes no broadcasts
+            missing = await self._run(lambda verbs: verbs.incomplete())
         if missing is not None:
             raise IncompleteUpdate(
                 f"the weights that were sent make no whole model: {missing}. Generation is still "

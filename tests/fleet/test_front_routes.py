@@ -86,6 +86,8 @@ def test_sglangs_memory_routes_put_the_fleet_to_sleep_and_wake_it(engines, tmp_p
         for tag in ("weights", "kv_cache"):
             body = {"tags": [tag]}
             assert (await http.post("/resume_memory_occupation", json=body)).status_code == 200
+        for path in ("/pause_generation", "/continue_generation"):
+            assert (await http.post(path, json={})).status_code == 200, path
         return asleep.status_code, (await http.post("/v1/completions", json=PROMPT)).status_code
 
     assert asked(engines, tmp_path, ask) == (503, 200)

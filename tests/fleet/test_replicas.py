@@ -1,9 +1,11 @@
 """What each replica of ``rollout serve --replicas`` gets of the machine."""
 
+from pathlib import Path
+
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.fleet.replicas import gpus_each, threads_each, visible_gpus
+from rollout.fleet.replicas import Replicas, gpus_each, threads_each, visible_gpus
 
 
 def test_every_replica_has_gpus_of_its_own(monkeypatch):
@@ -16,3 +18,9 @@ def test_every_replica_has_gpus_of_its_own(monkeypatch):
 def test_processors_are_shared_out(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [threads_each(n) for n in (1, 2, 3, 16)] == [8, 4, 2, 1]
+
+
+def test_every_replica_has_a_journal_of_its_own():
+    """One writer forgets what is oldest, and unlinks it: of another's it might be what is open."""
+    replicas = Replicas(None, "model", ["--journal", "kept"], 2, journal=Path("kept"))
+    assert replicas._own_flags("replica-1") == ["--journal", "kept/replica-1"]

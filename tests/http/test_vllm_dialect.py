@@ -97,6 +97,15 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("/skyrl/v1/generate", {"token_ids": IDS, "stream": True}, "does not stream"),
     ("/skyrl/v1/generate", {"token_ids": IDS, "return_sample_support": True}, "return_sample"),
+    (
+        "/skyrl/v1/generate",
+        {
+            "token_ids": IDS,
+            "return_sample_support": True,
+            "sampling_params": {"top_k": 40_000_000, "max_tokens": 2},
+        },
+        "smaller top_k",
+    ),
     ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
     ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),

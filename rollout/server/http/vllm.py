@@ -61,6 +61,7 @@ from rollout.server.http.types import StreamOptions
 
 routes = Routes()
 Document = dict[str, Any]
+MAX_SUPPORT = 1 << 26  # ids that ``return_sample_support`` packs: four bytes each, and their text
 _KNOWN = frozenset(field.name for field in fields(SamplingParams))
 # Of vLLM's sampling parameters: how its engine hands outputs over, which changes no token.
 _WITHOUT_EFFECT = frozenset(("output_kind", "skip_clone", "spaces_between_special_tokens"))
@@ -163,6 +164,8 @@ async def skyrl_generate(rollout: Engine, body: GenerateBody, request: Request) 
     params = defaults.asked(body.params())
     if body.return_sample_support and (params.top_k <= 0 or params.greedy):
         raise InvalidRequest("return_sample_support needs top_k and a temperature: it is as wide")
+    if body.return_sample_support:
+        _check_support(params, rollout.backend.max_model_len)
     style, outputs = await _begun(rollout, body, request)
     done = await unless_disconnected(request, in_order(outputs))
     whole = _answer(done[0], style, body)
@@ -172,6 +175,16 @@ async def skyrl_generate(rollout: Engine, body: GenerateBody, request: Request) 
         choice["rollout_sample_support"] = skyrl_support(completion, params) if wanted else None
         choice.pop("sampling_mask", None)
     return JSONResponse(whole)
+
+
+def _check_support(params: SamplingParams, max_model_len: int) -> None:
+    """``InvalidRequest`` where the packed rows of an answer could take too much memory."""
+    tokens = params.n * (max_model_len if params.max_tokens is None else params.max_tokens)
+    if tokens * params.top_k > MAX_SUPPORT:
+        raise InvalidRequest(
+            f"return_sample_support packs top_k ids for each token: {params.top_k} for up to "
+            f"{tokens} tokens are more than {MAX_SUPPORT}; ask for a smaller top_k, or fewer tokens"
+        )
 
 
 async def _begun(
