@@ -183,7 +183,7 @@ class ModelInstances:
     def open_raw(self, staging: str, rank: int) -> RawLoad:
         """As ``open_shadow``, for the memory of an equal rank of another engine."""
         self.open_shadow(False, staging)
-        shadow = self._digested(live=False)
+        shadow = self._instance(False)
         return RawLoad(shadow.storages(), rank, shadow.after_load)
 
     def raw_sizes(self) -> list[tuple[str, int]]:
@@ -192,8 +192,8 @@ class ModelInstances:
 
     def read_raw(self, param: str, start: int, stop: int) -> Tensor:
         """A copy of bytes of a parameter of the live weights."""
-        with self._reading:
-            storage = raw_bytes(self._digested(live=True).storages()[param])
+        with self.reader.lock:
+            storage = raw_bytes(self._instance(True).storages()[param])
             return storage[start:stop].cpu().clone()
 
     def open_live(self, components: Sequence[str] | None = None) -> WeightLoad:
