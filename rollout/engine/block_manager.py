@@ -123,7 +123,8 @@ class BlockManager:
         """Nothing computed before this call is found again."""
         self._by_hash.clear()
         for block in self._blocks:
-            block.forget()
+            if not block.ref_count:  # a held one's hash goes on in chains of the roots before
+                block.forget()
         self._pinned_roots = None  # what is pinned finds nothing any more
         self._start_from(self.root)
 

@@ -147,8 +147,7 @@ class Journal:
             while (found := self._next()) is not None:
                 self._write_safely(found)
         finally:
-            if self._file is not None:
-                os.close(self._file)
+            self._end_file()
             if self.dropped:
                 log.warning("the journal lacks %d requests: it could not keep up", self.dropped)
 
@@ -170,6 +169,7 @@ class Journal:
             if not self.dropped:
                 log.exception("the journal cannot be written: %s", error)
             self.dropped += 1
+            self._end_file()  # it may end within a line
 
     def _write(self, finished: Finished) -> None:
         document = request_document(finished)
@@ -195,8 +195,7 @@ class Journal:
     def _begin_file(self) -> None:
         if self._file is not None:
             os.fdatasync(self._file)
-            os.close(self._file)
-            self._file = None
+            self._end_file()
         self._number += 1
         path = self._directory / f"{self._name}-{self._number:06d}{_SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
@@ -204,13 +203,19 @@ class Journal:
         self._append({"kind": "engine", **self._facts})
         self._forget_oldest(path)
 
+    def _end_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
     def _forget_oldest(self, newest: Path) -> None:
         """Leave room for the new file within the bound; files of other engines count, too."""
         room = self._max_bytes - self._max_bytes // FILES
         for path in reversed([p for p in journal_files(self._directory) if p != newest]):
-            room -= path.stat().st_size
-            if room < 0:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another engine made room, too
+                room -= path.stat().st_size
+                if room < 0:
+                    path.unlink()
 
     def _append(self, document: Mapping[str, Any]) -> None:
         assert self._file is not None

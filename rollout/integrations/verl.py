@@ -137,8 +137,8 @@ class Server:
     def _params(self, prompt: list[int], given: dict[str, Any]) -> SamplingParams:
         """verl's names; without a limit the response's length, and never beyond the model's."""
         limits = self._limits
-        asked = given.pop("max_tokens", None) or given.pop("max_new_tokens", None)
-        given.pop("max_new_tokens", None)
+        asked, other = given.pop("max_tokens", None), given.pop("max_new_tokens", None)
+        asked = other if asked is None else asked
         if asked is None:
             left = limits["prompt_length"] + limits["response_length"] - len(prompt)
             asked = min(limits["response_length"], left)

@@ -37,6 +37,7 @@ def check_deterministic(build: Build, foreign: Any = None) -> None:
         f"attention heads of {config.head_dim}, {config.num_heads} over "
         f"{config.num_kv_heads} (at most {MAX_DIM}, {MAX_GROUP} to one)": wide,
         "a GPU without Triton": on_gpu and not triton_runs(),
+        "norms that subtract the mean on a GPU": on_gpu and config.arch.norm == "layer",
         f"a machine without the native kernels ({native_status()})": not on_gpu
         and library() is None,
     }

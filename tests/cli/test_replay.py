@@ -142,10 +142,22 @@ def test_a_journal_goes_on_once_the_disk_takes_it_again(journaled, tmp_path, mon
     settled(1)
     assert journal.dropped == 1
     full.clear()
-    journal.add(again.finished())
-    settled(2)
+    wrote = os.write
+    torn = iter((True,))
+
+    def half(file: int, data: memoryview) -> int:
+        if next(torn, False):
+            wrote(file, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        return wrote(file, data)
+
+    monkeypatch.setattr(os, "write", half)
+    for count in (2, 3, 4):
+        journal.add(again.finished())
+        settled(count)
     journal.close()
-    assert (journal.written, journal.dropped) == (1, 1)
+    assert (journal.written, journal.dropped) == (2, 2)
+    assert all(found.facts["kind"] == "engine" for found in read_journal(tmp_path / "full"))
 
 
 class _Again:

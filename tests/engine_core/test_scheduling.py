@@ -63,6 +63,19 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_never_its_last_token() -> N
     assert longer.num_cached_tokens == 16  # 19 of 20 positions were computed: four full blocks
 
 
+def test_a_reset_between_a_prompts_chunks_lets_no_fork_publish_under_the_new_root() -> None:
+    bench = Bench(num_blocks=64, budget=8)
+    child = bench.submit(prompt(11), 12, n=2)[1]
+    bench.step()  # two full blocks of the prompt; its last chunk fills none
+    bench.blocks.reset_prefix_cache()
+    bench.run()
+    assert child.output_token_ids == continuation(prompt(11), 12)
+    alike = bench.submit([*child.token_ids[8:12], 1, 2], 4)[0]
+    bench.run()
+    assert alike.num_cached_tokens == 0
+    assert alike.output_token_ids == continuation([*child.token_ids[8:12], 1, 2], 4)
+
+
 def test_of_equal_prompts_that_come_together_one_is_computed() -> None:
     bench = Bench(budget=64)
     seqs = [bench.submit(prompt(16), 4)[0] for _ in range(5)]

@@ -64,3 +64,7 @@ def test_edits_and_alternatives_are_not_lost() -> None:
 
 def test_a_cpu_keeps_its_own_sampler() -> None:
     assert type(make_sampler(torch.device("cpu"))) is Sampler
+
+
+def test_a_deterministic_engine_has_one_sampler_whatever_the_rows_beside_a_row_ask_for() -> None:
+    assert type(make_sampler(torch.device("cuda"), deterministic=True)) is Sampler

@@ -132,6 +132,7 @@ async def test_sglangs_classify_gives_rewards_as_its_clients_read_them(judge: An
         ("/v1/completions", {"prompt": [1], "max_tokens": 1}, "no LM head: ask it by classify"),
         ("/v1/chat/completions", {"messages": CHAT}, "no LM head: ask it by classify"),
         ("/v1/embeddings", {"input": [1]}, "no LM head: ask it by classify"),
+        ("/classify", {"messages": [{"role": "user", "content": "a"}], "text": "b"}, "one of"),
         ("/v1/score", {"prompts": [[1, 2]]}, "no LM head: ask it by classify"),
         ("/generate", {"input_ids": [1]}, "no LM head: ask it by classify"),
     ],

@@ -15,9 +15,10 @@ from rollout.kernels import sample
 from rollout.kernels.gpu_support import triton_runs
 
 
-def make_sampler(device: torch.device) -> Sampler | FusedSampler:
+def make_sampler(device: torch.device, deterministic: bool = False) -> Sampler | FusedSampler:
     """The sampler for logits on ``device``."""
-    return FusedSampler() if device.type == "cuda" and triton_runs() else Sampler()
+    fused = device.type == "cuda" and triton_runs() and not deterministic
+    return FusedSampler() if fused else Sampler()
 
 
 class FusedSampler:

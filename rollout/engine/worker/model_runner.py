@@ -82,7 +82,10 @@ class ModelRunner:
         self.gives_hidden_states = live.gives_hidden_states
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
+        # Neither states nor experts of codes, whose numbers the host reads, fit into a graph.
+        counts = self.model_config.moe is not None and config.quantization != "none"
         own = isinstance(live.policy, CausalLM) and not self.model_config.recurrent_layers
+        own = own and not counts
         decodes = not self.model_config.labels
         self._captures = decodes and wants_graphs(config, self.device, own)
         self._graphs: dict[Model, DecodeGraphs] = {}  # by instance
@@ -100,7 +103,7 @@ class ModelRunner:
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype, kept)
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         self.kv = KVCache(shape, self.device, self.states)
-        self.sampler = make_sampler(self.device)
+        self.sampler = make_sampler(self.device, self.config.deterministic)
         self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
@@ -276,7 +279,7 @@ class ModelRunner:
         self.kv.free()
         self._images.clear()
         self.instances.drop_shadow()
-        self.sampler = make_sampler(self.device)
+        self.sampler = make_sampler(self.device, self.config.deterministic)
         if level == 2:
             self.instances.drop_weights()
         else:

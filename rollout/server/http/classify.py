@@ -102,6 +102,12 @@ class ClassifyBody(_HeadBody):
     input_ids: list[TokenId] | list[list[TokenId]] | None = None
     rid: str | None = None
 
+    @model_validator(mode="after")
+    def _one_of_all(self) -> ClassifyBody:
+        if self.messages is not None and self.is_sglangs:
+            raise ValueError("exactly one of 'messages' and SGLang's 'text' and 'input_ids'")
+        return self
+
     @property
     def is_sglangs(self) -> bool:
         return self.text is not None or self.input_ids is not None

@@ -35,6 +35,7 @@ def without_answer(output: RequestOutput) -> RequestOutput:
             logprobs=Logprobs([], [], [], None),
             cumulative_logprob=0.0,
             weight_versions=(),
+            sampling_mask=None,
         )
         for one in output.outputs
     ]
