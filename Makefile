@@ -50,6 +50,7 @@ soak: $(STAMP)
 	$(BIN)/python benchmarks/fuzz.py --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python -m rollout.fleet.simulator --members 4,16,64,256,1024 --updates 10000 \
 		--faults 100000 --fault-rate 2 --limit 120 --seed $(or $(SEED),0)
+	ROLLOUT_TEST_RANDOM=1 $(PYTEST)
 	ROLLOUT_TEST_FLEETS=2000 $(BIN)/pytest tests/fleet/test_faults_by_a_model.py
 	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py
 

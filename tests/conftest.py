@@ -21,7 +21,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no fault
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,  # a busy machine is no fault
+    derandomize="ROLLOUT_TEST_RANDOM" not in os.environ,  # a soak looks for new examples
+)
 hypothesis.settings.load_profile("suite")
 
 # What takes longest goes first, so that no worker ends long after the others.

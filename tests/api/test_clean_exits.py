@@ -19,6 +19,15 @@ def trainers(tmp_path_factory):
         yield trainers
 
 
+def prompt_at_last(trainers, took, case) -> None:
+    """A wait would show in all exits, a busy machine in some."""
+    for _ in range(5):
+        if min(took) < PROMPT:
+            return
+        took += trainers.run(case)
+    assert min(took) < PROMPT, took
+
+
 @pytest.mark.parametrize(
     ("transport", "ranks"),
     [*((transport, 1) for transport in TRANSPORTS), ("broadcast", 2), ("p2p", 2)],
@@ -30,7 +39,7 @@ def test_trainers_end_with_status_0(trainers, transport, ranks) -> None:
         exits = 2 if ranks == 1 and outcome == "committed" else 1
         for case in variants(transport, ranks, outcome, exits):
             took += trainers.run(case)
-    assert min(took) < PROMPT, took  # a wait would show in all of them, a busy machine in some
+    prompt_at_last(trainers, took, case)
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["plain", "fsdp2"])
@@ -49,8 +58,8 @@ def test_an_engine_that_nobody_closed_ends_with_its_processes(trainers) -> None:
 @pytest.mark.parametrize("ranks", [1, 2], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_way_to_end(trainers, transport, ranks, outcome) -> None:
-    took = [s for case in variants(transport, ranks, outcome, EXITS) for s in trainers.run(case)]
-    assert min(took) < PROMPT, took  # a wait would show in all of them, a busy machine in some
+    cases = list(variants(transport, ranks, outcome, EXITS))
+    prompt_at_last(trainers, [s for case in cases for s in trainers.run(case)], cases[-1])
 
 
 @pytest.mark.more

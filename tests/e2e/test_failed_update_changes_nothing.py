@@ -52,8 +52,8 @@ def test_a_killed_trainer_rank(engine, fresh, checkpoints, fragile, transport) -
     assert killed is None
     assert sender is not None
     assert sender["error"] in ("TransferFailed", "SourceFailed"), sender
-    assert sender["seconds"] < 5
-    wait_idle(engine, 5)
+    assert sender["seconds"] < 20
+    wait_idle(engine, 20)
     assert engine.weight_version == before
     assert outcome(engine) == fresh["a"]
     assert engine.update_weights(weights(checkpoints["b"])).version == before + 1

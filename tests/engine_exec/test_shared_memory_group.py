@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_at_the_deadline_and_nobody_spins_until_then():
         assert code == 0
         assert len(told["errors"]) == 2  # the second at once: the ranks are out of step
         assert all("for rank 2, which hangs or is gone" in text for text in told["errors"])
-        assert 0.9 < told["seconds"] < 3
+        assert 0.9 < told["seconds"] < 20
         assert told["cpu"] < 0.3
 
 
