@@ -25,6 +25,7 @@ from rollout.distributed import LOOPBACK
 from rollout.distributed.rendezvous import Door, enter
 from rollout.engine.executors.external import ExternalExecutor, RankHost
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
+from rollout.weight_sync.transports.host import host_id
 
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of collectives
 _LOOK = 0.2  # seconds between looks at what has become of the ranks that start
@@ -96,8 +97,6 @@ class RayExecutor(ExternalExecutor):
         table = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
         nodes = [table[index] for index in range(self.size)]
-        self.one_host = all(node == here for node in nodes)
-        self._host = LOOPBACK if self.one_host else str(ray.util.get_node_ip_address())
         kind = ray.remote(RankActor)
         for index in _by_node(nodes, here):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -109,6 +108,19 @@ class RayExecutor(ExternalExecutor):
                     scheduling_strategy=strategy, runtime_env={"env_vars": _environment()},
                 ).remote()
             )  # fmt: skip
+        # Ranks of this node may still be another user's, or in a container: they share no memory.
+        near = all(node == here for node in nodes)
+        self.one_host = near and self._hosts(deadline) == {host_id()}
+        self._host = LOOPBACK if self.one_host else str(ray.util.get_node_ip_address())
+
+    def _hosts(self, deadline: float) -> set[str]:
+        """Of the actors, once they are up."""
+        waiting = [actor.host.remote() for actor in self._actors]
+        while True:
+            done, left = self._ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK)
+            self._look_after(waiting, deadline)
+            if not left:
+                return set(self._ray.get(done))
 
     def _meet(self, deadline: float) -> None:
         """Have every rank connect."""
@@ -155,6 +167,10 @@ class RayExecutor(ExternalExecutor):
 
 class RankActor:
     """The process that Ray starts for one rank; its engine's calls come over a socket."""
+
+    def host(self) -> str:
+        """``host_id`` of its process."""
+        return host_id()
 
     def connect(
         self, host: str, port: int, secret: str, rank: int, timeout: float, gpu: bool
