@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet_front import ENGINE, LEASE, Front
-from shared_engines import eventually, standing_still
+from shared_engines import TRIES, eventually, standing_still
 from tiny_models import randomize, write_tiny
 
 from rollout import Rollout
@@ -279,14 +279,19 @@ def test_a_stream_goes_on_elsewhere_behind_what_was_delivered(front, engines, ch
     params |= {"logprobs": 2}
     with Rollout(checkpoint, **ENGINE) as whole:
         expected = whole.generate("three two one", params)[0]
-    cut = 0
-    for output in front.rollout.stream("three two one", params):
-        count = len(output.outputs[0].token_ids)
-        if not cut and count > 5:
-            cut = count
-            running = [engine for engine in engines if engine.metrics().running]
-            [engine.shutdown() for engine in running]
-            assert len(running) == 1
+    for _ in range(TRIES):  # a stream may be over before this test has looked
+        cut = 0
+        for output in front.rollout.stream("three two one", params):
+            count = len(output.outputs[0].token_ids)
+            if not cut and count > 5:
+                running = [engine for engine in engines if engine.metrics().running]
+                if not running:
+                    break
+                cut = count
+                [engine.shutdown() for engine in running]
+                assert len(running) == 1
+        if cut:
+            break
     assert 5 < cut < 200
     for got, want in zip(output.outputs, expected.outputs, strict=True):
         assert (got.token_ids, got.text) == (want.token_ids, want.text)
