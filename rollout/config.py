@@ -192,8 +192,8 @@ class EngineConfig:
     )
     max_adapters: int = _setting(
         0,
-        "LoRA adapters that are served unmerged at a time, versions still in use included; 0: "
-        "loading one merges it into the weights",
+        "LoRA adapters that are served unmerged at a time, versions still in use included, so one "
+        "that is updated takes two for a moment; 0: loading one merges it into the weights",
         least=0,
     )
     max_lora_rank: int = _setting(16, "largest rank of those adapters", least=1)
@@ -281,6 +281,8 @@ class EngineConfig:
             object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
         for f in fields(self):
             value = getattr(self, f.name)
+            if isinstance(f.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{f.name} must be True or False, got {value!r:.80}")
             choices, least = f.metadata.get("choices"), f.metadata.get("least")
             if choices and value not in choices:
                 raise ConfigError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")

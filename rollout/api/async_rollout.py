@@ -229,7 +229,11 @@ class AsyncRollout:
             options = {"add_generation_prompt": False, **options}
             outputs = await self.chat(given, params, request_ids=request_ids, **options)
         elif options:
-            raise InvalidRequest(f"{next(iter(options))} is an option of conversations alone")
+            raise InvalidRequest(
+                f"{next(iter(options))} is no option of texts and token ids: those are pooling, "
+                "adapter and request_ids; what chat takes goes with conversations; outputs have "
+                "logits and probs both"
+            )
         else:
             outputs = await self.generate(given, params, request_ids=request_ids)
         return [ClassificationOutput.of(output, pooling) for output in outputs]

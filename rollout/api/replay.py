@@ -41,12 +41,15 @@ class SampleReplay:
 
     @property
     def same(self) -> bool:
-        return self.first_difference is None
+        """Whether tokens were run again, where it has any, and all are the same."""
+        return self.first_difference is None and bool(self.compared or not self.recorded)
 
     def __str__(self) -> str:
         if self.first_difference is not None:
             at, then, now = self.first_difference
             text = f"token {at} differs: {_token(then)} then, {_token(now)} now"
+        elif not self.same:
+            text = f"none of {self.recorded} tokens was run again"
         else:
             bits = "bit for bit" if not self.logprob_difference else "the same tokens"
             text = f"{self.compared} of {self.recorded} tokens again: {bits}"
@@ -120,6 +123,11 @@ def replay(
             f"request {request_id!r} had adapter {found.params.adapter!r}, which the journal does "
             "not keep"
         )
+    if not any(sample.token_ids for sample in found.samples):
+        raise ConfigError(
+            f"request {request_id!r} drew no token (it scored, classified or embedded), and a "
+            "replay compares tokens: ask for it again, the prompt is in the journal"
+        )
     given = {k: v for k, v in found.facts["settings"].items() if k not in _LEFT_OUT}
     given |= {"staging": "none", **settings}
     if checkpoint is not None:
@@ -136,7 +144,7 @@ def replay(
         samples=tuple(samples),
         weights=weights,
         differing=differing,
-        settings=tuple(differing_facts(found.facts, facts)),
+        settings=tuple(differing_facts(found.facts, facts, without=_LEFT_OUT)),
         deterministic=bool(facts["deterministic"]),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -44,8 +44,12 @@ def engine_facts(
     }
 
 
-def differing_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each that may change bits: what it was, and what it is."""
+def differing_facts(
+    then: Mapping[str, Any], now: Mapping[str, Any], without: Collection[str] = ()
+) -> list[str]:
+    """A line for each that may change bits: what it was, and what it is; ``without`` settings that
+    were left out on purpose.
+    """
     found = []
     fixed = then.get("deterministic") and now.get("deterministic")
     adapted = {"max_adapters"} & {*then.get("settings", {}), *now.get("settings", {})}
@@ -58,6 +62,6 @@ def differing_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         found.append(f"num_threads: {then.get('num_threads')} then, {now.get('num_threads')} now")
     was, are = dict(then.get("settings", {})), dict(now.get("settings", {}))
     for name in sorted({*was, *are} - _ELSEWHERE - set(now)):
-        if was.get(name) != are.get(name):
+        if name not in without and was.get(name) != are.get(name):
             found.append(f"{name}: {was.get(name, 'default')} then, {are.get(name, 'default')} now")
     return found

@@ -258,7 +258,9 @@ def read_journal(directory: Path) -> Iterator[JournaledRequest]:
     """Every request that is whole, oldest first; ``ConfigError`` where there is no journal."""
     files = journal_files(directory)
     if not files:
-        raise ConfigError(f"{directory} has no journal: no file there ends with {_SUFFIX}")
+        inner = sorted({str(path.parent) for path in directory.glob(f"replica-*/*{_SUFFIX}")})
+        where = f"; it holds those of replicas: {', '.join(inner)}" if inner else ""
+        raise ConfigError(f"{directory} has no journal: no file there ends with {_SUFFIX}{where}")
     for path in files:
         facts: Mapping[str, Any] = {}
         versions: dict[int, Mapping[str, int]] = {}

@@ -180,3 +180,22 @@ def test_a_request_that_told_its_experts_is_replayed_with_them():
     params = SamplingParams(prompt_logprobs=1, routed_experts=experts)
     again = _params(SimpleNamespace(params=params, seeds=[7]), 0, 2)
     assert (again.routed_experts, again.prompt_logprobs) == (params.routed_experts, 0)
+
+
+def test_what_drew_no_token_is_not_called_the_same(tmp_path):
+    model = tmp_path / "tiny"
+    write_tiny(model, "qwen3", seed=1)
+    journal = tmp_path / "journal" / "replica-0"
+    with Rollout(
+        model, device="cpu", num_threads=1, skip_tokenizer_init=True, journal=str(journal),
+        max_adapters=1,
+    ) as engine:  # fmt: skip
+        engine.generate(PROMPT, SamplingParams(max_tokens=1), request_ids=["drew-one"])
+        engine.embed([PROMPT], request_ids=["drew-none"])
+    assert replay(journal, "drew-one").settings == ()
+    with pytest.raises(ConfigError, match="'drew-none' drew no token"):
+        replay(journal, "drew-none")
+    with pytest.raises(ConfigError, match="holds those of replicas: .*replica-0"):
+        list(read_journal(journal.parent))
+    with pytest.raises(ConfigError, match="deterministic must be True or False, got 'no'"):
+        Rollout(model, deterministic="no")

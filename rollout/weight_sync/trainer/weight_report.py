@@ -182,7 +182,7 @@ def _digested(
 def _verdict(mine: dict[str, int], info: WeightInfo, held: dict[str, int]) -> dict[str, Any]:
     owners = {name: info.aliases.get(name, name) for name in mine}
     unknown = [f"{name} is unknown" for name, owner in owners.items() if owner not in held]
-    missing = [f"{name} is missing" for name in held if name not in set(owners.values())]
+    missing = [f"{name} is missing" for name in sorted(set(held) - set(owners.values()))]
     differing = [n for n, owner in owners.items() if owner in held and held[owner] != mine[n]]
     return {"differing": differing, "problems": unknown + missing, "num_tensors": len(mine)}
 
