@@ -231,8 +231,8 @@ class AsyncRollout:
         elif options:
             raise InvalidRequest(
                 f"{next(iter(options))} is no option of texts and token ids: those are pooling, "
-                "adapter and request_ids; what chat takes goes with conversations; outputs have "
-                "logits and probs both"
+                "adapter and request_ids; what chat takes goes with conversations (outputs have "
+                "logits and probs both)"
             )
         else:
             outputs = await self.generate(given, params, request_ids=request_ids)

@@ -195,7 +195,7 @@ def test_what_drew_no_token_is_not_called_the_same(tmp_path):
     assert replay(journal, "drew-one").settings == ()
     with pytest.raises(ConfigError, match="'drew-none' drew no token"):
         replay(journal, "drew-none")
-    with pytest.raises(ConfigError, match="holds those of replicas: .*replica-0"):
+    with pytest.raises(ConfigError, match=r"holds those of replicas: .*replica-0"):
         list(read_journal(journal.parent))
     with pytest.raises(ConfigError, match="deterministic must be True or False, got 'no'"):
         Rollout(model, deterministic="no")
