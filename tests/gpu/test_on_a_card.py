@@ -160,7 +160,7 @@ def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
         raise AssertionError("contents were exchanged")
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
-    monkeypatch.setattr(weight_instances, "_exchange", no_exchange)
+    monkeypatch.setattr(weight_instances, "exchange", no_exchange)
     with _engine(tiny_qwen3, cuda_graphs="on") as engine:
         before = engine.generate(PROMPTS, GREEDY)
         seen = []
