@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +81,36 @@ def run(args: argparse.Namespace) -> int:
         if args.once or not console.is_terminal:
             console.print(frame(before, now))
             return 0
-        try:
-            with Live(frame(before, now), console=console, auto_refresh=False, screen=True) as live:
-                while True:
-                    time.sleep(args.interval)
-                    before, now = now, _look(engine, args.receipts)
-                    live.update(frame(before, now), refresh=True)
-        except KeyboardInterrupt:
+        with (
+            _ctrl_c() as pressed_within,
+            Live(frame(before, now), console=console, auto_refresh=False, screen=True) as live,
+        ):
+            while not pressed_within(args.interval):
+                before, now = now, _look(engine, args.receipts)
+                live.update(frame(before, now), refresh=True)
             return 0
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[float], bool]]:
+    """Gives a wait of some seconds that says whether Ctrl-C was pressed; once more interrupts.
+
+    A KeyboardInterrupt can come anywhere, between taking a lock and the ``try`` that returns it,
+    too: then the screen is not given back, or the end of the process waits for ever.
+    """
+    reads, writes = os.pipe()
+
+    def pressed(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        os.write(writes, b"c")
+
+    before = signal.signal(signal.SIGINT, pressed)
+    try:
+        yield lambda seconds: bool(select.select([reads], [], [], seconds)[0])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        os.close(reads)
+        os.close(writes)
 
 
 def frame(before: Look, now: Look) -> Group:
