@@ -77,6 +77,8 @@ def table() -> Iterable[str]:
 SIZES: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {},
     "Qwen3_5ForCausalLM": {},
+    "OlmoHybridForCausalLM": {},
+    "KimiLinearForCausalLM": {},
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
     "GraniteMoeHybridForCausalLM": {
         "num_hidden_layers": 40,
@@ -192,10 +194,13 @@ def _kind(arch: Arch) -> str:
 
 
 def _attention(arch: Arch) -> str:
+    if arch.delta is not None:
+        full = "latent" if arch.latent else "gated full" if arch.gated else "full"
+        return (
+            f"delta nets gated by row, {full}" if arch.delta.by_row else f"gated delta nets, {full}"
+        )
     if arch.latent is not None:
         return "latent"
-    if arch.delta is not None:
-        return "gated delta nets, gated full"
     if arch.mamba is not None:
         return "Mamba-2 beside full" if arch.mamba.beside else "Mamba-2, full"
     found = ["full"] if arch.slides is None else ["windows as the file says"]

@@ -115,6 +115,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", {}),
+    "olmo_hybrid": ("OlmoHybrid", {**DELTA, "linear_value_head_dim": 20}),
     "olmo3": ("Olmo3", {**SLIDING, "num_hidden_layers": 4}),
     "qwen3_5": ("Qwen3_5", DELTA),
     "phi3": ("Phi3", {**SLIDING, "partial_rotary_factor": 0.5}),
@@ -128,6 +129,7 @@ MIXTURES = {
     "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
     "granite_hybrid": "GraniteMoeHybrid",
+    "kimi_linear": "KimiLinear",
     "llama4": "Llama4",
     "minimax_m2": "MiniMaxM2",
     "nemotron_h": "NemotronH",
@@ -265,6 +267,21 @@ EXPERTS["granite_hybrid"] = {
     **MAMBA,
     "layer_types": DELTA["layer_types"],
     "shared_intermediate_size": 40,
+}
+EXPERTS["kimi_linear"] = {
+    **{name: size for name, size in LATENT.items() if name != "head_dim"},
+    "q_lora_rank": None,
+    "num_hidden_layers": 3,
+    "layer_types": DELTA["layer_types"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_expert_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-3,
 }
 EXPERTS["qwen3_5_moe"] = {**EXPERTS["qwen2_moe"], **DELTA}
 EXPERTS["qwen3_next"] = {**EXPERTS["qwen2_moe"], **DELTA, "mlp_only_layers": [1]}

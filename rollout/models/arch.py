@@ -149,10 +149,19 @@ class DeltaArch:
     everywhere.
 
     ``fused``: files have all projections in two tensors, head by head, ``in_proj_qkvz`` and
-    ``in_proj_ba``, instead of part by part in four.
+    ``in_proj_ba``, instead of part by part in four. ``apart``: queries, keys and values have a
+    projection and a convolution each, and the norm and projection behind are ``o_norm``, of its own
+    ``norm_eps`` where that is one, and ``o_proj``. ``by_row``: of those, each row of a state decays
+    by itself, and the gates in front of both are of low rank. ``doubled``: what is learnt of a
+    token goes to twice, so that a state may swing.
     """
 
+    name: str = "linear_attn"
     fused: bool = False
+    apart: bool = False
+    by_row: bool = False
+    doubled: Switch = False
+    norm_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +213,8 @@ class Arch:
     ``norm_bias``: plus a bias (of "layer"); ``norm_eps`` its field. ``head_bias``: the head has
     one. ``qk_norm``: q and k are normalised, ``qk_norm_over`` each "head" by one weight, each of
     the "heads" by its own, the whole "row", or heads that are "turned", by none. ``norms``: where a
-    block has which. ``parallel``: both halves of a block read its one norm, and are added together.
+    block has which; ``norms_beside``, where its layer carries a state instead. ``parallel``: both
+    halves of a block read its one norm, and are added together.
 
     Factors on the embeddings, on q k^T (default: head_dim^-0.5), on keys alone, on what a half adds
     to the residual, and on the logits; fields of those on what attention reads and makes
@@ -221,7 +231,8 @@ class Arch:
     Positions: ``rope_theta`` where the file has none. ``local_rope``: (field, base) of layers that
     slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
     as 0 ("listed"), not in those that do not slide ("full"), in none where
-    ``position_embedding_type`` is not "rope" ("untold"), or in none at all ("all").
+    ``position_embedding_type`` is not "rope" ("untold"), in none where the rope parameters have no
+    base ("baseless"), or in none at all ("all").
     ``interleaved``: the pairs that turn are neighbours. ``partial_rotary``:
     ``partial_rotary_factor`` holds where positions are not scaled, too, and is this where there is
     none (nor a ``rotary_dim``). ``wide_rope``: cos and sin stay float32. ``grown``: queries that
@@ -235,6 +246,8 @@ class Arch:
     them behind the others, and nothing here takes them. ``prefixes``: what names of files and
     trainers may begin with (``weights.names.placed``). ``texts``: it is the text model within a
     multimodal one, what the ``model_type`` of its ``text_config`` says. ``vision``: images, too.
+
+    ``fields``: what its files call a field that others call otherwise.
     """
 
     qkv_bias: Switch = ("attention_bias", False)
@@ -257,6 +270,7 @@ class Arch:
     head_bias: Switch = False
     norm_eps: str = "rms_norm_eps"
     norms: BlockNorms = BlockNorms()
+    norms_beside: BlockNorms | None = None
     parallel: bool = False
     qk_norm: Switch = False
     qk_norm_over: Literal["head", "heads", "row", "turned"] = "head"
@@ -276,7 +290,7 @@ class Arch:
     chunked: bool = False
     rope_theta: float = 1e4
     local_rope: tuple[str, float] | None = None
-    no_rope: Literal["listed", "full", "untold", "all"] | None = None
+    no_rope: Literal["listed", "full", "untold", "baseless", "all"] | None = None
     interleaved: bool = False
     partial_rotary: float | None = None
     wide_rope: bool = False
@@ -290,4 +304,5 @@ class Arch:
     gated: bool = False
     moe: MoEArch | None = None
     texts: Mapping[str, Arch] | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
     vision: VisionArch | None = None

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
+from rollout.models.arch import BlockNorms
 from rollout.models.forward import ForwardBatch, LayerKV, RoutedExperts
 from rollout.models.layers.attention import Attention, Turn
 from rollout.models.layers.base import Build
 from rollout.models.layers.delta_net import GatedDeltaNet
+from rollout.models.layers.delta_parts import DeltaNetOfParts
 from rollout.models.layers.embedding import Embedding
 from rollout.models.layers.latent_attention import LatentAttention
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
@@ -99,7 +101,7 @@ class DecoderBlock(nn.Module):
         name: str = "mlp",
     ) -> None:
         super().__init__()
-        self.names, self.parallel = build.config.arch.norms, build.config.arch.parallel
+        self.names, self.parallel = norms_of(build, index), build.config.arch.parallel
         self.scale = build.config.residual_scale
         self.mixer_name, mixer = make_mixer(build, index)
         self.add_module(self.mixer_name, mixer)
@@ -166,11 +168,21 @@ def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tens
     return total, total
 
 
+def norms_of(build: Build, index: int) -> BlockNorms:
+    """What a block has, by what mixes tokens in it."""
+    arch = build.config.arch
+    states = index in build.config.recurrent_layers
+    return arch.norms_beside if states and arch.norms_beside is not None else arch.norms
+
+
 def make_mixer(build: Build, index: int) -> tuple[str, nn.Module]:
     """What mixes tokens in layer ``index``, and what most files call it."""
     config = build.config
     if index in config.recurrent_layers and not config.layers[index].beside:
-        return ("mamba", Mamba2(build)) if config.mamba else ("linear_attn", GatedDeltaNet(build))
+        delta = config.arch.delta
+        if delta is None:
+            return "mamba", Mamba2(build)
+        return delta.name, (DeltaNetOfParts if delta.apart else GatedDeltaNet)(build)
     latent = config.latent is not None
     return "self_attn", LatentAttention(build) if latent else Attention(build, index)
 

@@ -13,7 +13,7 @@ import torch
 from rollout.errors import ConfigError
 from rollout.models.arch import Arch, Scale
 from rollout.models.config_reader import Reader
-from rollout.models.delta_config import DeltaConfig, read_delta
+from rollout.models.delta_config import DeltaConfig, read_delta, with_linear
 from rollout.models.labels_config import read_labels
 from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, RopeConfig, read_layers
@@ -117,7 +117,10 @@ class ModelConfig:
         arch, values = text_config(whole, outer, file)
         if arch.mamba is not None and not arch.mamba.beside:
             values = with_kinds(values, file)
-        read = Reader(values, file)
+        if arch.delta is not None and arch.delta.by_row:
+            values = with_linear(values, file)
+        given = {ours: values[theirs] for ours, theirs in arch.fields.items() if theirs in values}
+        read = Reader({**values, **given}, file)
         _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
         kv_heads = read.count("num_key_value_heads", heads)
@@ -154,7 +157,7 @@ class ModelConfig:
             dtype=read.dtype(),
             eos_token_ids=token_ids(values.get("eos_token_id"), file),
             latent=latent,
-            delta=None if arch.delta is None else read_delta(read),
+            delta=None if arch.delta is None else read_delta(read, arch.delta),
             mamba=None if arch.mamba is None else read_mamba(read, arch.mamba),
             moe=_read_experts(read, arch, layers),
             prefixes=_prefixes(read, arch, outer.texts is not None),

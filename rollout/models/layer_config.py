@@ -167,6 +167,9 @@ def _turning(read: Reader, arch: Arch, layers: int) -> list[bool]:
         return [True] * layers
     if arch.no_rope == "all":
         return [False] * layers
+    if arch.no_rope == "baseless":
+        given = read.values.get("rope_parameters", {})
+        return [given is not None and given.get("rope_theta", 0) is not None] * layers
     if arch.no_rope == "untold":
         return [read.values.get("position_embedding_type") == "rope"] * layers
     if arch.no_rope == "full":

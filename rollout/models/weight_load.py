@@ -121,7 +121,7 @@ class WeightLoad:
                 name = placed(sent, self._table.prefixes)
                 if name is None:
                     continue
-                if name in self._table.spellings:
+                if self._table.spellings.respells(name, tuple(value.shape)):
                     self._take_spelled(name, value)
                 else:
                     self._take(name, value)

@@ -3,7 +3,8 @@
 transformers 5 keeps the experts of a layer in two tensors, ``X.experts.gate_up_proj`` [E, 2 I, H]
 (rows: gate, then up) and ``X.experts.down_proj`` [E, H, I], and writes them to files one by one:
 ``X.experts.{i}.gate_proj.weight`` [I, H] and so on; Mixtral's files say ``block_sparse_moe`` and
-``w1 w3 w2`` where its memory says ``mlp``. The file form is canonical: coverage, duplicates and
+``w1 w3 w2`` where its memory says ``mlp``. Convolutions of delta nets are one tensor in memory, and
+three in files (``fused_rows.py``). The file form is canonical: coverage, duplicates and
 digests are judged in it, so either spelling, in a file or a stream, is the same set of weights.
 """
 
@@ -14,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.weights import Box, LazyTensor, Shape, SparsePatch, TensorPiece, WeightValue
+from rollout.weights.fused_rows import FusedRows, fused_rows, patch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ _STACKED = {
 # Stacked experts that a model holds one by one, as it does where they are quantised: both linears
 # of one -> whether files have them transposed, whatever their shapes.
 STACKED = {("gate_up_proj", "down_proj"): True, ("input_linear", "output_linear"): False}
+_NORMS = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+_FORGETS = ("f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias")
 _MEMORY = {names.module: names.memory for names in EXPERT_NAMES}
 
 
@@ -99,6 +105,10 @@ class FusedExperts:
             for part, start, stop in self.parts:
                 box = Box((index, start, 0), (index + 1, stop, self.shape[2]))
                 yield f"{self.prefix}.{index}.{part}.weight", box
+
+    def split_shape(self) -> list[tuple[str, Shape]]:
+        """Each file-form tensor and its shape."""
+        return [(name, box.shape[1:]) for name, box in self.boxes()]
 
     def split(self, value: WeightValue) -> Iterator[tuple[str, WeightValue]]:
         """``value`` as file-form values: views where it is a tensor, reads of boxes where lazy."""
@@ -148,10 +158,14 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Spellings:
-    """Other names of a model's file-form tensors: ``renames`` one to one, ``fused`` in one."""
+    """Other names of a model's file-form tensors: ``renames`` one to one, ``fused`` in one.
+
+    ``cut``: file-form tensors that may come cut elsewhere than they are (``FusedRows.even``).
+    """
 
     renames: Mapping[str, str] = field(default_factory=dict)
-    fused: Mapping[str, FusedExperts] = field(default_factory=dict)
+    fused: Mapping[str, FusedExperts | FusedRows] = field(default_factory=dict)
+    cut: Mapping[str, FusedRows] = field(default_factory=dict)
 
     @classmethod
     def of(cls, shapes: Mapping[str, Shape]) -> Spellings:
@@ -172,13 +186,16 @@ class Spellings:
                 renames[memory] = name
                 if parts[-3:-1] == ["block_sparse_moe", "gate"]:  # of Phi-MoE
                     renames[".".join((*memory.split(".")[:-2], "router", parts[-1]))] = name
-        fused = {
+            renames |= dict.fromkeys(_others(name, shapes), name)
+        fused: dict[str, FusedExperts | FusedRows] = {
             one.name: one
             for prefix, linears in layers.items()
             for one in _fuse(prefix, linears)
             if one.name not in shapes
         }
-        return cls(renames, fused)
+        rows = [one for one in fused_rows(shapes) if one.name not in shapes]
+        fused |= {one.name: one for one in rows}
+        return cls(renames, fused, {part: one for one in rows for part, _, _ in one.parts})
 
     def __bool__(self) -> bool:
         return bool(self.renames or self.fused)
@@ -186,27 +203,48 @@ class Spellings:
     def __contains__(self, name: str) -> bool:
         return name in self.renames or name in self.fused
 
+    def respells(self, name: str, shape: Shape) -> bool:
+        """Whether a tensor of this name and shape is something else in file form."""
+        return name in self or self.cut_of(name, shape) is not None
+
+    def cut_of(self, name: str, shape: Shape) -> FusedRows | None:
+        """What a tensor of this name is a part of, where its shape shows that it was cut anew."""
+        rows = self.cut.get(name)
+        return rows if rows is not None and rows.is_even(name, tuple(shape)) else None
+
     def names(self) -> list[str]:
         return [*self.renames, *self.fused]
 
     def split_shape(self, name: str, shape: Shape) -> list[tuple[str, Shape]]:
         """What a tensor of this name and shape is in file form."""
+        if (rows := self.cut_of(name, shape)) is not None:
+            return [part for part in rows.split_shape() if part[0] == name]
         if (fused := self.fused.get(name)) is None:
             return [(self.renames.get(name, name), shape)]
         fused.is_transposed(shape)
-        return [(part, box.shape[1:]) for part, box in fused.boxes()]
+        return fused.split_shape()
 
 
 class Splitter:
-    """Turns one stream, value by value, into file form; remembers which layouts it has met."""
+    """Turns one stream, value by value, into file form; remembers which layouts it has met, and
+    parts that wait for others of theirs."""
 
     def __init__(self, spellings: Spellings) -> None:
         self._spellings = spellings
         self._met: dict[str, Shape] = {}
+        self._waiting: dict[str, dict[str, WeightValue]] = defaultdict(dict)
 
     def split(self, name: str, value: WeightValue) -> Iterator[tuple[str, WeightValue]]:
         """``value`` in file form; itself when its name is. Raises ``WeightMismatch`` for a shape
         that is neither the model's nor its transpose, or could be either."""
+        if (rows := self._spellings.cut_of(name, tuple(value.shape))) is not None:
+            waiting = self._waiting[rows.name]
+            if name in waiting:
+                raise WeightMismatch(f"{name}: was sent twice")
+            waiting[name] = value
+            if len(waiting) == len(rows.parts):
+                yield from rows.joined(self._waiting.pop(rows.name))
+            return
         fused = self._spellings.fused.get(name)
         if fused is None:
             yield self._spellings.renames.get(name, name), value
@@ -214,7 +252,7 @@ class Splitter:
         self.meet(fused, tuple(value.shape))
         yield from fused.split(value)
 
-    def meet(self, fused: FusedExperts, shape: Shape) -> None:
+    def meet(self, fused: FusedExperts | FusedRows, shape: Shape) -> None:
         """Judge the layout of a fused tensor beside its sibling's."""
         transposed = fused.is_transposed(shape)
         self._met[fused.name] = shape
@@ -270,6 +308,21 @@ def is_expert(parts: list[str]) -> bool:
 
 def _memory_name(name: str) -> str:
     return ".".join(_MEMORY.get(part, part) for part in name.split("."))
+
+
+def _others(name: str, shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """What transformers 5 has in memory: OLMo-Hybrid's norms, the gates of Kimi's states."""
+    parts = name.split(".")
+    if len(parts) < 3:
+        return
+    before, module, field = ".".join(parts[:-2]), parts[-2], parts[-1]
+    if module in _NORMS:
+        yield f"{before}.{_NORMS[module]}.{field}"
+    attention, own = f"{before}.{module}", field
+    if field == "weight":
+        attention, own = before, f"{module}.{field}"
+    if own in _FORGETS and f"{attention}.{_FORGETS[0]}" in shapes:
+        yield f"{attention}.forget_gate.{own}"
 
 
 def _stacked_name(name: str) -> str | None:
@@ -345,14 +398,7 @@ def _part(
         return LazyTensor(box.shape[1:], value.dtype, _reader(value, stored, transposed))
     if transposed:
         raise WeightMismatch(f"{name}: a patch of a transposed tensor is not supported")
-    # Whole rows of one expert: a run of flat positions.
-    columns = value.shape[2]
-    first = (box.starts[0] * value.shape[1] + box.starts[1]) * columns
-    ends = torch.tensor([first, first + box.numel], device=value.positions.device)
-    low, high = torch.searchsorted(value.positions, ends).tolist()
-    return SparsePatch(
-        box.shape[1:], value.dtype, value.positions[low:high] - first, value.values[low:high]
-    )
+    return patch_of(value, box, box.shape[1:])
 
 
 def _reader(value: LazyTensor, stored: Box, transposed: bool) -> Callable[[Box], Tensor]:

@@ -402,7 +402,7 @@ def scanned(
 
 def delta(
     sequences: list[tuple[int, int]], key_heads: int, heads: int, key_dim: int, dim: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype, by_row: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of ``gated_delta_rule``; q, k and v are views of one tensor."""
     slots, starts, lengths, tokens = scanned(sequences)
@@ -410,7 +410,8 @@ def delta(
     mixed = _randn(int(tokens), sum(columns) + 3).to(dtype)
     keys = mixed[:, : columns[0]].unflatten(1, (2, key_heads, key_dim))
     v = mixed[:, columns[0] : sum(columns)].unflatten(1, (heads, dim))
-    gates = -_randn(int(tokens), heads, seed=1).exp() / 2
+    rows = (key_dim,) if by_row else ()
+    gates = -_randn(int(tokens), heads, *rows, seed=1).exp() / 2
     betas = _randn(int(tokens), heads, seed=2).sigmoid()
     states = _randn(len(sequences) + 2, heads, key_dim, dim, seed=3)
     return keys[:, 0], keys[:, 1], v, gates, betas, states, slots, starts, lengths
@@ -456,6 +457,8 @@ def _deltas() -> Iterator[Case]:
         for shape in ((2, 4, 16, 16), (1, 3, 20, 37), (2, 2, 128, 128)):
             made = lambda t, s=sequences, h=shape: delta(s, *h, t)  # noqa: E731
             yield Case("gated_delta_rule", f"{name}, {shape}", made, (5,), returns=True)
+        by_row = lambda t, s=sequences: delta(s, 1, 3, 20, 37, t, by_row=True)  # noqa: E731
+        yield Case("gated_delta_rule", f"{name}, by row", by_row, (5,), returns=True)
         for shape in ((2, 4, 16, 16), (1, 3, 20, 37), (1, 2, 128, 64)):
             made = lambda t, s=sequences, h=shape: ssd(s, *h, t)  # noqa: E731
             yield Case("ssd_scan", f"{name}, {shape}", made, (6,), returns=True)

@@ -113,6 +113,8 @@ def _deltas() -> Iterator[tuple[str, Callable[[], Any]]]:
         q, v = torch.zeros(2, 8, 128, dtype=dtype), torch.zeros(2, 16, 128, dtype=dtype)
         args = (q, q.clone(), v, *torch.zeros(2, 2, 16), torch.zeros(3, 16, 128, 128), *where)
         yield "gated_delta_rule", lambda args=args: kernel("gated_delta_rule")(*args)
+        args = (*args[:3], torch.zeros(2, 16, 128), *args[4:])  # Kimi's
+        yield "gated_delta_rule", lambda args=args: kernel("gated_delta_rule")(*args)
         x, b = torch.zeros(2, 48, 64, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
         numbers = (torch.zeros(2, 48), *torch.zeros(2, 48), torch.zeros(3, 48, 128, 64))
         args = (x, b, b.clone(), *numbers, *where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_float32_is_near_what_float64_gives(case: Case) -> None:
             torch.testing.assert_close(a.double(), b.double(), rtol=relative, atol=absolute)
 
 
-@pytest.mark.parametrize("make", [delta, ssd])
+@pytest.mark.parametrize("make", [delta, partial(delta, by_row=True), ssd])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_recurrence_gives_the_same_bits_however_its_tokens_are_cut(
     dtype: torch.dtype, make: Callable[..., Any]

@@ -87,5 +87,6 @@ def test_every_name_of_the_files_and_the_modules_has_its_place(tmp_path: Path, a
         check_tables(tables)
         assert set(tables[0].slots) == names
     held = {name for name, _ in source.named_parameters()}
+    names |= {*tables[0].spellings.names()}
     assert held <= names
     assert set(source.state_dict()) - names <= set(tables[0].aliases)

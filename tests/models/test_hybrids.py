@@ -54,6 +54,8 @@ def compare(model: torch.nn.Module, prompt: list[int], sample: Any, greedy: bool
         ("qwen3_5", 2, False),
         ("granite_hybrid", 1, True),
         ("falcon_h1", 1, False),
+        ("kimi_linear", 1, False),
+        pytest.param("olmo_hybrid", 2, False, marks=pytest.mark.more),
         pytest.param("nemotron_h", 2, False, marks=pytest.mark.more),
         pytest.param("falcon_h1", 2, True, marks=pytest.mark.more),
         pytest.param("qwen3_5", 2, True, marks=pytest.mark.more),
@@ -115,6 +117,7 @@ def test_falcon_h1_in_every_form_is_what_transformers_computes(
     "arch",
     [
         "qwen3_5",
+        pytest.param("kimi_linear", marks=pytest.mark.more),
         pytest.param("nemotron_h", marks=pytest.mark.more),
         pytest.param("falcon_h1", marks=pytest.mark.more),
     ],

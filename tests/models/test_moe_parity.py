@@ -36,6 +36,16 @@ SHAPES = {
         "mamba_proj_bias": True,
         "time_step_limit": (0.4, 0.9),
     },
+    "kimi_linear": {},
+    "kimi_linear, queries by a vector, all sparse, one group": {
+        "q_lora_rank": 28,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": False,
+        "mlp_layer_types": ["sparse", "sparse", "sparse"],
+        "linear_num_heads": 8,
+        "num_shared_experts": 2,
+    },
     "nemotron_h": {},
     "nemotron_h, narrow experts, biases": {
         "moe_latent_size": 20,
@@ -136,6 +146,7 @@ def reference(model, sequences):
 
 # Second shapes of an architecture, and architectures that are others' but for a field.
 MORE = (
+    "kimi_linear, queries by a vector, all sparse, one group",
     "glm4_moe, normalised heads, one dense layer, no groups",
     "deepseek_v3, queries of the hidden state, one dense layer, yarn",
     "deepseek_v2",

@@ -25,7 +25,8 @@ def gated_delta_rule(
         S <- exp(gate) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
 
     q, k: [T, KH, DK], normalised here (to length 1, and q times DK^-0.5); v: [T, H, DV], of which
-    each H / KH heads in a row share a key head; gates, betas: [T, H] float32. Sequences are as
+    each H / KH heads in a row share a key head; gates, betas: [T, H] float32; gates may be
+    [T, H, DK], one for each row of S (Kimi Team 2025, "Kimi Linear"). Sequences are as
     ``ForwardBatch`` has them. states: [slots, H, DK, DV] float32: row ``slots[s]`` (int32,
     distinct) is sequence s's S before its new tokens, zero where there are none whatever it holds,
     and is left as S after them. Computed in float32; returns [T, H, DV] of v's dtype. The bits do
@@ -35,17 +36,19 @@ def gated_delta_rule(
     assert q.shape == k.shape
     assert heads == each * k.shape[1]
     assert states.shape[1:] == (heads, k.shape[2], v.shape[2])
-    assert gates.shape == betas.shape == v.shape[:2]
+    assert betas.shape == v.shape[:2]
+    assert gates.shape in (betas.shape, (*betas.shape, k.shape[2]))
     out, starts = torch.empty_like(v), query_starts.tolist()
     keys = _normalised(k).repeat_interleave(each, dim=1)  # [T, H, DK]
     queries = _normalised(q).repeat_interleave(each, dim=1) * k.shape[2] ** -0.5
-    decays, values = gates.exp(), _wide(v)
+    decays, values = gates.exp()[..., None], _wide(v)
+    decays = decays if gates.dim() == 3 else decays[..., None]  # [T, H, DK or 1, 1]
     for s, (slot, length) in enumerate(zip(slots.tolist(), context_lens.tolist(), strict=True)):
         fresh = length == starts[s + 1] - starts[s]
         state = torch.zeros_like(states[slot]) if fresh else states[slot]  # [H, DK, DV]
         for t in range(starts[s], starts[s + 1]):
             key, query = keys[t, :, :, None], queries[t, :, :, None]
-            state = state * decays[t, :, None, None]
+            state = state * decays[t]
             delta = (values[t] - (state * key).sum(1)) * betas[t, :, None]
             state = state + key * delta[:, None]
             out[t] = (state * query).sum(1).to(v.dtype)

@@ -32,7 +32,8 @@ def gated_delta_rule(
     assert q.shape == k.shape == (tokens, key_heads, key_dim)
     assert heads % key_heads == 0
     assert states.shape[1:] == (heads, key_dim, dim)
-    assert gates.shape == betas.shape == (tokens, heads)
+    assert betas.shape == (tokens, heads)
+    assert gates.shape in (betas.shape, (tokens, heads, key_dim))
     assert len(slots) == len(context_lens) == len(query_starts) - 1
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     gates, betas = gates.float().contiguous(), betas.float().contiguous()
@@ -41,6 +42,7 @@ def gated_delta_rule(
     problem = structure("Delta")(
         *(x.data_ptr() for x in (q, k, v, out, gates, betas, states, slots, starts, lengths)),
         *(q.stride(0), k.stride(0), v.stride(0), len(slots), key_heads, heads, key_dim, dim),
+        gates.dim() == 3,
         *(key_dim**-0.5, EPS),
     )
     entry("gated_delta_rule")(ctypes.addressof(problem), bf16, torch.get_num_threads())

@@ -37,7 +37,8 @@ def gated_delta_rule(
         return op.reference(q, k, v, gates, betas, states, slots, query_starts, context_lens)
     assert q.shape == k.shape == (tokens, key_heads, key_dim)
     assert states.shape[1:] == (heads, key_dim, dim)
-    assert gates.shape == betas.shape == (tokens, heads)
+    assert betas.shape == (tokens, heads)
+    assert gates.shape in (betas.shape, (tokens, heads, key_dim))
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     gates, betas = gates.float().contiguous(), betas.float().contiguous()
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -51,6 +52,7 @@ def gated_delta_rule(
         *(key_dim**-0.5, EPS),
         ROWS=rows,
         COLUMNS=columns,
+        BY_ROW=gates.dim() == 3,
     )
     return out
 
@@ -78,6 +80,7 @@ def _scan(
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     s, head = tl.program_id(0), tl.program_id(1)
     r, c = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -96,7 +99,11 @@ def _scan(
         key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
         query *= tl.rsqrt(tl.sum(query * query, 0) + eps) * scale
         value = tl.load(v + t * v_row + head * dim + c, mask=column, other=0.0).to(tl.float32)
-        state *= tl.exp(tl.load(gates + t * heads + head))
+        if BY_ROW:
+            decay = tl.load(gates + (t * heads + head) * key_dim + r, mask=row, other=0.0)
+            state *= tl.exp(decay)[:, None]
+        else:
+            state *= tl.exp(tl.load(gates + t * heads + head))
         delta = value - tl.sum(state * key[:, None], 0)
         delta *= tl.load(betas + t * heads + head)
         state += key[:, None] * delta[None, :]

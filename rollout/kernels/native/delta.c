@@ -85,6 +85,7 @@ typedef struct {
     const int32_t *slots, *starts, *lengths;
     int64_t q_row, k_row, v_row; /* elements */
     int64_t sequences, key_heads, heads, key_dim, dim;
+    int64_t by_row; /* a gate for each row of a state, instead of one for all of it */
     float scale, eps;
 } Delta;
 
@@ -107,7 +108,7 @@ INLINE void scan(const Delta *p, int64_t s, int64_t head, int64_t c, int bf16) {
     int64_t from = p->starts[s], stop = p->starts[s + 1];
     int vectors = (int)((dim - c + VW - 1) / VW);
     if (vectors > COLUMNS / VW) vectors = COLUMNS / VW;
-    float key[MAX_KEY], query[MAX_KEY];
+    float key[MAX_KEY], query[MAX_KEY], decays[MAX_KEY];
     float *state = p->states + (p->slots[s] * p->heads + head) * rows * dim;
     if (p->lengths[s] == stop - from)
         for (int64_t r = 0; r < rows; r++)
@@ -115,16 +116,21 @@ INLINE void scan(const Delta *p, int64_t s, int64_t head, int64_t c, int bf16) {
     for (int64_t t = from; t < stop; t++) {
         unit(p->k, t * p->k_row + group * rows, rows, 1.0f, p->eps, key, bf16);
         unit(p->q, t * p->q_row + group * rows, rows, p->scale, p->eps, query, bf16);
-        vf decay = splat(expf(p->gates[t * p->heads + head]));
+        const float *gates = p->gates + (t * p->heads + head) * (p->by_row ? rows : 1);
+        if (p->by_row)
+            for (int64_t r = 0; r < rows; r++) decays[r] = expf(gates[r]);
+        vf decay = splat(expf(gates[0]));
         vf beta = splat(p->betas[t * p->heads + head]);
         vf sums[COLUMNS / VW] = {{0}}, reads[COLUMNS / VW] = {{0}};
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r = 0; r < rows; r++) {
+            if (p->by_row) decay = splat(decays[r]);
             for (int i = 0; i < vectors; i++) {
                 int64_t at = r * dim + c + i * VW, end = (r + 1) * dim;
                 vf row = load_at(state, at, end, 0) * decay;
                 store_at(state, at, end, row, 0);
                 sums[i] = fused(row, splat(key[r]), sums[i]);
             }
+        }
         int64_t value = t * p->v_row + head * dim;
         for (int i = 0; i < vectors; i++)
             sums[i] = (load_at(p->v, value + c + i * VW, value + dim, bf16) - sums[i]) * beta;
