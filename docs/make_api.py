@@ -16,6 +16,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what it tells of lies beside it
+
 import rollout
 from rollout import errors
 

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what it tells of lies beside it
+
 from rollout.models.arch import Arch
 from rollout.models.native_blocks import knows
 from rollout.models.registry import built_in

@@ -19,6 +19,8 @@ from types import FrameType
 
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what it tells of lies beside it
+
 import rollout
 
 PACKAGE = Path(rollout.__file__).parent

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rollout.kernels.gpu_support import interpreted
 
@@ -81,11 +80,6 @@ def launch(
 def power_of_2(n: int) -> int:
     """The next power of two; Triton's blocks have such sizes."""
     return int(triton.next_power_of_2(max(1, n)))
-
-
-def in_rows(x: Tensor) -> Tensor:
-    """x [tokens, heads, dim] with whole rows, any distance apart; a copy where it has none."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def held_columns(rows: int, columns: int) -> int:

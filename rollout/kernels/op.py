@@ -93,3 +93,8 @@ class Op(Generic[P, R]):
 def op(reference: Callable[P, R]) -> Op[P, R]:
     """Make ``reference`` an op; its first argument, a tensor or several, names the device."""
     return Op(reference)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x [tokens, heads, dim] with whole rows, any distance apart; a copy where it has none."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -9,6 +9,7 @@ from rollout.kernels.gated_delta_rule import EPS
 from rollout.kernels.gated_delta_rule import gated_delta_rule as op
 from rollout.kernels.native import BF16, entry
 from rollout.kernels.native.prototypes import structure
+from rollout.kernels.op import in_rows
 
 MAX_KEY = 512  # as in delta.c
 
@@ -35,7 +36,7 @@ def gated_delta_rule(
     assert betas.shape == (tokens, heads)
     assert gates.shape in (betas.shape, (tokens, heads, key_dim))
     assert len(slots) == len(context_lens) == len(query_starts) - 1
-    q, k, v = (_dense_heads(x) for x in (q, k, v))
+    q, k, v = (in_rows(x) for x in (q, k, v))
     gates, betas = gates.float().contiguous(), betas.float().contiguous()
     slots, starts, lengths = (i.int().contiguous() for i in (slots, query_starts, context_lens))
     out = torch.empty(v.shape, dtype=v.dtype)
@@ -47,7 +48,3 @@ def gated_delta_rule(
     )
     entry("gated_delta_rule")(ctypes.addressof(problem), bf16, torch.get_num_threads())
     return out
-
-
-def _dense_heads(x: Tensor) -> Tensor:
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -9,14 +9,8 @@ from torch import Tensor
 
 from rollout.kernels.gated_delta_rule import EPS
 from rollout.kernels.gated_delta_rule import gated_delta_rule as op
-from rollout.kernels.gpu_launch import (
-    FLOATS,
-    held_columns,
-    in_rows,
-    launch,
-    narrow,
-    power_of_2,
-)
+from rollout.kernels.gpu_launch import FLOATS, held_columns, launch, narrow, power_of_2
+from rollout.kernels.op import in_rows
 
 
 def gated_delta_rule(

@@ -1,17 +1,15 @@
 /* y = x W^T + bias, W [outputs, inputs] row by row, float32 or bfloat16 summed in float32.
  *
- * Lane l of a vector sums inputs l, l + VW, l + 2 VW ... of a segment in ascending order, then the
- * lanes are folded in halves, and the segments' sums added in a binary tree: an output is summed in
- * this order whatever block, batch or thread it is in, so a row has the same bits in any batch.
+ * A segment is summed as dots.h says, and the segments' sums are added in a binary tree, whatever
+ * block, batch or thread an output is in, so a row has the same bits in any batch.
  * Ranks that hold neighbouring segments have branches of the tree, as `wide` sums in float32. */
-#include "vec.h"
+#include "dots.h"
 
 #if VW == 16
-#define ROW_BLOCK 4
+#define ROW_BLOCK BLOCK
 #else
 #define ROW_BLOCK 2 /* 16 registers: 8 sums */
 #endif
-#define COLUMN_BLOCK 4
 #define SEGMENTS 4         /* at most */
 #define ITEM 64            /* outputs of a work item */
 #define CACHED (1 << 19)   /* bytes of x in a work item */
@@ -24,41 +22,6 @@ typedef struct {
     int32_t wide; /* 1: float32 sums are stored as they are, without the bias; 2: each segment's */
 } Ordered;
 
-INLINE const void *from(const void *p, int64_t i, int bf16) {
-    return (const char *)p + i * (bf16 ? 2 : 4);
-}
-
-/* Rows by columns over `length` inputs from `first` on. */
-INLINE void sum_segment(int rows, int columns, const void *const *x, const void *const *w,
-                        int64_t first, int64_t length, float *sums, int bf16) {
-    vf sum[ROW_BLOCK][COLUMN_BLOCK];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) sum[r][c] = splat(0);
-    int64_t whole = first + length / VW * VW, end = first + length;
-    for (int64_t k = first; k < whole; k += VW) {
-        vf weights[COLUMN_BLOCK];
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) weights[c] = load(w[c], k, bf16);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            vf v = load(x[r], k, bf16);
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) sum[r][c] = fused(v, weights[c], sum[r][c]);
-        }
-    }
-    if (whole < end) {
-        int rest = (int)(end - whole);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < columns; c++)
-                sum[r][c] = fused(load_n(x[r], whole, rest, bf16),
-                                  load_n(w[c], whole, rest, bf16), sum[r][c]);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) sums[r * COLUMN_BLOCK + c] = reduce_sum(sum[r][c]);
-}
-
 /* One element of the result, of which `sum` is whole. */
 INLINE void finish(const void *bias, int64_t column, float sum, void *out, int64_t at, int bf16) {
     vf y = splat(sum);
@@ -67,8 +30,8 @@ INLINE void finish(const void *bias, int64_t column, float sum, void *out, int64
 }
 
 INLINE void block(const Ordered *p, int rows, int columns, int64_t row, int64_t column, int bf16) {
-    float sums[SEGMENTS][ROW_BLOCK * COLUMN_BLOCK];
-    const void *x[ROW_BLOCK], *w[COLUMN_BLOCK];
+    float sums[SEGMENTS][ROW_BLOCK * BLOCK];
+    const void *x[ROW_BLOCK], *w[BLOCK];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) x[r] = from(p->x, (row + r) * p->x_row, bf16);
 #pragma GCC unroll 4
@@ -77,7 +40,7 @@ INLINE void block(const Ordered *p, int rows, int columns, int64_t row, int64_t 
         sum_segment(rows, columns, x, w, s * p->length, p->length, sums[s], bf16);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
-            int i = r * COLUMN_BLOCK + c;
+            int i = r * BLOCK + c;
             int64_t at = (row + r) * p->outputs + column + c;
             if (p->wide == 2) {
                 for (int s = 0; s < p->segments; s++)
@@ -107,8 +70,7 @@ INLINE void rows_by(const Ordered *p, int columns, int64_t row, int64_t stop, in
 
 INLINE void item(const Ordered *p, int64_t row, int64_t stop, int64_t column, int64_t end,
                  int bf16) {
-    for (; column + COLUMN_BLOCK <= end; column += COLUMN_BLOCK)
-        rows_by(p, COLUMN_BLOCK, row, stop, column, bf16);
+    for (; column + BLOCK <= end; column += BLOCK) rows_by(p, BLOCK, row, stop, column, bf16);
     for (; column < end; column++) rows_by(p, 1, row, stop, column, bf16);
 }
 

@@ -75,38 +75,6 @@ INLINE void narrow_step(const uint16_t *x, int64_t x_row, const uint16_t *w, int
     _tile_dpbf16ps(3, 4, 7);
 }
 
-INLINE void narrow_rows(const Linear *p, int64_t row, int rows, int64_t pair, int tiles) {
-    float sums[SEGMENTS][GROUP][TILE][2 * TILE];
-    const uint16_t *x = p->x + row * p->x_row, *w = p->w + pair * p->between;
-    int64_t whole = p->length / DEPTH * DEPTH;
-    for (int s = 0; s < p->segments; s++, x += p->length, w += p->length * TILE) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t k = 0; k < whole; k += DEPTH) {
-            if (k + AHEAD < whole)
-                for (int t = 0; t < tiles; t++)
-                    fetch_tile(w + t / 2 * p->between + t % 2 * p->within + (k + AHEAD) * TILE);
-            narrow_step(x + k, p->x_row, w + k * TILE, p->within, p->between, tiles);
-        }
-        if (whole < p->length) {
-            Rest rest;
-            take_rest(p, x, rows, w, tiles, &rest);
-            narrow_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, 2 * REST_TILE, tiles);
-        }
-        _tile_stored(0, sums[s][0][0], 128);
-        _tile_stored(1, sums[s][0][0] + TILE, 128);
-        _tile_stored(2, sums[s][1][0], 128);
-        _tile_stored(3, sums[s][1][0] + TILE, 128);
-        FENCE();
-    }
-    for (int g = 0; 2 * g < tiles; g++)
-        add_segments(p, sums[0][g][0], GROUP * TILE * 2 * TILE, rows * 2 * TILE);
-    finish(p, row, rows, pair, tiles < 2 ? tiles : 2, sums[0][0][0], 2 * TILE);
-    if (tiles > 2) finish(p, row, rows, pair + 1, tiles - 2, sums[0][1][0], 2 * TILE);
-}
-
 /* 17 to 32 rows by the tiles of one pair. */
 INLINE void wide_step(const uint16_t *x, int64_t x_row, const uint16_t *w, int64_t within,
                       int tiles) {
@@ -121,8 +89,9 @@ INLINE void wide_step(const uint16_t *x, int64_t x_row, const uint16_t *w, int64
     _tile_dpbf16ps(3, 5, 7);
 }
 
-INLINE void wide_rows(const Linear *p, int64_t row, int rows, int64_t pair, int tiles) {
-    float sums[SEGMENTS][2 * TILE][2 * TILE];
+/* As narrow_step or, `wide`, as wide_step. */
+INLINE void amx_rows(const Linear *p, int64_t row, int rows, int64_t pair, int tiles, int wide) {
+    float sums[SEGMENTS][GROUP][TILE][2 * TILE]; /* wide: of rows 16 to 31, not of a second pair */
     const uint16_t *x = p->x + row * p->x_row, *w = p->w + pair * p->between;
     int64_t whole = p->length / DEPTH * DEPTH;
     for (int s = 0; s < p->segments; s++, x += p->length, w += p->length * TILE) {
@@ -133,22 +102,26 @@ INLINE void wide_rows(const Linear *p, int64_t row, int rows, int64_t pair, int 
         for (int64_t k = 0; k < whole; k += DEPTH) {
             if (k + AHEAD < whole)
                 for (int t = 0; t < tiles; t++)
-                    fetch_tile(w + t * p->within + (k + AHEAD) * TILE);
-            wide_step(x + k, p->x_row, w + k * TILE, p->within, tiles);
+                    fetch_tile(w + t / 2 * p->between + t % 2 * p->within + (k + AHEAD) * TILE);
+            if (wide) wide_step(x + k, p->x_row, w + k * TILE, p->within, tiles);
+            else narrow_step(x + k, p->x_row, w + k * TILE, p->within, p->between, tiles);
         }
         if (whole < p->length) {
             Rest rest;
             take_rest(p, x, rows, w, tiles, &rest);
-            wide_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, tiles);
+            if (wide) wide_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, tiles);
+            else narrow_step(rest.x[0], DEPTH, rest.w[0][0], REST_TILE, 2 * REST_TILE, tiles);
         }
-        _tile_stored(0, sums[s][0], 128);
-        _tile_stored(1, sums[s][0] + TILE, 128);
-        _tile_stored(2, sums[s][TILE], 128);
-        _tile_stored(3, sums[s][TILE] + TILE, 128);
+        _tile_stored(0, sums[s][0][0], 128);
+        _tile_stored(1, sums[s][0][0] + TILE, 128);
+        _tile_stored(2, sums[s][1][0], 128);
+        _tile_stored(3, sums[s][1][0] + TILE, 128);
         FENCE();
     }
-    add_segments(p, sums[0][0], 2 * TILE * 2 * TILE, rows * 2 * TILE);
-    finish(p, row, rows, pair, tiles, sums[0][0], 2 * TILE);
+    for (int g = 0; g < (wide ? 1 : (tiles + 1) / 2); g++)
+        add_segments(p, sums[0][g][0], GROUP * TILE * 2 * TILE, rows * 2 * TILE);
+    finish(p, row, rows, pair, tiles < 2 ? tiles : 2, sums[0][0][0], 2 * TILE);
+    if (tiles > 2) finish(p, row, rows, pair + 1, tiles - 2, sums[0][1][0], 2 * TILE);
 }
 
 INLINE int tiles_of(const Linear *p, int64_t pair, int64_t pairs) {
@@ -164,12 +137,12 @@ static void amx_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, i
         int tiles = tiles_of(p, pair, pairs);
         if (rows > TILE) {
             for (int j = 0; j < pairs; j++)
-                if (tiles - 2 * j > 1) wide_rows(p, row, rows, pair + j, 2);
-                else wide_rows(p, row, rows, pair + j, 1);
+                if (tiles - 2 * j > 1) amx_rows(p, row, rows, pair + j, 2, 1);
+                else amx_rows(p, row, rows, pair + j, 1, 1);
         } else if (tiles == 2 * GROUP) {
-            narrow_rows(p, row, rows, pair, 2 * GROUP);
+            amx_rows(p, row, rows, pair, 2 * GROUP, 0);
         } else {
-            narrow_rows(p, row, rows, pair, tiles);
+            amx_rows(p, row, rows, pair, tiles, 0);
         }
     }
     _tile_release();

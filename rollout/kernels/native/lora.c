@@ -2,11 +2,9 @@
  *
  * Rows of one adapter lie in tiles. First every product with A, [rows, parts, rank], then what B
  * makes of it, a stretch of outputs at a time, so that a stretch of B is read once a tile. Sums have
- * one order whatever tile a row is in, so a row has the same bits in any batch. */
-#include "vec.h"
+ * one order (dots.h) whatever tile a row is in, so a row has the same bits in any batch. */
+#include "dots.h"
 
-#define ROW_BLOCK 4
-#define RANK_BLOCK 4
 #define STRETCH 256     /* outputs of a work item */
 #define SMALL (1 << 16) /* multiplications below which threads cost more than they save */
 
@@ -20,52 +18,26 @@ typedef struct {
     int64_t y_row, x_row, parts, rank, inputs, outputs;
 } Lora;
 
-INLINE const void *from(const void *p, int64_t i, int bf16) {
-    return (const char *)p + i * (bf16 ? 2 : 4);
-}
-
 /* Rows `first` .. first + count of `rows` by ranks r .. r + ranks of one part. */
 INLINE void down_block(const Lora *p, const void *a, int64_t first, int count, int64_t part,
                        int64_t r, int ranks, float scale, int bf16) {
-    vf sum[ROW_BLOCK][RANK_BLOCK];
-    const void *x[ROW_BLOCK], *w[RANK_BLOCK];
+    float sums[BLOCK * BLOCK];
+    const void *x[BLOCK], *w[BLOCK];
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) x[i] = from(p->x, p->rows[first + i] * p->x_row, bf16);
 #pragma GCC unroll 4
     for (int c = 0; c < ranks; c++) w[c] = from(a, (r + c) * p->inputs, bf16);
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-#pragma GCC unroll 4
-        for (int c = 0; c < ranks; c++) sum[i][c] = splat(0);
-    int64_t whole = p->inputs / VW * VW;
-    for (int64_t k = 0; k < whole; k += VW) {
-        vf weights[RANK_BLOCK];
-#pragma GCC unroll 4
-        for (int c = 0; c < ranks; c++) weights[c] = load(w[c], k, bf16);
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++) {
-            vf v = load(x[i], k, bf16);
-#pragma GCC unroll 4
-            for (int c = 0; c < ranks; c++) sum[i][c] = fused(v, weights[c], sum[i][c]);
-        }
-    }
-    if (whole < p->inputs) {
-        int rest = (int)(p->inputs - whole);
-        for (int i = 0; i < count; i++)
-            for (int c = 0; c < ranks; c++)
-                sum[i][c] = fused(load_n(x[i], whole, rest, bf16),
-                                  load_n(w[c], whole, rest, bf16), sum[i][c]);
-    }
+    sum_segment(count, ranks, x, w, 0, p->inputs, sums, bf16);
     for (int i = 0; i < count; i++)
         for (int c = 0; c < ranks; c++)
             p->work[((first + i) * p->parts + part) * p->rank + r + c] =
-                reduce_sum(sum[i][c]) * scale;
+                sums[i * BLOCK + c] * scale;
 }
 
 INLINE void down_rows(const Lora *p, const void *a, int64_t first, int64_t stop, int64_t part,
                       int64_t r, int ranks, float scale, int bf16) {
-    for (; first + ROW_BLOCK <= stop; first += ROW_BLOCK)
-        down_block(p, a, first, ROW_BLOCK, part, r, ranks, scale, bf16);
+    for (; first + BLOCK <= stop; first += BLOCK)
+        down_block(p, a, first, BLOCK, part, r, ranks, scale, bf16);
     switch (stop - first) {
     case 1: down_block(p, a, first, 1, part, r, ranks, scale, bf16); break;
     case 2: down_block(p, a, first, 2, part, r, ranks, scale, bf16); break;
@@ -79,17 +51,17 @@ INLINE void down(const Lora *p, const int32_t *tile, int64_t part, int bf16) {
     float scale = p->scales[at];
     const void *a = from(p->a, at * p->rank * p->inputs, bf16);
     if (scale == 0) return;
-    for (; r + RANK_BLOCK <= p->rank; r += RANK_BLOCK)
-        down_rows(p, a, tile[1], tile[2], part, r, RANK_BLOCK, scale, bf16);
+    for (; r + BLOCK <= p->rank; r += BLOCK)
+        down_rows(p, a, tile[1], tile[2], part, r, BLOCK, scale, bf16);
     for (; r < p->rank; r++) down_rows(p, a, tile[1], tile[2], part, r, 1, scale, bf16);
 }
 
 /* Outputs o .. o + VW (of which only those below `end` exist) of some rows. */
 INLINE void up_block(const Lora *p, const void *b, int64_t first, int count, int64_t part,
                      int64_t o, int64_t end, int bf16) {
-    vf sum[ROW_BLOCK];
-    const float *h[ROW_BLOCK];
-    void *y[ROW_BLOCK];
+    vf sum[BLOCK];
+    const float *h[BLOCK];
+    void *y[BLOCK];
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
         y[i] = (void *)from(p->y, p->rows[first + i] * p->y_row, bf16);
@@ -111,8 +83,8 @@ INLINE void up(const Lora *p, const int32_t *tile, int64_t part, int64_t o, int6
     if (p->scales[tile[0] * p->parts + part] == 0) return;
     for (; o < end; o += VW) {
         int64_t first = tile[1], stop = tile[2];
-        for (; first + ROW_BLOCK <= stop; first += ROW_BLOCK)
-            up_block(p, b, first, ROW_BLOCK, part, o, end, bf16);
+        for (; first + BLOCK <= stop; first += BLOCK)
+            up_block(p, b, first, BLOCK, part, o, end, bf16);
         for (; first < stop; first++) up_block(p, b, first, 1, part, o, end, bf16);
     }
 }

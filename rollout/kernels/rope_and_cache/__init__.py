@@ -1,5 +1,7 @@
 """Rotary position embedding of new queries and keys, and their way into the KV cache, in one."""
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,37 @@ def rope_and_cache(
         assert k_cache.shape == v_cache.shape
         v_cache[pages, :, offsets] = v
     return _rotate(q, cos, sin)
+
+
+def is_for_kernel(
+    dtypes: Container[torch.dtype],
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+) -> bool:
+    """Whether a kernel for ``dtypes`` takes these, whose shapes must fit; else the reference does.
+
+    values, v_pages: k and k_cache again where there are no values.
+    """
+    tokens, _, dim = q.shape
+    assert k.shape == values.shape == (tokens, k_cache.shape[1], dim), (
+        f"{k.shape} {values.shape} for {q.shape}"
+    )
+    assert k_cache.shape == v_pages.shape
+    assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
+    assert cos.shape == sin.shape
+    assert len(cos) == tokens
+    assert cos.shape[1] % 2 == 0
+    assert slots.shape == (tokens,)
+    alike = q.dtype == k.dtype == values.dtype == k_cache.dtype == v_pages.dtype
+    tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
+    dense = k_cache.is_contiguous() and v_pages.is_contiguous()
+    return alike and tables and dense and q.dtype in dtypes
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollout.kernels.native import BF16, entry
 from rollout.kernels.native.prototypes import structure
+from rollout.kernels.rope_and_cache import is_for_kernel
 from rollout.kernels.rope_and_cache import rope_and_cache as op
 
 
@@ -21,22 +22,10 @@ def rope_and_cache(
     slots: Tensor,
 ) -> Tensor:
     values, v_pages = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
-    alike = q.dtype == k.dtype == values.dtype == k_cache.dtype == v_pages.dtype
-    tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    dense = k_cache.is_contiguous() and v_pages.is_contiguous()
-    if not (alike and tables and dense and q.dtype in BF16):
+    if not is_for_kernel(BF16, q, k, values, cos, sin, k_cache, v_pages, slots):
         return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
     tokens, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
-    assert k.shape == values.shape == (tokens, kv_heads, dim), (
-        f"{k.shape} {values.shape} for {q.shape}"
-    )
-    assert k_cache.shape == v_pages.shape
-    assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
-    assert cos.shape == sin.shape
-    assert len(cos) == tokens
-    assert cos.shape[1] % 2 == 0
-    assert slots.shape == (tokens,)
     q, k, values = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, values))
     cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.gpu_launch import FLOATS, launch, narrow, power_of_2, rounded
+from rollout.kernels.rope_and_cache import is_for_kernel
 from rollout.kernels.rope_and_cache import rope_and_cache as op
 
 _HEADS = 4  # heads of one program
@@ -24,22 +25,10 @@ def rope_and_cache(
     slots: Tensor,
 ) -> Tensor:
     values, v_pages = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
-    alike = q.dtype == k.dtype == values.dtype == k_cache.dtype == v_pages.dtype
-    tables = cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    dense = k_cache.is_contiguous() and v_pages.is_contiguous()
-    if not (alike and tables and dense and q.dtype in FLOATS):
+    if not is_for_kernel(FLOATS, q, k, values, cos, sin, k_cache, v_pages, slots):
         return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
     tokens, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
-    assert k.shape == values.shape == (tokens, kv_heads, dim), (
-        f"{k.shape} {values.shape} for {q.shape}"
-    )
-    assert k_cache.shape == v_pages.shape
-    assert k_cache.shape[3] == dim >= cos.shape[1], "the tables are wider than a head"
-    assert cos.shape == sin.shape
-    assert len(cos) == tokens
-    assert cos.shape[1] % 2 == 0
-    assert slots.shape == (tokens,)
     q, k, values = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, values))
     cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[1] // 2
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollout.kernels.native import BF16, entry
 from rollout.kernels.native.prototypes import structure
+from rollout.kernels.op import in_rows
 from rollout.kernels.ssd_scan import ssd_scan as op
 
 MAX_STATE = 512  # as in ssd.c
@@ -36,7 +37,7 @@ def ssd_scan(
     assert steps.shape == (tokens, heads)
     assert rates.shape == skips.shape == (heads,)
     assert len(slots) == len(context_lens) == len(query_starts) - 1
-    x, b, c = (_dense_heads(of) for of in (x, b, c))
+    x, b, c = (in_rows(of) for of in (x, b, c))
     steps, rates, skips = (of.float().contiguous() for of in (steps, rates, skips))
     slots, starts, lengths = (i.int().contiguous() for i in (slots, query_starts, context_lens))
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -47,7 +48,3 @@ def ssd_scan(
     )
     entry("ssd_scan")(ctypes.addressof(problem), bf16, torch.get_num_threads())
     return out
-
-
-def _dense_heads(x: Tensor) -> Tensor:
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

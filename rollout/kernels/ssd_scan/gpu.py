@@ -7,14 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.gpu_launch import (
-    FLOATS,
-    held_columns,
-    in_rows,
-    launch,
-    narrow,
-    power_of_2,
-)
+from rollout.kernels.gpu_launch import FLOATS, held_columns, launch, narrow, power_of_2
+from rollout.kernels.op import in_rows
 from rollout.kernels.ssd_scan import ssd_scan as op
 
 
