@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from rollout.errors import SourceFailed
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.sources.names import NameOf, bind, wire_dtype
+from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights import Box, Shape, TensorMeta
-from rollout.weights.names import file_form
 
 BufferFor = Callable[[torch.dtype, Shape], Tensor | None]
 
@@ -110,20 +109,17 @@ class BoundSource:
         self,
         weights: object,
         items: Iterable[tuple[str, Tensor]],
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
+        naming: Naming,
         agreement: RankGroup,
-        name_of: NameOf = file_form,
     ) -> None:
-        self.agreement = agreement
-        self._dtype = dtype
-        self._bound = bind(items, aliases, name_of)
+        self.agreement, self._naming = agreement, naming
+        self._bound = naming.bind(items)
         if not self._bound:
             raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return tuple(
-            TensorMeta(name, wire_dtype(name, tensor.dtype, self._dtype), self._shape(tensor))
+            TensorMeta(name, self._naming.dtype_of(name, tensor.dtype), self._shape(tensor))
             for name, tensor in self._bound.items()
         )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, SourceFailed
@@ -19,8 +19,16 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weight_sync.trainer.sources.components import together
-from rollout.weight_sync.trainer.sources.names import NameOf, submodules
-from rollout.weight_sync.trainer.sources.values import Incoming, is_dtensor
+from rollout.weight_sync.trainer.sources.kinds import (
+    READ_TWICE,
+    bare_module,
+    is_dtensor_pair,
+    kind_of,
+    ranks_of,
+    several_ranks,
+)
+from rollout.weight_sync.trainer.sources.names import Naming
+from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import (
@@ -34,13 +42,7 @@ from rollout.weights.components import (
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import file_form, placed
 
-ACCEPTED = (
-    "an nn.Module, DistributedDataParallel, FSDP1, FSDP2 (fully_shard), a DeepSpeed engine, any of "
-    "them around a PEFT model, a dict or an iterable of (name, tensor or DTensor), a checkpoint "
-    "directory, or a WeightSource; or {'policy': one of these, 'draft': another}"
-)
-_READ_TWICE = (list, tuple, ItemsView)  # what can be looked at before it is sent
-_SOURCES = (nn.Module, WeightSource, Mapping, str, Path, Iterator, *_READ_TWICE)  # no tensor is one
+_SOURCES = (nn.Module, WeightSource, Mapping, str, Path, Iterator, *READ_TWICE)  # no tensor is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,43 +214,38 @@ class Detected:
             if plan is not None:
                 from rollout.weight_sync.trainer.sources.lora import MergedSource
 
-                inner = self.of_kind(aliases, None, group, plan.name_of)
+                inner = self.of_kind(Naming(aliases, None, plan.name_of), group)
                 return MergedSource(inner, plan, dtype)
-        return self.of_kind(aliases, dtype, group, lambda raw: placed(file_form(raw), prefixes))
+        naming = Naming(aliases, dtype, lambda raw: placed(file_form(raw), prefixes))
+        return self.of_kind(naming, group)
 
-    def of_kind(
-        self,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        group: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> WeightSource:
-        """What streams it; ``dtype`` None: a module's tensors go as they are held."""
+    def of_kind(self, naming: Naming, group: RankGroup) -> WeightSource:
+        """What streams it."""
         obj = self.obj
         if self.kind == "fsdp2":
             from rollout.weight_sync.trainer.sources.fsdp2 import FSDP2Source
 
-            return FSDP2Source(obj, aliases, dtype, group, name_of)
+            return FSDP2Source(obj, naming, group)
         if self.kind == "fsdp1":
             from rollout.weight_sync.trainer.sources.fsdp1 import FSDP1Source
 
-            return FSDP1Source(obj, aliases, dtype, group, name_of)
+            return FSDP1Source(obj, naming, group)
         if self.kind == "zero3":
             from rollout.weight_sync.trainer.sources.zero import ZeroSource
 
-            return ZeroSource(bare_module(obj), aliases, dtype, group, name_of)
+            return ZeroSource(bare_module(obj), naming, group)
         if self.kind == "directory":
             from rollout.weight_sync.trainer.sources.directory import DirectorySource
 
-            return DirectorySource(Path(obj), aliases, dtype, group, name_of)
+            return DirectorySource(Path(obj), naming, group)
         if self.kind == "iterable":
             from rollout.weight_sync.trainer.sources.iterable import IterableSource
 
-            return IterableSource(obj, aliases, dtype, group, name_of)
+            return IterableSource(obj, naming, group)
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         weights = bare_module(obj) if isinstance(obj, nn.Module) else obj
-        return PlainSource(weights, aliases, dtype, group, name_of)
+        return PlainSource(weights, naming, group)
 
 
 def detect(obj: Any, *, take_first: bool = True) -> Detected:
@@ -259,11 +256,11 @@ def detect(obj: Any, *, take_first: bool = True) -> Detected:
     """
     if _are_components(obj):
         return _components(obj, take_first)
-    kind = _kind_of(obj)
-    if kind == "iterable" and take_first and _several_ranks():
+    kind = kind_of(obj)
+    if kind == "iterable" and take_first and several_ranks():
         obj = _opened(obj)
-        kind = _kind_of(obj)
-    return Detected(obj, kind, _ranks_of(obj, kind))
+        kind = kind_of(obj)
+    return Detected(obj, kind, ranks_of(obj, kind))
 
 
 def _are_components(obj: Any) -> bool:
@@ -308,7 +305,7 @@ def _opened(obj: Iterable[Any]) -> Any:
         return ()
     except Exception as error:  # noqa: BLE001 - the trainer's own, for whoever reads the stream
         return _raising(error)
-    if not _is_dtensor_pair(first):
+    if not is_dtensor_pair(first):
         return chain((first,), items)
     try:
         return [first, *items]
@@ -321,120 +318,6 @@ def _raising(error: Exception) -> Iterator[Any]:
     yield  # a generator
 
 
-def _several_ranks() -> bool:
-    """Whether DTensors of more than one rank can exist in this process; imports nothing."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _is_dtensor_pair(item: Any) -> bool:
-    return isinstance(item, tuple | list) and len(item) == 2 and is_dtensor(item[1])
-
-
-def _holds_dtensors(obj: Any) -> bool:
-    """Whether a dict, or pairs that can be read twice, hold a DTensor."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    if isinstance(obj, Mapping):
-        return any(map(is_dtensor, obj.values()))
-    return isinstance(obj, _READ_TWICE) and any(map(_is_dtensor_pair, obj))
-
-
-def _kind_of(obj: Any) -> str:
-    """What kind of source ``obj`` is, by its whole ancestry and without importing a trainer."""
-    if isinstance(obj, nn.Module):
-        return _kind_of_module(obj)
-    if isinstance(obj, WeightSource):
-        return "source"
-    if isinstance(obj, str | Path):
-        if Path(obj).is_dir():
-            return "directory"
-        raise ConfigError(f"{str(obj)!r} is not a directory; a weight source is {ACCEPTED}")
-    if _holds_dtensors(obj):
-        return "fsdp2"
-    if isinstance(obj, (Mapping, *_READ_TWICE)):
-        return "plain"
-    if isinstance(obj, Iterable) and not isinstance(obj, Tensor | bytes | bytearray):
-        return "iterable"
-    raise ConfigError(f"{type(obj).__name__} is not a weight source; pass {ACCEPTED}")
-
-
-def _kind_of_module(module: nn.Module) -> str:
-    if _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
-        return "fsdp1"
-    parts = submodules(module)
-    parameters = [p for part in parts for p in part._parameters.values() if p is not None]
-    if any(hasattr(p, "ds_id") for p in parameters):
-        return "zero3"
-    buffers = (b for part in parts for b in part._buffers.values() if b is not None)
-    if any(map(is_dtensor, {type(t): t for t in chain(parameters, buffers)}.values())):
-        return "fsdp2"
-    kinds = {type(part): part for part in parts}.values()
-    if any(_is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in kinds):
-        return "fsdp2"  # gathered right now; resharded before it is read
-    if any(_is_a(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in kinds):
-        return "fsdp1"
-    return "plain"
-
-
-def _ranks_of(obj: Any, kind: str) -> tuple[int, ...] | None:
-    """Ranks (of the default group) that hold ``obj`` together, the sender first; local."""
-    if kind == "fsdp2":
-        from rollout.weight_sync.trainer.sources import fsdp2
-
-        return fsdp2.ranks(obj)
-    if kind == "fsdp1":
-        from rollout.weight_sync.trainer.sources import fsdp1
-
-        return fsdp1.ranks(obj)
-    if kind == "zero3":
-        from rollout.weight_sync.trainer.sources import zero
-
-        return zero.ranks(obj)
-    group = None
-    obj = _uncompiled(obj)
-    if _is_a(obj, *_DDP):
-        group = obj.process_group
-    elif _is_a(obj, *_ENGINE):
-        group = obj.data_parallel_group  # ZeRO-1 and 2: every rank has the whole weights
-    if group is None:
-        return None
-    import torch.distributed as dist
-
-    return tuple(dist.get_process_group_ranks(group))
-
-
-_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
-_ENGINE = ("deepspeed", "DeepSpeedEngine")
-_COMPILED = ("torch._dynamo", "OptimizedModule")
-
-
 def _model_of(component: str) -> str:
     """The component whose names a component's tensors have: an adapter's are the policy's."""
     return component if adapter_of(component) is None else POLICY
-
-
-def bare_module(module: nn.Module) -> nn.Module:
-    """The trainer's own module beneath DDP or a DeepSpeed engine."""
-    inner: nn.Module = _uncompiled(module)
-    if _is_a(inner, *_DDP) or _is_a(inner, *_ENGINE):
-        inner = _uncompiled(inner.module)
-    return inner
-
-
-def _uncompiled(obj: Any) -> Any:
-    """What ``torch.compile`` wrapped: DDP may lie beneath it."""
-    while _is_a(obj, *_COMPILED):
-        obj = obj._orig_mod
-    return obj
-
-
-def _is_a(obj: object, package: str, name: str) -> bool:
-    """Whether a class of that name from that package is among ``obj``'s; imports nothing."""
-    return any(
-        cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
-        for cls in type(obj).__mro__
-    )

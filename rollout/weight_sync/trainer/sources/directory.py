@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.sources.names import NameOf, bind_stream, wire_dtype
+from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, TensorMeta
 from rollout.weights.files import open_weights
-from rollout.weights.names import file_form
 
 
 class DirectorySource:
@@ -26,24 +25,16 @@ class DirectorySource:
     that is wrong with a file.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        agreement: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> None:
-        self.agreement, self._name_of = agreement, name_of
-        self._path, self._aliases, self._dtype = path, aliases, dtype
+    def __init__(self, path: Path, naming: Naming, agreement: RankGroup) -> None:
+        self._path, self._naming, self.agreement = path, naming, agreement
         with _named(path):
             _, files = open_weights(path, mapped=False)
             held = list(files.metadata().values())
             files.close()
         stand_ins = ((m.name, torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in held)
         self._metadata = tuple(
-            TensorMeta(name, wire_dtype(name, t.dtype, dtype), tuple(t.shape))
-            for name, t in bind_stream(stand_ins, aliases, name_of)
+            TensorMeta(name, naming.dtype_of(name, t.dtype), tuple(t.shape))
+            for name, t in naming.bind_stream(stand_ins)
         )
         if not self._metadata:
             raise SourceFailed(f"{path} holds no tensor; nothing can be sent")
@@ -52,8 +43,8 @@ class DirectorySource:
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in bind_stream(self._read(), self._aliases, self._name_of):
-            yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
+        for name, tensor in self._naming.bind_stream(self._read()):
+            yield name, tensor.to(self._naming.dtype_of(name, tensor.dtype))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._metadata]

@@ -15,11 +15,10 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from rollout.errors import ConfigError
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource
-from rollout.weight_sync.trainer.sources.names import NameOf, wire_dtype
+from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box
 from rollout.weights.box import interval_boxes, interval_values
-from rollout.weights.names import file_form
 
 
 class FSDP1Source(BoundSource):
@@ -33,17 +32,10 @@ class FSDP1Source(BoundSource):
     sent from where it is without a gather: peer to peer.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        agreement: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> None:
+    def __init__(self, module: nn.Module, naming: Naming, agreement: RankGroup) -> None:
         self._places = _places(module)
         items = [(place.name, stand_in) for stand_in, place in self._places.items()]
-        super().__init__(module, items, aliases, dtype, agreement, name_of)
+        super().__init__(module, items, naming, agreement)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         items = ((name, self._places[tensor]) for name, tensor in self._bound.items())
@@ -61,7 +53,7 @@ class FSDP1Source(BoundSource):
             return [(name, self._copy(place)) for name, place in items]
 
     def _copy(self, place: _Place) -> Tensor:
-        dtype = wire_dtype(place.name, place.dtype, self._dtype)
+        dtype = self._naming.dtype_of(place.name, place.dtype)
         if not self.agreement.is_sender:
             return torch.empty(place.shape, dtype=dtype, device="meta")
         tensor: Tensor = getattr(place.module, place.attribute)
@@ -80,7 +72,7 @@ class FSDP1Source(BoundSource):
         place = self._places[self._bound[name]]
         start, values = place.interval()
         return interval_values(
-            place.shape, start, values.to(wire_dtype(place.name, place.dtype, self._dtype))
+            place.shape, start, values.to(self._naming.dtype_of(place.name, place.dtype))
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -16,16 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
-from rollout.weight_sync.trainer.sources.names import (
-    NameOf,
-    Pairs,
-    named_weights,
-    pairs,
-    wire_dtype,
-)
+from rollout.weight_sync.trainer.sources.names import Naming, Pairs, named_weights, pairs
 from rollout.weight_sync.trainer.sources.values import check_all, readable
 from rollout.weights import Box, Shape
-from rollout.weights.names import file_form
 
 
 class FSDP2Source(BoundSource):
@@ -40,17 +33,10 @@ class FSDP2Source(BoundSource):
     supported: unsharded parameters are resharded first.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        agreement: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> None:
+    def __init__(self, weights: Weights, naming: Naming, agreement: RankGroup) -> None:
         items = held_items(weights)
         check_all(items)
-        super().__init__(weights, items, aliases, dtype, agreement, name_of)
+        super().__init__(weights, items, naming, agreement)
         self._buffer: Tensor | None = None
         self._cast: tuple[Tensor | None, Tensor | None] = (None, None)  # a shard as last gathered
         self._place: BufferFor = lambda dtype, shape: None
@@ -59,7 +45,7 @@ class FSDP2Source(BoundSource):
     def _full(self, name: str, tensor: Tensor) -> Tensor:
         """``tensor`` whole in the wire dtype on the sender, a meta tensor elsewhere."""
         self._cast = (None, None)
-        dtype = wire_dtype(name, tensor.dtype, self._dtype)
+        dtype = self._naming.dtype_of(name, tensor.dtype)
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
         if not isinstance(tensor, DTensor):
             return readable(name, tensor).to(dtype) if self.agreement.is_sender else empty
@@ -124,7 +110,7 @@ class FSDP2Source(BoundSource):
         if self._buffer is None or self._buffer.numel() < nbytes:
             self._buffer = None
             largest = max(
-                t.numel() * wire_dtype(name, t.dtype, self._dtype).itemsize
+                t.numel() * self._naming.dtype_of(name, t.dtype).itemsize
                 for name, t in self._bound.items()
             )
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=like.device)
@@ -149,7 +135,7 @@ class FSDP2Source(BoundSource):
         if gathered is tensor and cast is not None:
             return [(box, cast.reshape(box.shape)) for box in local_box(tensor)]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        value = readable(name, local).to(wire_dtype(name, tensor.dtype, self._dtype))
+        value = readable(name, local).to(self._naming.dtype_of(name, tensor.dtype))
         return [(box, value.reshape(box.shape)) for box in local_box(tensor)]
 
 

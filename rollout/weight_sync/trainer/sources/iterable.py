@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.sources.names import NameOf, bind_stream, wire_dtype
+from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import is_dtensor, readable
 from rollout.weights import Box
-from rollout.weights.names import file_form
 
 
 class IterableSource:
@@ -22,25 +20,17 @@ class IterableSource:
     Whatever the iterable raises arrives as ``SourceFailed`` with that exception as ``__cause__``.
     """
 
-    def __init__(
-        self,
-        items: Iterable[Any],
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        agreement: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> None:
-        self.agreement, self._name_of = agreement, name_of
-        self._items, self._aliases, self._dtype = items, aliases, dtype
+    def __init__(self, items: Iterable[Any], naming: Naming, agreement: RankGroup) -> None:
+        self._items, self._naming, self.agreement = items, naming, agreement
 
     def metadata(self) -> None:
         return None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         count = 0
-        for name, tensor in bind_stream(_checked(self._items), self._aliases, self._name_of):
+        for name, tensor in self._naming.bind_stream(_checked(self._items)):
             count += 1
-            yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
+            yield name, tensor.to(self._naming.dtype_of(name, tensor.dtype))
         if not count:
             raise SourceFailed("the iterable yielded no tensor; was the generator used up before?")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,29 @@ from rollout.weights.names import file_form, is_weight, weight_dtype
 
 # From a trainer's name to the one a tensor is sent under; None where it is not sent.
 NameOf = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What the engine knows a trainer's tensors as: their names, and what they travel as.
+
+    ``aliases``: from names that may be sent to the tensor that owns them. ``dtype``: of plain
+    floats; None: as they are held.
+    """
+
+    aliases: Mapping[str, str]
+    dtype: torch.dtype | None
+    name_of: NameOf = file_form
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What a tensor of ``dtype`` travels as, under the name that it is sent by."""
+        return wire_dtype(name, dtype, self.dtype)
+
+    def bind(self, items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return bind(items, self.aliases, self.name_of)
+
+    def bind_stream(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return bind_stream(items, self.aliases, self.name_of)
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:

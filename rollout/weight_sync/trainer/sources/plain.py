@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
-from rollout.weight_sync.trainer.sources.names import (
-    NameOf,
-    Pairs,
-    named_weights,
-    pairs,
-    wire_dtype,
-)
+from rollout.weight_sync.trainer.sources.names import Naming, Pairs, named_weights, pairs
 from rollout.weight_sync.trainer.sources.values import check_all, readable
 from rollout.weights import Box
-from rollout.weights.names import file_form
 
 
 class PlainSource(BoundSource):
@@ -28,17 +21,10 @@ class PlainSource(BoundSource):
     meta tensors; no rank waits for another inside ``__iter__``.
     """
 
-    def __init__(
-        self,
-        weights: nn.Module | Pairs,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        agreement: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> None:
+    def __init__(self, weights: nn.Module | Pairs, naming: Naming, agreement: RankGroup) -> None:
         items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
         check_all(items)
-        super().__init__(weights, items, aliases, dtype, agreement, name_of)
+        super().__init__(weights, items, naming, agreement)
         self._place: BufferFor = lambda dtype, shape: None
         self._stays: Callable[[Tensor], bool] = lambda tensor: False
 
@@ -50,7 +36,7 @@ class PlainSource(BoundSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():
-            dtype = wire_dtype(name, tensor.dtype, self._dtype)
+            dtype = self._naming.dtype_of(name, tensor.dtype)
             if not self.agreement.is_sender:
                 yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
             elif self._stays(plain := readable(name, tensor)):
@@ -65,5 +51,5 @@ class PlainSource(BoundSource):
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = readable(name, self._bound[name])
-        value = tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
+        value = tensor.to(self._naming.dtype_of(name, tensor.dtype))
         return [(Box.full(tuple(tensor.shape)), value)]

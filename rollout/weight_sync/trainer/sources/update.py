@@ -22,7 +22,9 @@ from rollout.weight_sync.trainer.sources.adapters import (
     tuner_layers,
 )
 from rollout.weight_sync.trainer.sources.base import WeightSource
-from rollout.weight_sync.trainer.sources.detect import Detected, bare_module, combined, detect
+from rollout.weight_sync.trainer.sources.detect import Detected, combined, detect
+from rollout.weight_sync.trainer.sources.kinds import bare_module
+from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_component, adapter_of
@@ -128,13 +130,13 @@ class DetectedAdapter(Detected):
         group = group if group is not None else self.rank_group(timeout)
         prefixes = prefixes or {}
         if isinstance(self.obj, PeftAdapter):
-            return PlainSource(
-                dict(self.obj.items()), {}, dtype, group, lambda raw: placed(raw, prefixes)
-            )
+            naming = Naming({}, dtype, lambda raw: placed(raw, prefixes))
+            return PlainSource(dict(self.obj.items()), naming, group)
         plan = self._plan(prefixes)
+        naming = Naming({}, dtype, plan.name_of)
         if self.kind == "plain":
-            return PlainSource(plan.factors, {}, dtype, group, plan.name_of)
-        return self.of_kind({}, dtype, group, plan.name_of)
+            return PlainSource(plan.factors, naming, group)
+        return self.of_kind(naming, group)
 
     def _plan(self, prefixes: Mapping[str, str]) -> AdapterPlan:
         """Made once: nothing changes a module's layers during an update."""

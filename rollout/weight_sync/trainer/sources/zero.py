@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -11,15 +11,10 @@ from torch import Tensor, nn
 
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource
-from rollout.weight_sync.trainer.sources.names import (
-    NameOf,
-    named_weights,
-    wire_dtype,
-)
+from rollout.weight_sync.trainer.sources.names import Naming, named_weights
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, Shape
 from rollout.weights.box import interval_boxes, interval_values
-from rollout.weights.names import file_form
 
 GATHER_BYTES = 32 << 20  # small parameters are gathered together up to this much
 
@@ -34,15 +29,8 @@ class ZeroSource(BoundSource):
     gather: peer to peer.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype | None,
-        agreement: RankGroup,
-        name_of: NameOf = file_form,
-    ) -> None:
-        super().__init__(module, named_weights(module), aliases, dtype, agreement, name_of)
+    def __init__(self, module: nn.Module, naming: Naming, agreement: RankGroup) -> None:
+        super().__init__(module, named_weights(module), naming, agreement)
 
     def _shape(self, tensor: Tensor) -> Shape:
         return full_shape(tensor)
@@ -62,7 +50,7 @@ class ZeroSource(BoundSource):
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
         start, values = partition(tensor) or (0, tensor.new_empty(0))
-        cast = readable(name, values).to(wire_dtype(name, tensor.dtype, self._dtype))
+        cast = readable(name, values).to(self._naming.dtype_of(name, tensor.dtype))
         return interval_values(full_shape(tensor), start, cast)
 
     def _runs(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -91,7 +79,7 @@ class ZeroSource(BoundSource):
             ]
 
     def _cast(self, name: str, tensor: Tensor, copy: bool) -> Tensor:
-        dtype = wire_dtype(name, tensor.dtype, self._dtype)
+        dtype = self._naming.dtype_of(name, tensor.dtype)
         if not self.agreement.is_sender:
             return torch.empty(full_shape(tensor), dtype=dtype, device="meta")
         return readable(name, tensor).to(dtype, copy=copy)
