@@ -24,7 +24,7 @@ ADDED = {
     "scores, routed experts, sampling masks": """generation/*score* engine/score* server/http/score*
         generation/sampling_mask.py engine/expert_rows.py""",
     "journal, replay, diagnosis, limits of a stall": """*/journal.py */replay.py */diagnos*.py
-        engine/updates/limits.py weight_sync/protocol/rates.py""",
+        api/scored_samples.py engine/updates/limits.py weight_sync/protocol/rates.py""",
     "grammars": "engine/structured/* generation/grammar.py server/http/grammars.py",
     "hybrid and latent models, images, models by transformers": """models/*latent* kernels/*delta*
         models/*delta* models/layers/latent* models/layers/delta* kernels/causal_conv/*

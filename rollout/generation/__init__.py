@@ -15,16 +15,9 @@ from rollout.generation.outputs import (
     VersionSpan,
 )
 from rollout.generation.packed_scores import PackedScores
+from rollout.generation.request import AnyPrompt, ContinuedPrompt, PromptInput, Request
 from rollout.generation.sampling_mask import SamplingMask
-from rollout.generation.sampling_params import (
-    GREEDY_BELOW,
-    TOKEN_PARAMS,
-    AnyPrompt,
-    ContinuedPrompt,
-    PromptInput,
-    Request,
-    SamplingParams,
-)
+from rollout.generation.sampling_params import GREEDY_BELOW, TOKEN_PARAMS, SamplingParams
 from rollout.generation.scores import ScoreOutput, score_params, scored_rows
 
 __all__ = [

@@ -1,18 +1,16 @@
-"""What is asked of a generation: sampling parameters, a request."""
+"""How a prompt is continued: the one table of sampling parameters."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
 from rollout.errors import InvalidRequest
 from rollout.generation.grammar import grammar
-from rollout.generation.images import ImagePrompt, PlacedImage
-from rollout.generation.outputs import Completion
 from rollout.generation.packed import read_experts
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
@@ -378,39 +376,6 @@ class SamplingParams:
 
 
 TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"] in _OF_TOKENS)
-
-
-@dataclass(frozen=True, slots=True)
-class ContinuedPrompt:
-    """A prompt that another engine has begun to answer: its samples go on behind what they have.
-
-    ``delivered``: all ``n`` samples, by index; those that have finished stay as they are. With the
-    seed that the first engine had, tokens are drawn as that one would have.
-    """
-
-    prompt: tuple[int, ...]
-    delivered: tuple[Completion, ...]
-
-
-PromptInput = str | Sequence[int]
-AnyPrompt = PromptInput | ImagePrompt | ContinuedPrompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt, tokenised, with how to continue it.
-
-    ``bad_words``: the token ids of ``params.bad_words``; None until somebody has made them.
-    ``images``: those of its placeholders, which are as many as their parts.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    prompt: str | None = None
-    bad_words: tuple[tuple[int, ...], ...] | None = None
-    images: tuple[PlacedImage, ...] = ()
-    delivered: tuple[Completion, ...] = ()  # of a ``ContinuedPrompt``
 
 
 def is_int(value: Any) -> bool:
