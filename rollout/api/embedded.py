@@ -14,14 +14,13 @@ from rollout.api.adapters import MergedAdapters
 from rollout.api.image_inputs import take_images
 from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
+from rollout.api.send_live import send_live
 from rollout.config import EngineConfig
 from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
-from rollout.engine.updates.live_form import check_equal, send_live_form
-from rollout.engine.updates.live_weights import live_adapters, live_weights
 from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.rollback import Rollback, roll_back
 from rollout.engine.updates.vllm_session import VerbSession
@@ -46,7 +45,6 @@ from rollout.generation import (
     SamplingParams,
 )
 from rollout.metrics import EngineStats
-from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
@@ -273,36 +271,7 @@ class EmbeddedBackend:
         )
 
     def send_to(self, request: SendTo) -> UpdateReceipt:
-        coordinator = self.coordinator
-        peer = RolloutClient(request.address, request.token or None, request.timeout)
-        try:
-            with coordinator.holding_still(request.timeout):
-                if self.core.version != request.version:
-                    raise VersionConflict(
-                        f"version {self.core.version} is live here, not {request.version}"
-                    )
-                metadata = tuple(coordinator.metadata.values())
-                info, there = coordinator.info(), peer.info()
-                lacks = info.adapter_digests.items() - there.adapter_digests.items()
-                adapters = live_adapters(coordinator, dict(lacks), request.timeout)
-                after = info.adapters if info.adapters or there.adapters else None
-                if info.grid is not None or there.grid is not None:
-                    check_equal(info, there)
-                    return send_live_form(
-                        coordinator, peer.open(), adapters, version=request.version,
-                        adapters_after=after, timeout=request.timeout,
-                    )  # fmt: skip
-                return publish(
-                    live_weights(self.core, metadata, request.timeout),
-                    adapters=adapters,
-                    connect=lambda: peer,
-                    options=UpdateOptions(
-                        version=request.version, encoding="full", timeout=request.timeout,
-                        label=info.label, adapters_after=after,
-                    ),
-                )  # fmt: skip
-        finally:
-            peer.close()
+        return send_live(self.coordinator, request)
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         return self.update_once(readable(path, self.config.weight_dirs, self.info()), options)

@@ -26,6 +26,7 @@ The rules that make it one commit:
 from __future__ import annotations
 
 import secrets
+import zlib
 from dataclasses import replace
 
 from rollout.errors import EngineClosed, UpdateInProgress, VersionConflict
@@ -35,6 +36,7 @@ from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
 DRIFT = 0.05  # how much faster one machine's clock may run than another's
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # seconds before a member is brought up to date again
 
 
 class Coordinator:
@@ -141,6 +143,7 @@ class Coordinator:
             if self.update is not None and self.update.phase is not Phase.STAGING:
                 return []  # about to be something else: it is looked at again
             member.holds, member.why, member.status = True, "", Status.SERVING
+            member.fails = 0
             # Its clock was read some time ago: the next grant is of use, which this one may not be.
             member.serves_until = max(member.serves_until, now + self._counted)
             return [self._ask(member, now)]
@@ -152,6 +155,10 @@ class Coordinator:
         return []
 
     def unfilled(self, name: str, why: str, now: float) -> list[Action]:
+        """It could not be brought up to date: it is tried again later each time, and by another."""
+        if (member := self.members.get(name)) is not None:
+            member.not_before = now + _back_off(name, member.fails)
+            member.fails += 1
         return self.silent(name, why, now)
 
     def tick(self, now: float) -> list[Action]:
@@ -264,7 +271,7 @@ class Coordinator:
         update.left = dict.fromkeys(update.left, False)
         actions = self._tell_commits(update, now)
         for member in self.members.values():
-            member.holds = False
+            member.holds, member.not_before = False, now
             if member.name not in update.left and member.status is Status.SERVING:
                 why = update.lost.get(member.name, "it took no part in the last commit")
                 actions += [*self._fence(member, why, now), self._ask(member, now)]
@@ -356,10 +363,21 @@ class Coordinator:
                 f"its version {standing.version} is above the fleet's {live.version}: restart it"
             )
             return []
-        if donor := next(iter(self.serving), None):
-            member.busy, member.why = True, "it is being brought up to date"
-            return [Fill(member.name, donor, live.version)]
-        return []
+        return self._fill(member, now)
+
+    def _fill(self, member: Member, now: float) -> list[Action]:
+        """From a member that no update keeps busy, which it would give way to."""
+        taken = () if self.update is None else self.update.left
+        donors = [name for name in self.serving if name not in taken]
+        if now < member.not_before:
+            return []
+        if not donors:
+            if taken:
+                member.why = "it is brought up to date when the update under way has ended"
+            return []
+        donor = donors[member.fails % len(donors)]
+        member.busy, member.why = True, "it is being brought up to date"
+        return [Fill(member.name, donor, self.promise.version)]
 
     def _decision(self, name: str, update_id: str, now: float) -> Tell:
         """Of an update that a member was left with: what the record says, and else no."""
@@ -469,3 +487,9 @@ class Coordinator:
     def _whys(self) -> str:
         out = (m for m in self.members.values() if m.status is not Status.SERVING)
         return "; ".join(f"{m.name}: {m.why}" for m in out)
+
+
+def _back_off(name: str, fails: int) -> float:
+    """Seconds: twice as many each time, of which a part that differs by member is left out."""
+    spread = zlib.crc32(f"{name} {fails}".encode()) / 2**32
+    return min(FIRST_PAUSE * 2.0 ** min(fails, 10), LONGEST_PAUSE) * (1 - spread / 2)

@@ -39,6 +39,8 @@ class Member:
     serves_until: float = float("-inf")
     holds: bool = False
     busy: bool = False
+    fails: int = 0  # attempts in a row to bring it up to date
+    not_before: float = float("-inf")  # the next of them
     why: str = "it has not been heard of yet"
 
 

@@ -1,11 +1,12 @@
 """Single turns of the coordinator's state machine, in which a fleet could stick or lie."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from rollout.errors import VersionConflict
-from rollout.fleet.actions import Ask, Check, Ended, Promise, Tell, Write
+from rollout.fleet.actions import Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.coordinator import Coordinator
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Grant, Standing
@@ -234,3 +235,38 @@ def test_who_did_not_commit_is_named_with_the_end() -> None:
     fleet.decided("u5", "c", "torn", 0.3)
     [ended] = [a for a in fleet.tick(9.0) if isinstance(a, Ended)]
     assert (ended.committed, ended.lost["c"]) == (True, "torn")
+
+
+def fills(actions):
+    return [action for action in actions if isinstance(action, Fill)]
+
+
+def test_a_member_is_not_brought_up_to_date_from_one_whose_update_is_under_way() -> None:
+    fleet = serving("a", "b")
+    join = fleet.add("c", 0.1)
+    fleet.begin("u5", None, 0.2)
+    assert fills(stand(fleet, "c", join, 0.3, version=0)) == []
+    assert "when the update under way has ended" in fleet.members["c"].why
+    fleet.give_up("u5", "the trainer is gone", 0.4)
+    again = stand(fleet, "c", asked(fleet, "c", 1.5), 1.5, version=0)
+    assert fills(again) == [Fill("c", "a", 4)]
+
+
+def test_a_member_that_cannot_be_brought_up_to_date_is_tried_again_ever_later_by_others() -> None:
+    fleet = serving("a", "b")
+    join, now, tries = fleet.add("c", 0.0), 0.0, []
+    found = fills(stand(fleet, "c", join, now, version=0))
+    while now < 100.0:
+        if found:
+            tries.append((now, found[0].donor))
+            fleet.unfilled("c", "it does not answer", now)
+        now += 0.25
+        for action in fleet.tick(now):
+            if action.member != "c":
+                fleet.stood(action.member, action.grant, standing(action.member, clock=now), now)
+        found = fills(stand(fleet, "c", [fleet._ask(fleet.members["c"], now)], now, version=0))
+    pauses = [b - a for (a, _), (b, _) in pairwise(tries)]
+    assert [donor for _, donor in tries[:4]] == ["a", "b", "a", "b"]
+    assert pauses[0] <= 1.25
+    assert 7 <= pauses[-1] <= 15.25
+    assert 8 < len(tries) < 20

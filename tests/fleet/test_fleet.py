@@ -173,6 +173,24 @@ def test_a_member_that_joins_gets_the_live_weights_from_another_first(
         late.shutdown()
 
 
+def test_a_member_that_is_bringing_up_another_is_in_the_update_of_that_moment(
+    front, engines, trained, checkpoint
+):
+    front.rollout.update_weights(trained)
+    donors = [engine._async.backend.coordinator for engine in engines]
+    with Rollout(checkpoint, **ENGINE) as late:
+        there = late._async.backend.coordinator
+        there.acquire(None, 30)  # so that what it is sent has to wait
+        front.fleet.add(late.address)
+        eventually(lambda: "staging" in [donor.state for donor in donors])
+        receipt = front.rollout.update_weights(trained, timeout=12.0)
+        there.free(None)
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        front.fleet.wait_serving(4, 60.0)
+        assert late.weight_info().version == 2
+        assert late.check_weights(trained).equal
+
+
 def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, engines, trained):
     front.rollout.update_weights(trained)
     other = copy.deepcopy(trained)

@@ -9,6 +9,7 @@ from fleet_front import ENGINE, Front
 
 from rollout import Rollout, SamplingParams
 from rollout.engine.updates.live_form import send_live_form
+from rollout.engine.updates.read_lease import ReadLease
 from rollout.errors import ChecksumMismatch
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -106,9 +107,9 @@ def test_a_byte_that_changes_on_its_way_is_refused(checkpoint, trained):
         how = {"version": 1, "adapters_after": None, "timeout": 30.0}
         for at in (0.0, 0.2, 0.4, 0.6, 0.8):
             with pytest.raises(ChecksumMismatch):
-                send_live_form(donor, Torn(other._async.backend.open(), at), {}, **how)
+                send_live_form(donor, ReadLease(), Torn(other._async.backend.open(), at), {}, **how)
         assert (other.weight_version, said(other)) == (0, before)
-        send_live_form(donor, other._async.backend.open(), {}, **how)
+        send_live_form(donor, ReadLease(), other._async.backend.open(), {}, **how)
         assert (other.weight_version, said(other)) == (1, said(one))
 
 

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
+from rollout.errors import RolloutError
 from rollout.fleet.findings import Violation, Weather
+from rollout.fleet.simulated_member import SimulatedMember
 from rollout.fleet.simulator import Simulation
 
 
@@ -46,6 +48,29 @@ def test_without_faults_everything_commits_and_nobody_is_refused():
     found = Simulation(members=4, seed=1).run(20, 0)
     assert (found.commits, found.aborts) == (20, 0)
     assert max(found.skew) < 0.1
+
+
+def test_a_member_that_refuses_what_it_is_sent_is_tried_ever_less_often(monkeypatch):
+    simulation, tries = Simulation(members=4, seed=3), []
+    fill = SimulatedMember.fill
+
+    def refuse(self, donor, version):
+        tries.append(simulation.now)
+        if simulation.now < 60:
+            raise RolloutError("its disk is full")
+        fill(self, donor, version)
+
+    monkeypatch.setattr(SimulatedMember, "fill", refuse)
+    simulation.pass_time(5.0)
+    simulation.engines["m3"].cut = True
+    simulation.update()
+    simulation.pass_time(5.0)
+    assert simulation.found.commits == 1
+    simulation.engines["m3"].cut = False
+    simulation.pass_time(50.0)
+    assert 4 < len(tries) < 15
+    simulation.rest()
+    assert simulation.coordinator.serving == ["m0", "m1", "m2", "m3"]
 
 
 def test_the_simulator_sees_a_broken_promise(monkeypatch):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from rollout.engine.core import EngineCore
@@ -22,6 +23,7 @@ from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
+from rollout.engine.updates.read_lease import GIVES_WAY, ReadLease
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -104,7 +106,8 @@ class Coordinator:
         self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
         self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None
-        self._holder: object = None  # whose turn it is: a ``Lease``; None also of a rollback
+        # Whose turn it is: a ``Lease`` or a ``ReadLease``; None also of a rollback.
+        self._holder: object = None
         self._free = threading.Condition()
         self._deciding = threading.Lock()
         self.ended = EndedUpdates(KEPT_RECEIPTS)
@@ -212,13 +215,16 @@ class Coordinator:
             return prepared.decided(decision)
 
     @contextmanager
-    def holding_still(self, timeout: float) -> Iterator[None]:
-        """No update begins to stage, and nothing commits, within the block."""
-        self.acquire(None, timeout)
+    def holding_still(self, timeout: float) -> Iterator[ReadLease]:
+        """No update begins to stage, and nothing commits, within the block, unless the lease that
+        it is given is ended: an update that waits does so after ``GIVES_WAY`` seconds.
+        """
+        lease = ReadLease()
+        self.acquire(lease, timeout)
         try:
-            yield
+            yield lease
         finally:
-            self.free(None)
+            self.free(lease)
 
     def see_fence(self, fence: int) -> None:
         """A coordinator of epoch ``fence`` speaks; ``VersionConflict`` where a later one has."""
@@ -231,6 +237,13 @@ class Coordinator:
             raise VersionConflict(
                 f"fencing epoch {fence} is stale: this engine has seen {self.fence}"
             )
+
+    @property
+    def _is_free(self) -> bool:
+        return self.state in ("idle", "broken")
+
+    def _is_over(self, holder: object) -> bool:
+        return self._is_free or self._holder is not holder
 
     # ---- what a lease uses ----
 
@@ -245,12 +258,27 @@ class Coordinator:
             self.prepared, self.fence = prepared, fence
 
     def acquire(self, lease: object, timeout: float) -> None:
-        """Take the lease, waiting for another to end; ``UpdateInProgress`` at the deadline."""
+        """Take the lease, waiting for another to end; ``UpdateInProgress`` at the deadline.
+
+        A ``ReadLease`` is ended by whoever is none and has waited for it ``GIVES_WAY`` seconds, or
+        a quarter of ``timeout``.
+        """
+        deadline = time.monotonic() + timeout
         with self._free:
-            if not self._free.wait_for(lambda: self.state in ("idle", "broken"), timeout):
-                raise UpdateInProgress(
-                    f"another update ({self.state}) did not end within {timeout:g} s"
-                )
+            while not self._is_free:
+                holder, left = self._holder, deadline - time.monotonic()
+                if left <= 0:
+                    raise UpdateInProgress(
+                        f"another update ({self.state}) did not end within {timeout:g} s"
+                    )
+                reader = None if isinstance(lease, ReadLease) else holder
+                if not isinstance(reader, ReadLease):
+                    self._free.wait_for(partial(self._is_over, holder), left)
+                elif not self._free.wait_for(
+                    partial(self._is_over, holder), min(left, GIVES_WAY, timeout / 4)
+                ):
+                    reader.end()
+                    break
             self.state, self._holder = "staging", lease
 
     def free(self, lease: object, broken: str | None = None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.engine.executors import gather_replies
 from rollout.engine.updates.coordinator import Coordinator
+from rollout.engine.updates.read_lease import ReadLease
 from rollout.errors import ConfigError, VersionConflict
 from rollout.kernels import digest
 from rollout.loader.peft_adapter import PeftAdapter
@@ -46,6 +47,7 @@ def check_equal(here: WeightInfo, there: WeightInfo) -> None:
 
 def send_live_form(
     of: Coordinator,
+    lease: ReadLease,
     channel: WeightChannel,
     adapters: Mapping[str, PeftAdapter],
     *,
@@ -53,8 +55,8 @@ def send_live_form(
     adapters_after: Mapping[str, int] | None,
     timeout: float,
 ) -> UpdateReceipt:
-    """Have an equal engine go live with what is live here, as ``version``; for the holder of the
-    lease. Its ranks' digests, of what codes were made from, have to be the ones here.
+    """Have an equal engine go live with what is live here, as ``version``; for the holder of
+    ``lease``. Its ranks' digests, of what codes were made from, have to be the ones here.
     """
     components = (POLICY, *map(adapter_component, adapters))
     request = UpdateRequest(
@@ -66,7 +68,7 @@ def send_live_form(
     with closing(channel):
         channel.begin(request)
         count = wire_bytes = 0
-        for entries, payload in _buckets(_items(of, adapters, digests, timeout)):
+        for entries, payload in _buckets(lease.pieces(_items(of, adapters, digests, timeout))):
             header = BucketHeader(count, entries, payload.numel())
             channel.bucket(header, payload)
             channel.wait(count, timeout)
