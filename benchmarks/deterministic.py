@@ -4,6 +4,7 @@
     python benchmarks/deterministic.py cost CHECKPOINT --dtype bfloat16 [--sequences 8] [--ranks 2]
     python benchmarks/deterministic.py segments CHECKPOINT --dtype bfloat16
     python benchmarks/deterministic.py kernel
+    python benchmarks/deterministic.py trainer CHECKPOINT --dtype bfloat16 [--tokens 128]
 
 The soak compares bits of tokens and all logprobs with those of the sequence alone: ``--schedules``
 in each dtype, ten on each random engine, whose seeds count up from ``--first``. The cost is the
@@ -131,6 +132,36 @@ def kernel(rounds: int) -> None:
                 print(f"{dtype} {shape[1]} to {shape[0]}, {rows} rows: 4 segments / 1 {ratio}")
 
 
+def trainer(args: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from rollout.trainer_ops import patch
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, args.dtype)
+    plain, own = (AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype) for _ in "ab")
+    patch(own)
+    rng = torch.Generator().manual_seed(0)
+    shape = (args.sequences, args.tokens)
+    ids = torch.randint(plain.config.vocab_size, shape, generator=rng)
+    for what, learns in (("forward", False), ("forward and backward", True)):
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(args.rounds + 1):
+            for patched in (True, False) if turn % 2 else (False, True):
+                model = own if patched else plain
+                model.zero_grad()
+                started = time.process_time()
+                with torch.set_grad_enabled(learns):
+                    logits = model(ids, use_cache=False).logits
+                if learns:
+                    logits.float().log_softmax(-1)[..., 0].sum().backward()
+                seconds[patched].append(time.process_time() - started)
+        ratio = compared(seconds[True][1:], seconds[False][1:])
+        middle = statistics.median(seconds[False][1:])
+        print(f"{args.checkpoint} {args.dtype}, {shape[0]} x {shape[1]} tokens, {what}: ", end="")
+        print(f"patched / plain {ratio}; plain {middle:.2f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,13 +182,19 @@ def main() -> None:
             command.add_argument("--ranks", type=int, default=1)
     command = commands.add_parser("kernel")
     command.add_argument("--rounds", type=int, default=15)
+    command = commands.add_parser("trainer")
+    command.add_argument("checkpoint")
+    command.add_argument("--dtype", default="bfloat16")
+    command.add_argument("--sequences", type=int, default=8)
+    command.add_argument("--tokens", type=int, default=128)
+    command.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.command == "kernel":
         kernel(args.rounds)
     elif args.command == "soak":
         soak(args.schedules, args.first, args.dtypes)
     else:
-        {"cost": cost, "segments": segments}[args.command](args)
+        {"cost": cost, "segments": segments, "trainer": trainer}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what it tells of lies beside it
 
 import rollout
-from rollout import errors
+from rollout import errors, trainer_ops
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """\
 # API
 
 Made from the docstrings by `python docs/make_api.py`. Times are in seconds, sizes in bytes,
-lengths in tokens. Everything here is imported from `rollout`.
+lengths in tokens. Everything here is imported from `rollout`, or from a module of it that heads it.
 The words are explained in the [glossary](glossary.md).
 Any verb may raise an `EngineError`; what else it raises is said with it.
 """
@@ -40,6 +40,11 @@ def page() -> str:
         if name not in ("Rollout", "AsyncRollout") and not issubclass(one, Exception):
             parts += [f"### {name}\n", _text(one)]
             parts += [_fields(one)] if is_dataclass(one) else list(_methods(one))
+    parts += ["## trainer_ops\n", _text(trainer_ops)]
+    for name in trainer_ops.__all__:
+        one = getattr(trainer_ops, name)
+        parts += [f"### trainer_ops.{name}\n"]
+        parts += _methods(one) if inspect.isclass(one) else [_signature(name, one), _text(one)]
     return "\n".join([*parts, "## Errors\n", _errors()])
 
 

@@ -1,0 +1,107 @@
+"""Which tokens of a trainer's batch are one sequence: padded on either side, packed, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from rollout.errors import InvalidRequest
+from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
+from rollout.models.layers.attention import Turn
+from rollout.models.layers.rotary import Rotary
+from rollout.trainer_ops.functions import Run, through
+
+BLOCK = 16  # of the pages that a forward pass makes for itself; no bit depends on it
+
+
+def number_sequences(
+    like: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int
+) -> tuple[Tensor, Tensor]:
+    """``(numbers, positions)`` of a batch as ``like`` [samples, tokens], both int64.
+
+    mask: 0 for padding; positions: as the caller gives them, by default those of rows that hold one
+    sequence each. Numbers count sequences from 1, padding has 0. A sequence is a run of tokens
+    whose positions count from 0, at most ``longest`` of them. ``InvalidRequest`` where tokens are
+    of none.
+    """
+    shape = like.shape
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != shape):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidRequest(
+            f"attention_mask {got} for tokens {list(shape)}: give one value for each token, 0 for "
+            "padding; sequences that are packed are told by position_ids"
+        )
+    real = torch.ones(shape, dtype=torch.bool) if mask is None else mask != 0
+    if positions is None:
+        positions = real.long().cumsum(-1) - 1
+    positions = torch.where(real, positions.expand(shape), 0)
+    starts = real & (positions == 0)
+    follows = torch.zeros_like(real)
+    follows[:, 1:] = real[:, :-1] & (positions[:, 1:] == positions[:, :-1] + 1)
+    if (lost := real & ~starts & ~follows).any():
+        row, at = (int(i) for i in lost.nonzero()[0])
+        raise InvalidRequest(
+            f"token {at} of sample {row}, at position {int(positions[row, at])}, goes on from no "
+            "token: each sequence is one run of tokens without padding inside, and its "
+            "position_ids count from 0"
+        )
+    if not real.any() or positions.max() >= longest:
+        length = int(positions.max()) + 1 if real.any() else 0
+        raise InvalidRequest(f"a sequence of {length} tokens: 1 to {longest} (max_model_len) go")
+    return starts.flatten().cumsum(0).view(shape) * real, positions
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of one forward pass: their rows, and KV pages of their own."""
+
+    shape: torch.Size  # of the batch: [samples, tokens]
+    rows: Tensor  # [real tokens] int64: where they are among all tokens of the batch
+    slots: Tensor  # [real tokens] int64: page x BLOCK + offset
+    starts: Tensor  # [sequences + 1] int32
+    lengths: Tensor  # [sequences] int32
+    tables: Tensor  # [sequences, most pages] int32
+    pages: int
+    turn: Turn  # cos and sin of the real tokens, [real tokens, rotated dims] each
+
+    @classmethod
+    def of(cls, numbers: Tensor, positions: Tensor, rotary: Rotary) -> Self:
+        """As ``number_sequences`` gives them."""
+        flat = numbers.flatten()
+        rows = flat.nonzero()[:, 0]
+        lengths = flat.bincount()[1:]  # numbers count from 1, without a gap
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        pages = (lengths + BLOCK - 1) // BLOCK
+        first = pages.cumsum(0) - pages  # page of each sequence
+        inside = positions.flatten()[rows]
+        slots = first.repeat_interleave(lengths) * BLOCK + inside
+        most, count = int(pages.max()), int(pages.sum())
+        tables = (first[:, None] + torch.arange(most)).clamp(max=count - 1)
+        places = (starts.int(), lengths.int(), tables.int())
+        return cls(numbers.shape, rows, slots, *places, count, rotary(inside))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+        """Turn q and k, and attend in every sequence by itself, by the ops that the engine runs.
+
+        q: [samples, heads, tokens, dim], k and v of KV heads. Returns [samples, tokens, heads,
+        dim], zeros for padding.
+        """
+        how = (scale, window)
+        run = partial(self._by, rope_and_cache, batch_invariant_attention, how)
+        plain = partial(self._by, rope_and_cache.reference, paged_attention.reference, how)
+        return through(run, plain, q, k, v)
+
+    def _by(
+        self, turn: Run, attend: Run, how: tuple[float, int], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        rows = [x.transpose(1, 2).flatten(0, 1)[self.rows] for x in (q, k, v)]
+        shape = (self.pages, k.shape[1], BLOCK, k.shape[3])
+        pages = (k.new_zeros(shape), v.new_zeros(shape))
+        turned = turn(*rows, *self.turn, *pages, self.slots)
+        out = attend(turned, *pages, self.starts, self.lengths, self.tables, *how)
+        whole = out.new_zeros(self.shape.numel(), *out.shape[1:]).index_copy(0, self.rows, out)
+        return whole.view(*self.shape, *out.shape[1:])

@@ -1,0 +1,89 @@
+"""trainer_ops: gradients are those of plain torch, and learning starts on policy every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny
+from torch import Tensor
+from trainer_ops.batches import deterministic_engine, new_tokens, padded, sample, temperatures
+
+from rollout.trainer_ops import patch, token_logprobs
+
+
+def gradients(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of a loss over padded sequences, float64 by name; the model is left in float32."""
+    rng = torch.Generator().manual_seed(5)
+    ids, weights = (f(rng) for f in (_ids, lambda g: torch.randn(3, 29, generator=g)))
+    mask = torch.ones_like(ids)
+    mask[0, 20:], mask[1, :9] = 0, 0
+    model.to(dtype).zero_grad()
+    logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0)).logits
+    chosen = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    real = mask[:, 1:] * mask[:, :-1]
+    (chosen * real * weights[:, 1:]).sum().backward()
+    found = {name: p.grad.double() for name, p in model.named_parameters()}
+    model.float()
+    return found
+
+
+def _ids(rng: torch.Generator) -> Tensor:
+    return torch.randint(3, 320, (3, 29), generator=rng)
+
+
+def _error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest of all parameters' relative distances."""
+    assert found.keys() == wanted.keys()
+    pairs = [(found[name], value) for name, value in wanted.items() if value.norm() > 0]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "phi3"])
+def test_gradients_are_those_of_the_plain_model(arch: str, tmp_path: Path) -> None:
+    """Window, biases and fused linears among them."""
+    window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    model: Any = write_tiny(tmp_path, arch, **(window if arch == "qwen2" else {}))
+    exact = gradients(model, torch.float64)
+    own: Any = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    with patch(own):
+        assert _error(gradients(own, torch.float32), exact) < 2e-5
+    rounded = gradients(model.bfloat16().float(), torch.float64)
+    plain = _error(gradients(model, torch.bfloat16), rounded)
+    with patch(model, dtype=torch.bfloat16):
+        assert _error(gradients(model, torch.bfloat16), rounded) < 1.5 * plain < 0.5
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
+    model: Any = write_tiny(tmp_path, "llama").train()
+    with patch(model):
+        plain = gradients(model, torch.float32)
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        again = gradients(model, torch.float32)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_the_ratio_of_a_fresh_policy_is_exactly_one_at_every_step_of_training(
+    tmp_path: Path,
+) -> None:
+    model: Any = write_tiny(tmp_path, "qwen3")
+    patch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with deterministic_engine(tmp_path) as engine:
+        for step in range(2):
+            sequences = sample(engine, seed=step)
+            ids, mask = padded(sequences)
+            old = [s.processed for s in sequences]
+            for epoch in range(2):
+                logprobs = token_logprobs(model, ids, mask, temperature=temperatures(sequences))
+                pairs = zip(new_tokens(logprobs, mask, sequences), old, strict=True)
+                ratio = torch.cat([(new - was).exp() for new, was in pairs])
+                assert (ratio == 1.0).all().item() == (epoch == 0)
+                loss = -(logprobs * torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None]).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            receipt = engine.update_weights(model)
+            assert receipt.version == step + 1

@@ -1,0 +1,136 @@
+"""trainer_ops: a patched transformers model has the logprobs of a deterministic engine, in bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.rank_threads import Session, loaded, run_ranks
+from tiny_models import randomize, write_tiny
+from torch import Tensor
+from trainer_ops.batches import (
+    Sampled,
+    deterministic_engine,
+    new_tokens,
+    packed,
+    padded,
+    sample,
+    temperatures,
+)
+
+from rollout import SamplingParams
+from rollout.models.config import ModelConfig
+from rollout.trainer_ops import logprobs_of, patch, token_logprobs
+
+
+def assert_equal(model: Any, sequences: list[Sampled]) -> None:
+    """Padded on the right and on the left, and packed: all of the engine's bits."""
+    for left in (False, True):
+        ids, mask = padded(sequences, left=left)
+        raw = token_logprobs(model, ids, mask)
+        processed = token_logprobs(model, ids, mask, temperature=temperatures(sequences))
+        assert raw.dtype == torch.float32
+        for wanted, own in (("raw", raw), ("processed", processed)):
+            for got, s in zip(new_tokens(own, mask, sequences), sequences, strict=True):
+                assert torch.equal(got, getattr(s, wanted)), f"{wanted}, left {left}"
+    ids, positions = packed(sequences)
+    row, at = token_logprobs(model, ids, position_ids=positions)[0], 0
+    for s in sequences:
+        assert row[at] == 0
+        assert torch.equal(row[at + s.start : at + len(s.ids)], s.raw)
+        at += len(s.ids)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("qwen3", torch.bfloat16),
+        *(
+            pytest.param(arch, dtype, marks=pytest.mark.more)
+            for arch in ("llama", "mistral", "ministral", "phi3", "qwen2", "qwen3")
+            for dtype in (torch.float32, torch.bfloat16)
+            if (arch, dtype) not in (("llama", torch.float32), ("qwen3", torch.bfloat16))
+        ),
+    ],
+    ids=str,
+)
+def test_logprobs_are_the_engines_bit_for_bit_before_and_after_an_update(
+    arch: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = write_tiny(tmp_path, arch, dtype=dtype, tied=arch == "llama")
+    with deterministic_engine(tmp_path) as engine, torch.no_grad():
+        sequences = sample(engine)
+        ids, mask = padded(sequences)
+        plain = new_tokens(token_logprobs(model, ids, mask), mask, sequences)
+        assert not all(map(torch.equal, plain, [s.raw for s in sequences]))  # or it shows nothing
+        with patch(model):
+            assert_equal(model, sequences)
+            torch.manual_seed(1)
+            randomize(model)
+            engine.update_weights(model)
+            assert_equal(model, sample(engine, seed=1))
+        again = new_tokens(token_logprobs(model, ids, mask), mask, sequences)
+        assert not all(map(torch.equal, again, [s.raw for s in sequences]))
+
+
+@pytest.mark.more
+def test_logprobs_are_those_of_an_engine_on_two_ranks(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, "qwen2", dtype=torch.bfloat16)
+    with deterministic_engine(tmp_path, ranks=2) as engine, torch.no_grad(), patch(model):
+        assert_equal(model, sample(engine))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "shape"),
+    [
+        (torch.float32, "plain", {}),
+        (torch.bfloat16, "tiles", {}),
+        # Parts that fill no tile, of a whole that does; inputs that make two segments, or one.
+        (torch.bfloat16, "tiles", {"num_key_value_heads": 4, "head_dim": 12}),
+        (torch.bfloat16, "tiles", {"intermediate_size": 102, "vocab_size": 331}),
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_two_ranks(
+    dtype: torch.dtype, layout: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 8, "intermediate_size": 208, **shape}
+    model = write_tiny(tmp_path, "qwen2", dtype=dtype, **sizes)
+    config, weights = ModelConfig.from_directory(tmp_path), model.state_dict()
+    ids = torch.randint(0, 320, (2, 37), generator=torch.Generator().manual_seed(2))
+
+    def work(tp: Any) -> Tensor:
+        ranks = loaded(config, tp, weights, dtype, layout, deterministic=True)
+        return torch.stack(Session(ranks, ids.tolist()).advance([37, 37]))
+
+    wanted = run_ranks(2, work)[0]
+    with torch.no_grad(), patch(model, weight_layout=layout):
+        assert torch.equal(model(ids).logits, wanted)
+
+
+def test_a_float32_head_over_bfloat16_is_the_engines(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, "llama", dtype=torch.bfloat16)
+    engine = deterministic_engine(tmp_path, head_dtype="float32")
+    with engine, torch.no_grad(), patch(model, head_dtype=torch.float32):
+        (out,) = engine.generate([[7, 8, 9]], SamplingParams(max_tokens=8, ignore_eos=True, seed=3))
+        ids = torch.tensor([[7, 8, 9, *out.outputs[0].token_ids]])
+        own = token_logprobs(model, ids)[0, 3:]
+    assert own.tolist() == list(out.outputs[0].logprobs.raw)
+
+
+def test_a_logprob_is_log_softmax_and_has_its_gradient() -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits = (torch.randn(2, 5, 700, generator=rng) * 4).requires_grad_()
+    ids = torch.randint(0, 700, (2, 5), generator=rng)
+    scale = torch.tensor([[1.0], [0.6]])
+    weights = torch.randn(2, 5, generator=rng)
+    wide = logits.detach().double().requires_grad_()
+    wanted = (wide / scale[..., None]).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    own = logprobs_of(logits, ids, scale)
+    torch.testing.assert_close(own, wanted.float(), rtol=1e-6, atol=1e-6)
+    (own * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
