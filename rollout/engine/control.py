@@ -18,6 +18,7 @@ from rollout.wire.frames import Reply
 
 T = TypeVar("T")
 WAKE_TAGS = ("weights", "kv_cache")
+ASLEEP = "the engine is asleep; call wake_up first"
 PAUSE_MODES = ("keep", "recompute", "wait", "abort")
 
 

@@ -18,7 +18,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import choose_device
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.block_manager import BlockManager
-from rollout.engine.control import Control
+from rollout.engine.control import ASLEEP, Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
 from rollout.engine.facts import engine_facts
 from rollout.engine.found_model import FoundModel
@@ -481,7 +481,7 @@ class EngineCore:
         if self._loop.dead is not None:
             return WorkerDied(str(self._loop.dead))
         if self.control.asleep:
-            return EngineClosed("the engine is asleep; call wake_up first")
+            return EngineClosed(ASLEEP)
         if self.broken is not None:
             return EngineBroken(self.control.broken_text)
         if self.serving.is_over:

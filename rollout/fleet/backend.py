@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from rollout.fleet.hold import Hold
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
 from rollout.fleet.stats import summed
+from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
@@ -52,7 +52,6 @@ from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo, Speaks
 
 T = TypeVar("T")
-KEPT_RECEIPTS = 64
 log = logging.getLogger(__name__)
 TRIES = 3  # members that one prompt may be lost with
 LOST = (
@@ -84,11 +83,10 @@ class FleetBackend:
         self._files = AdapterFiles(lambda: self.adapters)
         self.max_adapters = self.max_lora_rank = 0  # of its members, as they were at the start
         self._timeout = start_timeout
-        self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
+        self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
         self._closed = False
-        self._commits = 0
         self._calls: set[asyncio.Queue[Any]] = set()  # one of each call under way
 
     # ---- life ----
@@ -219,8 +217,7 @@ class FleetBackend:
             raise EngineClosed("no member of the fleet answers")
         return replace(
             summed(rows), state=await self.state(), epoch=self.fleet.epoch,
-            weight_version=self.fleet.version, weight_updates_total=self._commits,
-            adapters=self.adapters,
+            weight_version=self.fleet.version, adapters=self.adapters, **self._log.figures(),
         )  # fmt: skip
 
     # ---- weights (blocking) ----
@@ -243,11 +240,7 @@ class FleetBackend:
     def open(self) -> WeightChannel:
         info = self.fleet.ask_any(lambda client: client.info())
         names = frozenset(meta.name for meta in info.tensors)
-        return FleetChannel(self.fleet, self._transports(info), self._record, names, self._updates)
-
-    def _record(self, receipt: UpdateReceipt) -> None:
-        self._receipts.append(receipt)
-        self._commits += 1
+        return FleetChannel(self.fleet, self._transports(info), self._log, names, self._updates)
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("a fleet's update has one channel")
@@ -276,7 +269,7 @@ class FleetBackend:
         return self._reads.run(options.update_id or "", options.timeout, read)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
-        return roll_back(self.fleet, self._record, timeout)
+        return roll_back(self.fleet, self._log, timeout)
 
     def prepare_rollback(self, request: PrepareRollback) -> None:
         raise ConfigError("a fleet is no member of another")
@@ -323,7 +316,7 @@ class FleetBackend:
         raise ConfigError("save_sharded_state writes where ranks run: call it on a member")
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
-        return tuple(self._receipts)
+        return self._log.receipts
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Nothing to remember: the record has it."""
@@ -378,6 +371,7 @@ class FleetBackend:
         """
         if not call.prompts:
             return
+        self.hold.check()
         queue: asyncio.Queue[Any] = asyncio.Queue()  # rows; None or an error where a share ends
         newest: dict[int, RequestOutput] = {}
         self._calls.add(queue)
@@ -448,6 +442,8 @@ class FleetBackend:
                         yield row, call.delivered(row, output, self.fleet.epoch)
             except LOST as error:
                 again = [row for row in share if row in call.left]
+                if again:
+                    self.hold.check()  # it did as it was told
                 failed.add(name)
                 self.router.forget(name)
                 if not again:

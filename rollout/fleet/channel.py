@@ -11,6 +11,7 @@ from rollout.errors import ConfigError, VersionConflict
 from rollout.fleet.actions import Adapters
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.transaction import Transaction
+from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
 from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.messages import (
@@ -70,7 +71,7 @@ class CommittedUpdates:
 class FleetChannel:
     """``WeightChannel`` to every member that serves; bytes that come with the calls go on to each.
 
-    See ``Transaction`` for members that fail. ``record`` takes the receipt of a commit. ``names``:
+    See ``Transaction`` for members that fail. ``log`` is told how it ends. ``names``:
     of all tensors that a member holds. ``updates``: those that this front has committed.
     """
 
@@ -81,13 +82,13 @@ class FleetChannel:
         self,
         fleet: Fleet,
         transports: Sequence[str],
-        record: Callable[[UpdateReceipt], None],
+        log: UpdateLog,
         names: Collection[str],
         updates: CommittedUpdates,
     ) -> None:
         self.fleet, self._transports, self._names = fleet, transports, names
-        self._of, self._updates = Transaction(fleet, self._record, self._let_go), updates
-        self._note = record
+        self._of, self._updates = Transaction(fleet, log, self._let_go, self._record), updates
+        self._log = log
         self._parts: dict[str, _Part] = {}
         self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
         self._request: UpdateRequest | None = None
@@ -95,6 +96,7 @@ class FleetChannel:
         self._replays: _Committed | None = None  # whose id came once more
         self._receipt: UpdateReceipt | None = None
         self._seal: Seal | None = None
+        self._closed = False
         self._waiting = 0  # the oldest bucket that may still be under way
 
     def begin(self, request: UpdateRequest) -> Begun:
@@ -128,7 +130,7 @@ class FleetChannel:
             else:
                 if (found := find(update_id)) is None:
                     return version
-                self._of.give_up("it is committed already")
+                self._of.give_up("it is committed already", counts=False)
         self._replays = found
         return found.begun.version
 
@@ -152,7 +154,7 @@ class FleetChannel:
         live = (fleet.epoch, fleet.version)  # while the update is under way
         if request.base is not None and tuple(request.base) != live:
             why = f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
-            self._of.give_up(why)
+            self._of.give_up(why, counts=False)
             raise VersionConflict(why)
         self._request = replace(request, version=version)
         links = self._of.links.values()
@@ -210,11 +212,14 @@ class FleetChannel:
         return self._receipt
 
     def abort(self, reason: str) -> None:
+        if self._asked is None and not self._closed:
+            self._log.failed("", reason)
         if self._of.give_up(reason):
             for part in list(self._parts.values()):
                 part.channel.abort(reason)
 
     def close(self) -> None:
+        self._closed = True
         self.abort("the channel was closed before the commit")
         for name in list(self._parts):
             self._let_go(name)
@@ -226,7 +231,6 @@ class FleetChannel:
         assert self._seal is not None
         sealed = total(self._seal.digests.values())
         self._updates.add(_Committed(begun=self._begun, sealed=sealed, receipt=receipt))
-        self._note(receipt)
 
     def _begin_part(self, part: _Part) -> None:
         request = self._live()

@@ -31,7 +31,7 @@ from dataclasses import replace
 
 from rollout.errors import EngineClosed, UpdateInProgress, VersionConflict
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
-from rollout.fleet.member import Member, Phase, Status, Update
+from rollout.fleet.member import Member, Phase, Status, Update, said
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
@@ -416,8 +416,8 @@ class Coordinator:
 
     def _judge(self, update: Update, now: float) -> list[Action]:
         if len(update.left) < self.quorum:
-            whys = "; ".join(f"{name}: {why}" for name, why in update.lost.items())
-            return self._abort(update, f"{len(update.left)} of {self.quorum} votes needed: {whys}")
+            votes = f"{len(update.left)} of {self.quorum} votes needed"
+            return self._abort(update, f"{votes}: {said(update.lost)}")
         if not update.wanted or not all(update.left.values()):
             return []
         update.phase = Phase.WRITING
@@ -440,7 +440,7 @@ class Coordinator:
         self.update = None
         told = self._told(update.update_id, commit=False, reason=why)
         actions: list[Action] = [Tell(name, told) for name, voted in update.left.items() if voted]
-        return [*actions, Ended(update.update_id, False, why)]
+        return [*actions, Ended(update.update_id, False, why, dict(update.lost))]
 
     def _tell_commits(self, update: Update, now: float) -> list[Action]:
         update.told = now

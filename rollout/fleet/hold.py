@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.engine.control import WAKE_TAGS
-from rollout.errors import RolloutError
+from rollout.engine.control import ASLEEP, WAKE_TAGS
+from rollout.errors import EngineClosed, RolloutError
 from rollout.fleet.fleet import Fleet, Link
 from rollout.rpc.client import RolloutClient
 
@@ -46,6 +46,11 @@ class Hold:
             self.wanted = Held(asleep=frozenset(WAKE_TAGS))
         elif states == {"paused"}:
             self.wanted = Held(paused=True)
+
+    def check(self) -> None:
+        """Raise what an engine says to a request while all are asleep."""
+        if self.wanted.asleep:
+            raise EngineClosed(ASLEEP)
 
     async def pause(self, mode: str, timeout: float) -> None:
         wanted = replace(self.wanted, paused=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -79,3 +79,14 @@ def describe(members: Iterable[Member]) -> list[dict[str, object]]:
         }
         for m in members
     ]
+
+
+def said(whys: Mapping[str, object]) -> str:
+    """What members say, each thing once, behind the names of those who say it."""
+    who: dict[str, list[str]] = {}
+    for name, why in whys.items():
+        who.setdefault(str(why), []).append(name)
+    return "; ".join(
+        f"{'members' if len(names) > 1 else 'member'} {', '.join(names)}: {text}"
+        for text, names in who.items()
+    )

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.transaction import Transaction
+from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.membership import PrepareRollback
 from rollout.weight_sync.protocol.messages import UpdateReceipt
 
 
-def roll_back(
-    fleet: Fleet, record: Callable[[UpdateReceipt], None], timeout: float
-) -> UpdateReceipt:
+def roll_back(fleet: Fleet, log: UpdateLog, timeout: float) -> UpdateReceipt:
     """As an update whose bytes the members have: they vote by what they would go back to.
 
     A member that would go back to something else, as one that joined since, is fenced at the
     commit and brought up to date by another. Raises the first one's error, most often a
     ``VersionConflict``, where fewer than the quorum are left.
     """
-    transaction = Transaction(fleet, record)
+    transaction = Transaction(fleet, log)
     version = transaction.begin(uuid.uuid4().hex, None, timeout, back=True)
     update_id, digest, adapters = transaction.update_id, fleet.before, fleet.adapters_before
 

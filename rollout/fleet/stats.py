@@ -8,6 +8,13 @@ from typing import Any
 
 from rollout.metrics import EngineStats, HistogramSnapshot
 
+_HIGHEST = (
+    "kv_usage",
+    "last_stall_seconds",
+    "pinned_version",
+    "weight_updates_nonfinite_total",  # an update goes to all of them
+)
+
 
 def summed(rows: Sequence[EngineStats]) -> EngineStats:
     """Totals added up; what is no total is the mean, or the first member's."""
@@ -17,7 +24,7 @@ def summed(rows: Sequence[EngineStats]) -> EngineStats:
         kind = type(values[0])
         if name in ("epoch", "seed", "weight_version"):
             continue
-        if name in ("kv_usage", "last_stall_seconds", "pinned_version"):
+        if name in _HIGHEST:
             found[name] = max(values)
         elif kind in (int, float):
             found[name] = sum(values)

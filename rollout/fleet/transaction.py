@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout.errors import (
     ConfigError,
@@ -16,7 +16,10 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
 )
+from rollout.fleet.actions import Ended
 from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.member import said
+from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.messages import UpdateReceipt
 
 REFUSALS = (ConfigError, EngineOverloaded, LimitExceeded)  # of the request: the member is well
@@ -26,20 +29,21 @@ class Transaction:
     """One of them, on the members that serve as it begins.
 
     A member that fails drops out, as long as ``quorum`` are left; with fewer, or where one refuses
-    the request itself, it fails with the first one's error, and is aborted on all. ``record`` takes
-    the receipt of a commit; ``let_go`` is called with the name of a member that has dropped out, or
-    whose part is over.
+    the request itself, it fails with the first one's error, and is aborted on all. ``log`` is told
+    of its end; ``record`` of a commit; ``let_go`` is called with the name of a member that has
+    dropped out, or whose part is over.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        record: Callable[[UpdateReceipt], None],
+        log: UpdateLog,
         let_go: Callable[[str], None] = lambda name: None,
+        record: Callable[[UpdateReceipt], None] = lambda receipt: None,
     ) -> None:
-        self._fleet, self._record, self._let_go = fleet, record, let_go
+        self._fleet, self._log, self._let_go, self._record = fleet, log, let_go, record
         self._errors: dict[str, BaseException] = {}
-        self._over = False
+        self._over = self._counted = False
         self.links: dict[str, Link] = {}
         self.update_id, self.version, self.timeout = "", 0, 0.0
 
@@ -66,7 +70,7 @@ class Transaction:
         """Raises what it has failed by, if it has."""
         outcome = self._fleet.outcome(self.update_id)
         if outcome.done() and not outcome.result().committed:
-            self._fail(outcome.result().reason)
+            self._fail(outcome.result())
 
     def each(
         self, fn: Callable[[Link], Any], *, at_once: bool = True, begins: bool = False
@@ -84,9 +88,8 @@ class Transaction:
         refused = {n: e for n, e in failed.items() if begins and isinstance(e, REFUSALS)}
         self._errors = {**refused, **self._errors, **failed}
         if refused:
-            whys = "; ".join(f"{name}: {error}" for name, error in refused.items())
-            self._fleet.give_up(self.update_id, whys)
-            self._fail(whys)
+            self._fleet.give_up(self.update_id, said(refused))
+            self._fail(Ended(self.update_id, False, said(refused)))
         for name, error in failed.items():
             del self.links[name]
             self._let_go(name)
@@ -107,37 +110,51 @@ class Transaction:
         try:
             ended = fleet.outcome(self.update_id).result(limit)
         except FutureTimeout:
+            self._counted = True  # whether it has failed, nobody knows
             raise DeadlineExceeded(
                 f"the fleet's commit of version {self.version} is decided, but its end was not "
                 f"seen within {limit:g} s; members() tells who holds it"
             ) from None
         if not ended.committed:
-            self._fail(ended.reason)
+            self._fail(ended)
         self._over = True
         receipt = self._receipt(transport, ended.lost)
+        self._log.committed(receipt)
         self._record(receipt)
         return receipt
 
-    def give_up(self, reason: str) -> bool:
-        """Abort it on all; False where it was over, or never begun."""
+    def give_up(self, reason: str, *, counts: bool = True) -> bool:
+        """Abort it on all; False where it was over, or never begun. ``counts``: as a failure."""
         if self._over or not self.update_id:
             return False
         self._fleet.give_up(self.update_id, reason)
+        if counts:
+            self._failed(reason)
         return True
 
     # ---- helpers ----
 
-    def _fail(self, reason: str) -> None:
-        """By the error that its members gave, if they did."""
+    def _fail(self, ended: Ended) -> NoReturn:
+        """By the error that its members gave, if they did: of the first one's kind."""
         for name in self.links:
             self._let_go(name)
         self._over = True
-        for name, error in self._errors.items():
-            if isinstance(error, RolloutError):
-                more = f" ({reason})" if len(self._errors) > 1 else ""
-                raise type(error)(f"member {name}: {error}{more}") from error
-            raise error
-        raise TransferFailed(f"the update of the fleet was aborted: {reason}")
+        first = next(iter(self._errors.values()), None)
+        error: BaseException
+        if first is None:
+            error = TransferFailed(f"the update of the fleet was aborted: {ended.reason}")
+        elif isinstance(first, RolloutError):
+            error = type(first)(said({**ended.lost, **self._errors}))
+        else:
+            error = first
+        if not isinstance(first, ConfigError):  # as one engine, which may be asked in another way
+            self._failed(str(error))
+        raise error from (first if error is not first else None)
+
+    def _failed(self, reason: str) -> None:
+        if not self._counted:
+            self._counted = True
+            self._log.failed(self.update_id, reason)
 
     def _receipt(self, transport: str, lost: Mapping[str, str]) -> UpdateReceipt:
         """One receipt of all members'."""

@@ -149,11 +149,13 @@ class GrpcWeightChannel:
 
     def abort(self, reason: str) -> None:
         """From any thread; a call that is waiting, or comes later, raises ``TransferFailed``."""
-        if self._reader is None or self._aborted is not None:
+        if self._aborted is not None or (self._reader is None and self._ended):
             return
+        reader = self._reader or self._start()
         self._aborted = reason
         self._outbox.abort(pb.UpdateCommand(abort=pb.AbortUpdate(reason=reason)))
-        self._reader.join(min(self._timeout, 5.0))  # the server ends the stream when it is done
+        # The server ends the stream when it is done.
+        reader.join(min(self._timeout or GRACE, 5.0))
         self.close()
 
     def close(self) -> None:
@@ -181,9 +183,13 @@ class GrpcWeightChannel:
         assert self._call is None, "a channel carries one update"
         self._request, self._grace = request, StreamOffer.of(request).grace
         self._outbox = Outbox(keep=self._grace > 0, window=request.bucket_bytes)
+        self._start()
+
+    def _start(self) -> threading.Thread:
         self._call = self._update(self._outbox.messages(), metadata=self._metadata)
         self._reader = threading.Thread(target=self._read, name="rollout-update", daemon=True)
         self._reader.start()
+        return self._reader
 
     def _send(self, **kind: Any) -> None:
         self._outbox.put(pb.UpdateCommand(**kind))

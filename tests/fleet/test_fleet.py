@@ -58,8 +58,22 @@ def test_a_refused_update_leaves_all_members_as_they_were(front, engines, traine
     with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
         front.rollout.update_weights(weights.items())
     weights = {**trained.state_dict(), "model.norm.weight": trained.model.norm.weight[:3]}
-    with pytest.raises(WeightMismatch, match=r"member .*model\.norm\.weight"):
+    with pytest.raises(WeightMismatch, match=r"members .*model\.norm\.weight") as refused:
         front.rollout.update_weights(list(weights.items()))
+    assert str(refused.value).count("model.norm.weight") == 1
+    assert all(name in str(refused.value) for name in front.names)
+    stats = front.rollout.metrics()
+    assert (stats.weight_updates_total, stats.weight_updates_failed_total) == (0, 2)
+    assert len(stats.weight_update_errors) == 2
+    twice = [*trained.state_dict().items(), ("model.norm.weight", torch.ones(64))]
+    with Rollout.connect(engines[0].address) as client:
+        for rollout in (front.rollout, client):  # which the trainer finds by itself
+            with pytest.raises(WeightMismatch, match="two different tensors"):
+                rollout.update_weights(twice)
+    assert front.rollout.metrics().weight_updates_failed_total == 3
+    before_it_began = "before it began: "
+    assert front.rollout.metrics().weight_update_errors[-1].startswith(before_it_began)
+    assert engines[0].metrics().weight_update_errors[-1].startswith(before_it_began)
     assert [engine.weight_info().version for engine in engines] == before
     assert len(front.fleet.serving()) == 3
     assert front.rollout.update_weights(trained).details["members"].keys() == set(front.names)
@@ -102,7 +116,7 @@ def test_members_that_cannot_go_back_leave_the_fleet_as_it_was(front, engines, t
     for engine in engines[:2]:
         engine.sleep(1)
         engine.wake_up()
-    with pytest.raises(VersionConflict, match=r"member .* what was live before is gone"):
+    with pytest.raises(VersionConflict, match=r"members .* what was live before is gone"):
         front.rollout.rollback()
     assert [engine.weight_version for engine in engines] == [1, 1, 1]
     assert front.rollout.check_weights(trained).equal
@@ -358,11 +372,12 @@ def test_one_members_refusal_of_the_request_ends_it_for_all(front, engines, trai
     assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
 
 
-def test_a_fleet_that_sleeps_refuses_calls_at_once(front):
+def test_a_fleet_that_sleeps_refuses_calls_at_once(front, caplog):
     front.rollout.sleep(1)
     begun = time.monotonic()
-    with pytest.raises(EngineClosed, match="asleep"):
+    with pytest.raises(EngineClosed, match=r"^the engine is asleep; call wake_up first$"):
         front.rollout.generate([[1, 2]], GREEDY)
+    assert "failed" not in caplog.text
     assert time.monotonic() - begun < 25
     front.rollout.wake_up()
     assert front.rollout.generate([[1, 2]], GREEDY)[0].finished

@@ -13,6 +13,7 @@ from rollout.errors import EngineClosed, VersionConflict
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
 from rollout.fleet.transaction import Transaction
+from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 WAIT = 30.0  # seconds: for hangs
@@ -91,7 +92,7 @@ def test_updates_that_meet_take_turns_and_one_that_comes_again_is_answered_by_wh
 
 def test_a_fleet_that_closes_answers_whoever_waits_for_its_commit(tmp_path):
     fleet = Fleet(Record(tmp_path / "record", LEASE), lease=LEASE)
-    transaction = Transaction(fleet, lambda receipt: None)
+    transaction = Transaction(fleet, UpdateLog())
     transaction.update_id, transaction.timeout = "closes-1", 600.0
     fleet._ended["closes-1"] = Future()
     with ThreadPoolExecutor(1) as pool:

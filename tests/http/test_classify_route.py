@@ -128,6 +128,8 @@ async def test_sglangs_classify_gives_rewards_as_its_clients_read_them(judge: An
         ("/classify", {"input": [[1]] * 2049}, "at most 2048"),
         ("/classify", {"input": "a", "truncate_prompt_tokens": 3}, "send what fits"),
         ("/pooling", {"input": "a", "task": "embed"}, "token_classify"),
+        ("/pooling", {"input": "a", "dimensions": 1}, "/v1/embeddings takes dimensions"),
+        ("/classify", {"input": ["a", 1]}, "input: give a text, a list of texts, a list of token"),
         ("/pooling", {"input": "a", "encoding": "float"}, "did you mean 'encoding_format'"),
         ("/v1/completions", {"prompt": [1], "max_tokens": 1}, "no LM head: ask it by classify"),
         ("/v1/chat/completions", {"messages": CHAT}, "no LM head: ask it by classify"),

@@ -54,6 +54,7 @@ def test_fewer_dimensions_and_a_mean_are_of_length_1_too(client: openai.OpenAI) 
     [
         ({"input": []}, "input must not be empty"),
         ({"input": ""}, "empty"),
+        ({"input": ["a", 1]}, "input: give a text, a list of texts, a list of token ids or"),
         ({"input": [[1]] * 2049}, "at most 2048"),
         ({"input": [10**6]}, "outside the vocabulary"),
         ({"input": [1] * 600}, "max_model_len"),

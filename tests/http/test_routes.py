@@ -139,6 +139,10 @@ def test_broken_json_and_unknown_paths_are_named(http: httpx.Client) -> None:
     missing = http.get("/v2/nothing")
     assert missing.status_code == 404
     assert "/v2/nothing" in missing.json()["error"]["message"]
+    for path, instead in (("/v1/rerank", "/classify"), ("/v1/audio/transcriptions", "no audio")):
+        missing = http.post(path, json={})
+        assert missing.status_code == 404
+        assert instead in missing.json()["error"]["message"]
 
 
 def test_health_needs_no_token_and_everything_else_does(served: Served) -> None:

@@ -61,6 +61,7 @@ def test_lists_and_packed_bytes_say_the_same_with_the_version(http: httpx.Client
     ("fields", "says"),
     [
         ({"prompts": []}, "1 to 2048"),
+        ({"prompts": ["a", 1]}, "prompts: give a list of texts or a list of lists of token ids"),
         ({"prompts": [[1], [2]], "completions": [[3], []]}, "completion 1 is empty"),
         ({"temperature": 0.0}, "prompt_temperature must be"),
         ({"temperature": "hot"}, "temperature"),

@@ -21,7 +21,14 @@ from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.ended import Outcome
 from rollout.engine.updates.limits import Foreseen
-from rollout.errors import IncompleteUpdate, RolloutError, TransferFailed, VersionConflict
+from rollout.errors import (
+    IncompleteUpdate,
+    RolloutError,
+    TransferFailed,
+    VersionConflict,
+    WeightMismatch,
+)
+from rollout.metrics import NOT_BEGUN
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import compare
 from rollout.weight_sync.protocol.messages import (
@@ -104,6 +111,8 @@ class Lease:
             self._not_ended("begin")
         except BaseException as error:
             self._leave()
+            if self._request is None and isinstance(error, WeightMismatch):
+                self._refused(str(error))
             self._end(self._ended or str(error), failed=True)
             raise
         assert request.version is not None
@@ -283,6 +292,8 @@ class Lease:
         return receipt
 
     def abort(self, reason: str) -> None:
+        if self._phase != "beginning" and self._asked is None and not self._freed:
+            self._refused(reason)
         self._end(reason, failed=True)
 
     def withdraw(self, reason: str) -> None:
@@ -298,6 +309,10 @@ class Lease:
         return self._ended not in (None, "committed")
 
     # ---- helpers ----
+
+    def _refused(self, reason: str) -> None:
+        """It failed before it had begun: here, or by its trainer's own checks."""
+        self._of.engine.counters.record_failed_update(NOT_BEGUN, reason)
 
     def _against_limits(
         self, request: UpdateRequest, stall: float, num_bytes: int

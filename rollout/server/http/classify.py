@@ -14,7 +14,7 @@ import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollout.api import AsyncRollout
 from rollout.errors import InvalidRequest
@@ -44,6 +44,7 @@ class _HeadBody(ConversationBody, OpenAIBody):
     add_special_tokens: bool = True
     use_activation: bool = True
     adapter: str | None = None
+    dimensions: int | None = None
 
     async def asked(
         self, rollout: AsyncRollout, name: str, pooling: str
@@ -83,6 +84,16 @@ class _HeadBody(ConversationBody, OpenAIBody):
         if self.input is None:
             raise InvalidRequest("exactly one of 'input' and 'messages' must be given")
         return self.input
+
+    @field_validator("dimensions")
+    @classmethod
+    def _has_no_dimensions(cls, value: int | None) -> int | None:
+        if value is not None:
+            raise ValueError(
+                "a score head has one value for each class, and all of them are given; "
+                "/v1/embeddings takes dimensions"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_of(self) -> _HeadBody:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from rollout.errors import STATUS, EngineClosed, RolloutError, WorkerDied
+from rollout.server.http.absent_routes import instead_of
 
 RETRY_AFTER = "1"  # seconds, of an overloaded engine
 ErrorShape = Callable[[str, str, str, int], tuple[dict[str, Any], int]]
@@ -75,6 +76,8 @@ def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> No
         message = str(error.detail)
         if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
             message = f"{message}: {request.method} {request.url.path}"
+            if error.status_code == 404 and (instead := instead_of(request.url.path)):
+                message = f"{message}; {instead}"
         kind = _KINDS.get(error.status_code, "HTTPError")
         return reply(request, message, kind, error.status_code)
 
@@ -89,13 +92,37 @@ def _status(cls: type[BaseException]) -> int:
     return next(rows)
 
 
+# What a prompt may be: pydantic's name of each alternative, and ours.
+_KINDS_OF_PROMPT = {
+    "str": "a text",
+    "list[str]": "a list of texts",
+    "list[constrained-int]": "a list of token ids",
+    "list[list[constrained-int]]": "a list of lists of token ids",
+}
+
+
 def _explain(error: RequestValidationError) -> str:
     """The first complaints, each with the field it is about."""
-    lines = []
-    for row in error.errors()[:4]:
+    lines: dict[str, None] = {}  # each once
+    rows = error.errors()
+    for row in rows:
         if row["type"] == "json_invalid":
             return f"the body is not JSON: {row['ctx']['error']} at byte {row['loc'][-1]}"
-        where = ".".join(str(part) for part in row["loc"] if part != "body")
-        message = str(row["msg"]).removeprefix("Value error, ")
-        lines.append(f"{where}: {message}" if where else message)
-    return "; ".join(lines)
+        where = [part for part in row["loc"] if part != "body"]
+        kinds = _kinds(where[0], rows) if len(where) > 1 and where[1] in _KINDS_OF_PROMPT else []
+        if len(kinds) > 1:
+            message = (
+                f"give {', '.join(kinds[:-1])} or {kinds[-1]}: all of one kind, and token ids "
+                "greater than or equal to 0"
+            )
+            where = where[:1]
+        else:
+            message = str(row["msg"]).removeprefix("Value error, ")
+        lines[": ".join(part for part in (".".join(map(str, where)), message) if part)] = None
+    return "; ".join(list(lines)[:4])
+
+
+def _kinds(field: object, rows: Sequence[Any]) -> list[str]:
+    """The alternatives of a field that its value is none of."""
+    found = {row["loc"][2]: None for row in rows if len(row["loc"]) > 2 and row["loc"][1] == field}
+    return [kind for tag, kind in _KINDS_OF_PROMPT.items() if tag in found]

@@ -340,7 +340,10 @@ class WeightChannel(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Give the update up; the old version serves on. Never raises."""
+        """Give the update up; the old version serves on. Never raises.
+
+        Before ``begin``: the sender's own checks have refused it, which counts as a failed update.
+        """
         ...
 
     def close(self) -> None:

@@ -8,10 +8,11 @@ and get the same receipt or the same error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
+from rollout.errors import RolloutError, WeightError
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
@@ -55,8 +56,9 @@ def publish(
     with ExitStack() as stack:
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
-        check_merging(found, info)
-        source = agreed_source(found, info, group, timeout, partial=options.partial)
+        with _told(link):
+            check_merging(found, info)
+            source = agreed_source(found, info, group, timeout, partial=options.partial)
         copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)
         layout = exchange_layout(source, group, timeout, plans, copies) if look else None
@@ -81,6 +83,18 @@ def publish(
         elif base is not None:
             base.stays(info, receipt)
         return receipt
+
+
+@contextmanager
+def _told(link: WeightLink | None) -> Iterator[None]:
+    """What the trainer's own checks refuse is said to the engine, which counts it."""
+    try:
+        yield
+    except WeightError as error:
+        if link is not None:
+            with suppress(RolloutError), closing(link.open()) as channel:
+                channel.abort(str(error))
+        raise
 
 
 def _detected(obj: Any, adapters: Mapping[str, Any], plans: PlanCache) -> Detected:
