@@ -4,69 +4,22 @@ python trl_job.py MODEL HTTP_URL GRPC_ADDRESS TOKEN SCRATCH
 """
 
 import json
-import socket
 import sys
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
-from trl.generation.vllm_client import VLLMClient
+from trl_server import make_trainer, train
 
 from rollout import Rollout
 
-torch.set_num_threads(1)
 model_path, url, grpc_address, token, scratch = sys.argv[1:]
-
-# The weight path of TRL asks for the device type "cuda", and never touches a device of that name.
-init_communicator = VLLMClient.init_communicator
-VLLMClient.init_communicator = lambda self, device: init_communicator(self, device="cuda")
-
-with socket.create_server(("127.0.0.1", 0)) as sock:
-    group_port = sock.getsockname()[1]
-
-
-def higher_is_better(completion_ids, **kwargs):  # no two samples alike: each step has advantages
-    return [sum(ids) / 1000 for ids in completion_ids]
-
-
-trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
-    processing_class=AutoTokenizer.from_pretrained(model_path),
-    reward_funcs=higher_is_better,
-    train_dataset=Dataset.from_list([{"prompt": "Hello, world! How"}, {"prompt": "One two"}] * 2),
-    args=GRPOConfig(
-        output_dir=scratch,
-        use_cpu=True,
-        bf16=False,
-        max_steps=2,
-        learning_rate=1e-3,
-        per_device_train_batch_size=4,
-        num_generations=2,
-        max_completion_length=8,
-        temperature=0.7,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=url,
-        vllm_group_port=group_port,
-    ),
+trainer = make_trainer(
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+    AutoTokenizer.from_pretrained(model_path),
+    [{"prompt": "Hello, world! How"}, {"prompt": "One two"}],
+    url,
+    scratch,
+    temperature=0.7,
 )
-syncs = []
 with Rollout.connect(grpc_address, token) as rollout:
-    sync_weights = trainer.vllm_generation.sync_weights
-
-    def watched():
-        sync_weights()
-        report = rollout.check_weights(trainer.model)
-        norm = float(sum(p.detach().double().norm() for p in trainer.model.parameters()))
-        syncs.append({"equal": report.equal, "version": rollout.weight_version, "norm": norm})
-
-    trainer.vllm_generation.sync_weights = watched
-    trainer.train()
-    watched()
-rows = [row for row in trainer.state.log_history if "loss" in row]
-print(json.dumps({"syncs": syncs, "rows": rows}), flush=True)
+    print(json.dumps(train(trainer, rollout)), flush=True)
