@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-import grpc
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import local_address
@@ -36,6 +32,7 @@ from rollout.generation import (
 from rollout.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
+from rollout.rpc.connection import Connection
 from rollout.rpc.convert import (
     Messages,
     chat_options_to_json,
@@ -48,7 +45,6 @@ from rollout.rpc.convert import (
     stats_from_json,
 )
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
-from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
@@ -58,10 +54,7 @@ from rollout.weight_sync.protocol.unload import unload
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
-    PROTOCOL_KEY,
-    SOFTWARE_KEY,
     ServerInfo,
-    Speaks,
     agreed,
 )
 
@@ -90,14 +83,7 @@ class RolloutClient:
         self._keeps_epoch = keeps_epoch
         self.max_model_len = 0  # until ``start``
         self._tls = tls
-        self._credentials = None if tls is None else tls.credentials()
-        self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
-        bearer = (("authorization", f"Bearer {token}"),) if token else ()
-        ours = Speaks.here()
-        self._metadata = ((PROTOCOL_KEY, ours.range), (SOFTWARE_KEY, ours.software), *bearer)
-        self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
-        self._sync: grpc.Channel | None = None
-        self._lock = threading.Lock()
+        self._connection = Connection(address, token, tls)
         self._seen: tuple[int, int] | None = None
         self.features: tuple[str, ...] = ()  # of the service, until ``start``
 
@@ -124,7 +110,7 @@ class RolloutClient:
             params=map(params_to_proto, params),
             stream=stream,
         )
-        return self._outputs(lambda: GenerationStub(self._aio_channel()).Generate, request)
+        return self._outputs(lambda: GenerationStub(self._connection.aio()).Generate, request)
 
     def chat(
         self,
@@ -141,7 +127,7 @@ class RolloutClient:
             options_json=chat_options_to_json(options),
             stream=stream,
         )
-        return self._outputs(lambda: GenerationStub(self._aio_channel()).Chat, request)
+        return self._outputs(lambda: GenerationStub(self._connection.aio()).Chat, request)
 
     async def tokenize(
         self,
@@ -238,9 +224,9 @@ class RolloutClient:
     def open(self) -> GrpcWeightChannel:
         """A channel for one update; its lease is one stream, opened by ``begin``."""
         return GrpcWeightChannel(
-            self._sync_channel(),
+            self._connection.sync(),
             self.address,
-            self._metadata,
+            self._connection.metadata,
             check_partial=self._check_partial,
             committed=self.committed,
         )
@@ -269,12 +255,8 @@ class RolloutClient:
         return ""
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).Decide(
-                document(decision),
-                timeout=MAX_DECIDE,  # the update has deadlines of its own there
-                metadata=self._metadata,
-            )
+        # The update has deadlines of its own there.
+        reply = self._ask("Decide", document(decision), MAX_DECIDE)
         if not reply.json:
             return None
         receipt = from_json(UpdateReceipt, reply.json)
@@ -282,19 +264,12 @@ class RolloutClient:
         return receipt
 
     def serve(self, grant: Grant) -> Standing:
-        with self._errors():
-            reply = WeightSyncStub(self._sync_channel()).Serve(
-                document(grant), timeout=self.timeout, metadata=self._metadata
-            )
-        return from_json(Standing, reply.json)
+        return from_json(Standing, self._ask("Serve", document(grant), self.timeout).json)
 
     def send_to(self, request: SendTo) -> UpdateReceipt:
         """Have this engine bring another to its live version; the other's receipt."""
         limit = max(MAX_READ, 10 * request.timeout)  # each wait there has its own
-        with self._errors():
-            call = WeightSyncStub(self._sync_channel()).SendTo
-            reply = call(document(request), timeout=limit, metadata=self._metadata)
-        return from_json(UpdateReceipt, reply.json)
+        return from_json(UpdateReceipt, self._ask("SendTo", document(request), limit).json)
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         limit = 3 * timeout + 1  # it takes the lease, then a step boundary
@@ -305,9 +280,7 @@ class RolloutClient:
 
     def prepare_rollback(self, request: PrepareRollback) -> None:
         """It takes the lease, and reads what it would go back to."""
-        with self._errors():
-            call = WeightSyncStub(self._sync_channel()).PrepareRollback
-            call(document(request), timeout=3 * request.timeout + 1, metadata=self._metadata)
+        self._ask("PrepareRollback", document(request), 3 * request.timeout + 1)
 
     def digests(self, timeout: float) -> dict[str, int]:
         reply = self._ask("Digests", pb.DigestsRequest(timeout=timeout), timeout + 1)
@@ -342,16 +315,11 @@ class RolloutClient:
 
     async def disconnect(self) -> None:
         """Drop this loop's connection; a later call opens a new one."""
-        aio, self._aio = self._aio, None
-        if aio is not None and aio[0] is asyncio.get_running_loop():
-            await aio[1].close()
+        await self._connection.close_aio()
 
     def close(self) -> None:
         """Drop the blocking connection; a later call opens a new one."""
-        with self._lock:
-            channel, self._sync = self._sync, None
-        if channel is not None:
-            channel.close()
+        self._connection.close_sync()
 
     # ---- helpers ----
 
@@ -369,9 +337,9 @@ class RolloutClient:
     async def _outputs(
         self, method: Callable[[], Any], request: Any
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        call = method()(request, metadata=self._metadata)
+        call = method()(request, metadata=self._connection.metadata)
         try:
-            with self._errors():
+            with self._connection.errors():
                 async for reply in call:
                     output = output_from_proto(reply.output)
                     self._check_epoch(output.epoch)
@@ -393,42 +361,13 @@ class RolloutClient:
             )
 
     def _ask(self, method: str, request: Any, timeout: float) -> Any:
-        with self._errors():
-            call = getattr(WeightSyncStub(self._sync_channel()), method)
-            return call(request, timeout=timeout, metadata=self._metadata)
+        return self._connection.ask(WeightSyncStub, method, request, timeout)
 
     async def _call(
         self, stub: Any, method: str, request: Any, timeout: float | None = None
     ) -> Any:
         limit = self.timeout if timeout is None else timeout + 1  # the server's own limit first
-        with self._errors():
-            call = getattr(stub(self._aio_channel()), method)
-            return await call(request, timeout=limit, metadata=self._metadata)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from error
-
-    def _aio_channel(self) -> grpc.aio.Channel:
-        loop = asyncio.get_running_loop()
-        if self._aio is None or self._aio[0] is not loop:
-            self._aio = loop, self._connected(grpc.aio)
-        return self._aio[1]
-
-    def _sync_channel(self) -> grpc.Channel:
-        with self._lock:
-            if self._sync is None:
-                self._sync = self._connected(grpc)
-            return self._sync
-
-    def _connected(self, library: Any) -> Any:
-        """A channel of ``grpc`` or ``grpc.aio``."""
-        if self._credentials is None:
-            return library.insecure_channel(self.address, options=self._options)
-        return library.secure_channel(self.address, self._credentials, options=self._options)
+        return await self._connection.call(stub, method, request, limit)
 
 
 def _not_from_here(what: str, instead: str = "") -> ConfigError:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from rollout import Rollout
 from rollout.errors import ConfigError, IncompleteUpdate, TransferFailed, WeightMismatch
 from rollout.rpc import rollout_pb2
-from rollout.rpc.client import RolloutClient
+from rollout.rpc.connection import Connection
 from rollout.rpc.services import WeightSyncStub
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
@@ -144,14 +144,13 @@ def test_a_transport_or_two_sources_make_no_sense(rollout, roots, weights) -> No
 
 
 def test_options_on_the_wire_are_not_believed(reader, roots) -> None:
-    client = RolloutClient(reader.address)
-    stub = WeightSyncStub(client._sync_channel())
+    connection = Connection(reader.address, None, None)
     path = str(roots[0] / "checkpoint-5")
     for said in (b"{", b"[]", b'{"transport": "ipc"}', b'{"version": "7"}', b'{"timeout": true}'):
         request = rollout_pb2.UpdateFromRequest(path=path, options_json=said)
-        with pytest.raises((ConfigError, TransferFailed)), client._errors():
-            stub.UpdateFrom(request, timeout=10)
-    client.close()
+        with pytest.raises((ConfigError, TransferFailed)):
+            connection.ask(WeightSyncStub, "UpdateFrom", request, 10)
+    connection.close_sync()
 
 
 def test_an_engine_that_allows_no_directory_reads_none(client, roots) -> None:

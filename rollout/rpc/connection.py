@@ -1,0 +1,83 @@
+"""The channels to one service: opened when first needed, with what every call carries."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
+from rollout.rpc.tls import ClientTls
+from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
+
+
+class Connection:
+    """To ``address`` ("host:port"): one ``grpc.aio`` channel for the running loop, and a blocking
+    one for all threads. ``metadata``: what every call carries, its token among it.
+    """
+
+    def __init__(self, address: str, token: str | None, tls: ClientTls | None) -> None:
+        self.address = address
+        self._credentials = None if tls is None else tls.credentials()
+        self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
+        bearer = (("authorization", f"Bearer {token}"),) if token else ()
+        ours = Speaks.here()
+        self.metadata = ((PROTOCOL_KEY, ours.range), (SOFTWARE_KEY, ours.software), *bearer)
+        self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
+        self._sync: grpc.Channel | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, stub: Any, method: str, request: Any, timeout: float) -> Any:
+        """A blocking call, which ends within ``timeout`` seconds."""
+        with self.errors():
+            call = getattr(stub(self.sync()), method)
+            return call(request, timeout=timeout, metadata=self.metadata)
+
+    async def call(self, stub: Any, method: str, request: Any, timeout: float) -> Any:
+        """As ``ask``, in the running loop."""
+        with self.errors():
+            call = getattr(stub(self.aio()), method)
+            return await call(request, timeout=timeout, metadata=self.metadata)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """An error of the server, or of the way there, is raised as its own class."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from error
+
+    def aio(self) -> grpc.aio.Channel:
+        loop = asyncio.get_running_loop()
+        if self._aio is None or self._aio[0] is not loop:
+            self._aio = loop, self._connected(grpc.aio)
+        return self._aio[1]
+
+    def sync(self) -> grpc.Channel:
+        with self._lock:
+            if self._sync is None:
+                self._sync = self._connected(grpc)
+            return self._sync
+
+    async def close_aio(self) -> None:
+        """Of this loop; a later call opens a new one."""
+        aio, self._aio = self._aio, None
+        if aio is not None and aio[0] is asyncio.get_running_loop():
+            await aio[1].close()
+
+    def close_sync(self) -> None:
+        """A later call opens a new one."""
+        with self._lock:
+            channel, self._sync = self._sync, None
+        if channel is not None:
+            channel.close()
+
+    def _connected(self, library: Any) -> Any:
+        """A channel of ``grpc`` or ``grpc.aio``."""
+        if self._credentials is None:
+            return library.insecure_channel(self.address, options=self._options)
+        return library.secure_channel(self.address, self._credentials, options=self._options)
