@@ -16,8 +16,8 @@ from fnmatch import fnmatch
 
 ADDED = {
     "TRL, verl, Megatron-Core, LoRA, colocated ranks": """integrations/*
-        weight_sync/trainer/sources/lora.py api/adapters.py server/http/adapters.py api/ranks.py
-        api/rank_calls.py engine/executors/external.py engine/executors/ray.py""",
+        weight_sync/trainer/sources/lora.py api/adapters.py server/http/adapters.py api/rank*.py
+        engine/executors/external.py engine/executors/ray.py""",
     "adapters served by themselves": """*/adapter*.py */*/adapter*.py */*/*/adapter*.py
         kernels/lora_linear/* kernels/native/lora.c
         loader/peft_adapter.py""",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rollout.errors import EngineClosed, InvalidRequest, TransferFailed, WorkerDied
+from rollout.generation import RequestOutput
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import output_from_proto, output_to_proto
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.wire.codec import from_plain, to_plain
 
@@ -47,6 +51,12 @@ class RankCalls:
             lambda said: from_plain(kind, said["noun"]),
         )  # fmt: skip
 
+    def outputs(
+        self, verb: str, act: Callable[[], list[RequestOutput]], timeout: float
+    ) -> list[RequestOutput]:
+        """The outputs that the first rank's ``act`` gave."""
+        return self.first_does(verb, act, timeout, _outputs_to_wire, _outputs_from_wire)
+
     def first_does(
         self,
         verb: str,
@@ -81,3 +91,13 @@ class RankCalls:
 def _gone(error: TransferFailed) -> WorkerDied:
     """A rank that has left is the engine's failure: its ranks are these processes."""
     return WorkerDied(str(error))
+
+
+def _outputs_to_wire(outputs: list[RequestOutput]) -> dict[str, Any]:
+    found = [base64.b64encode(output_to_proto(o).SerializeToString()).decode() for o in outputs]
+    return {"outputs": found}
+
+
+def _outputs_from_wire(said: dict[str, Any]) -> list[RequestOutput]:
+    found = [pb.RequestOutput.FromString(base64.b64decode(text)) for text in said["outputs"]]
+    return [output_from_proto(message) for message in found]

@@ -12,13 +12,12 @@ An update is collective by itself: ``publish`` runs on every rank whose source i
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -26,6 +25,7 @@ from rollout.api.arguments import Params, Prompts, are_conversations, as_complet
 from rollout.api.async_rollout import AsyncRollout
 from rollout.api.backend import Backend
 from rollout.api.rank_calls import RankCalls
+from rollout.api.rank_sources import Drained, looked_at
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import choose_device
@@ -46,11 +46,9 @@ from rollout.generation import (
     score_params,
     scored_rows,
 )
-from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.convert import Messages, output_from_proto, output_to_proto
+from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.rank_rendezvous import job_address, meet
-from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.host import host_id
 
@@ -206,17 +204,17 @@ class ColocatedRollout:
         self._calls.agree(
             "update_weights", sorted((key, repr(value)) for key, value in options.items())
         )
-        source, shared = self._looked_at(source)
+        source, shared = looked_at(source, self.ranks)
         if shared:
             return self._weights.update_weights(source, **options)
-        if self._me and isinstance(source, _Drained):
+        if self._me and isinstance(source, Drained):
             source.drain()
 
         def act() -> UpdateReceipt:
             try:
                 return self._weights.update_weights(source, **options)
             finally:
-                if isinstance(source, _Drained):
+                if isinstance(source, Drained):
                     source.drain()  # the others are in the gathers that are left
 
         return self._calls.noun("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
@@ -224,7 +222,7 @@ class ColocatedRollout:
     def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
         """Name the tensors of ``source`` that differ from the live ones; no iterator."""
         self._calls.agree("check_weights", timeout)
-        source, shared = self._looked_at(source)
+        source, shared = looked_at(source, self.ranks)
         if shared:
             return self._weights.check_weights(source, timeout=timeout)
 
@@ -335,33 +333,11 @@ class ColocatedRollout:
         links = {0: ours, **links}
         return ExternalExecutor(self.config, links, host=job_address(), one_host=one_host)
 
-    def _looked_at(self, source: Any) -> tuple[Any, bool]:
-        """``source`` as it is to be passed on, and whether the ranks hold it together.
-
-        Collective where it is an iterator, whose first item is taken. ``ConfigError`` where other
-        ranks than the engine's have a part in it.
-        """
-        if len(self.ranks) == 1:
-            return source, False
-        found = detect(source)
-        ranks = found.obj.agreement.ranks if found.kind == "source" else found.ranks
-        if found.kind == "iterable":
-            return _Drained(iter(found.obj)), False
-        if ranks is None or len(ranks) == 1:
-            return found.obj, False
-        if set(ranks) != set(self.ranks):
-            raise ConfigError(
-                f"the source lies on ranks {', '.join(map(str, ranks))}, but the engine's are "
-                f"{', '.join(map(str, self.ranks))}: pass an iterator that gathers on every rank, "
-                "such as ((n, p.full_tensor()) for n, p in model.named_parameters())"
-            )
-        return found.obj, True
-
     def _outputs(
         self, verb: str, said: Any, act: Callable[[], list[RequestOutput]], timeout: float
     ) -> list[RequestOutput]:
         self._calls.agree(verb, said)
-        return self._calls.first_does(verb, act, timeout, _outputs_to_wire, _outputs_from_wire)
+        return self._calls.outputs(verb, act, timeout)
 
     def _generated(self, verb: Callable[[Any], Any], timeout: float) -> list[RequestOutput]:
         """A verb of the first rank's engine, which is aborted after ``timeout`` seconds."""
@@ -395,20 +371,6 @@ class _Elsewhere:
         """Nothing to remember."""
 
 
-class _Drained:
-    """An iterator that is read to its end on every rank, whatever becomes of the update."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._items
-
-    def drain(self) -> None:
-        for _ in self._items:
-            pass
-
-
 def _ranks_of(group: Any) -> tuple[tuple[int, ...], int]:
     """The job's ranks that make up the engine, and this one's place among them."""
     dist = sys.modules.get("torch.distributed")
@@ -434,13 +396,3 @@ def _plain_params(params: Any) -> Any:
     if isinstance(params, SamplingParams | Mapping | None):
         return repr(SamplingParams.of(params))
     return repr(params)
-
-
-def _outputs_to_wire(outputs: list[RequestOutput]) -> dict[str, Any]:
-    found = [base64.b64encode(output_to_proto(o).SerializeToString()).decode() for o in outputs]
-    return {"outputs": found}
-
-
-def _outputs_from_wire(said: dict[str, Any]) -> list[RequestOutput]:
-    found = [pb.RequestOutput.FromString(base64.b64decode(text)) for text in said["outputs"]]
-    return [output_from_proto(message) for message in found]
