@@ -119,7 +119,7 @@ def _decoder(model: nn.Module) -> nn.Module:
     return cast(nn.Module, inner)
 
 
-def batch_of(model: CausalLM, sequences: Sequence[Sequence[int]]) -> ForwardBatch:
+def batch_of(sequences: Sequence[Sequence[int]]) -> ForwardBatch:
     """All tokens of all sequences in one step, with the logits of all of them."""
     ids: list[int] = []
     positions: list[int] = []
@@ -162,7 +162,7 @@ class LayerComparison:
         self, ours: CausalLM, theirs: TrainerRun, sequences: Sequence[Sequence[int]]
     ) -> None:
         self.ours, self.theirs = ours, theirs
-        self.batch, self.pages = batch_of(ours, sequences), pages_for(ours, sequences)
+        self.batch, self.pages = batch_of(sequences), pages_for(ours, sequences)
         self.flips = 0  # tokens of which a layer chose other experts, by all layers
 
     @torch.no_grad()
@@ -188,9 +188,7 @@ class LayerComparison:
                 inner += self._norm(f"{prefix}.{name}", module)
         mixer = getattr(block, block.mixer_name)
         inner += self._attention(index, f"{prefix}.{block.mixer_name}", mixer)
-        inner += self._feed_forward(
-            f"{prefix}.{block.mlp_name}", getattr(block, block.mlp_name), block
-        )
+        inner += self._feed_forward(f"{prefix}.{block.mlp_name}", getattr(block, block.mlp_name))
         yield from inner
         seen = self.theirs.seen.get(prefix)
         if seen is None or any(place.differs for place in inner) or not seen.inputs:
@@ -236,7 +234,7 @@ class LayerComparison:
         detail += f", soft cap {self.ours.config.attention_softcap})"
         return _with(whole, detail=detail)
 
-    def _feed_forward(self, name: str, module: nn.Module, block: DecoderBlock) -> list[Place]:
+    def _feed_forward(self, name: str, module: nn.Module) -> list[Place]:
         seen = self.theirs.seen.get(name)
         if seen is None or not seen.inputs:
             return []

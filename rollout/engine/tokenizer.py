@@ -142,12 +142,6 @@ class Tokenizer:
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
         return text
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = _AS_IT_COMES
-    ) -> list[int]:
-        """Token ids of a conversation; the template alone places special tokens, BOS included."""
-        return self.encode(self.render_chat(messages, options), add_special_tokens=False)
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str
         if self._fast is not None:

@@ -38,8 +38,6 @@ typedef struct {
     int64_t row;
 } Codes;
 
-EXPORT int32_t rollout_int8_level(void) { return VNNI; }
-
 INLINE vi rounded(vf v) {
 #if VW == 16
     return (vi)_mm512_cvtps_epi32((__m512)v);
