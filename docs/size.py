@@ -15,7 +15,7 @@ from collections import Counter
 from fnmatch import fnmatch
 
 ADDED = {
-    "TRL, verl, Megatron-Core, LoRA, colocated ranks": """integrations/*
+    "TRL, verl, Megatron-Core, LoRA, colocated ranks, ops": """integrations/* trainer_ops/*
         weight_sync/trainer/sources/lora.py api/adapters.py server/http/adapters.py api/rank*.py
         engine/executors/external.py engine/executors/ray.py""",
     "adapters served by themselves": """*/adapter*.py */*/adapter*.py */*/*/adapter*.py
@@ -36,7 +36,8 @@ ADDED = {
         engine/worker/held_component.py weight_sync/trainer/sources/components.py""",
     "weights in fewer bits": """weights/files/fp8.py weights/files/mxfp4.py weights/*quant*
         models/*quant* kernels/*quant*""",
-    "fleets": "fleet/* cli/fleet* server/fleet*",
+    "fleets": """fleet/* cli/fleet* server/fleet* api/send_live.py
+        engine/updates/read_lease.py""",
     "other dialects, sessions, chats with tools, embeddings, the page": """api/session*
         api/trajectory.py generation/chat_options.py generation/embedding.py cli/top.py
         server/sglang_verbs.py server/http/*""",
