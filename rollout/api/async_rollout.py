@@ -44,7 +44,7 @@ from rollout.generation import (
     score_params,
     scored_rows,
 )
-from rollout.metrics import EngineStats
+from rollout.generation.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ClientTls

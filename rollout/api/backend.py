@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rollout.errors import EngineError
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
-from rollout.metrics import EngineStats
+from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo

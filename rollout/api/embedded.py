@@ -44,7 +44,7 @@ from rollout.generation import (
     RequestOutput,
     SamplingParams,
 )
-from rollout.metrics import EngineStats
+from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from rollout.metrics import EngineStats
+    from rollout.generation.metrics import EngineStats
     from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
     from rollout.wire.version import ServerInfo
 

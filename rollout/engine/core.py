@@ -48,8 +48,8 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.generation import Labels, Request
+from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.loader import copy_side_files, portable
-from rollout.metrics import EngineCounters, EngineStats
 from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
 from rollout.wire.frames import Reply, dtype_from_name

@@ -20,7 +20,7 @@ from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.errors import EngineError
 from rollout.generation import Labels, SamplingMask
-from rollout.metrics import EngineCounters
+from rollout.generation.metrics import EngineCounters
 from rollout.weights.adapters import AdapterVersion
 
 log = logging.getLogger(__name__)

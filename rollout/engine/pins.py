@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rollout.engine.output import OutputProcessor
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Sequence
-from rollout.metrics import EngineCounters
+from rollout.generation.metrics import EngineCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

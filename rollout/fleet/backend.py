@@ -31,7 +31,7 @@ from rollout.fleet.router import Router
 from rollout.fleet.stats import summed
 from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
-from rollout.metrics import EngineStats
+from rollout.generation.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from rollout.metrics import EngineStats, HistogramSnapshot
+from rollout.generation.metrics import EngineStats, HistogramSnapshot
 
 _HIGHEST = (
     "kv_usage",

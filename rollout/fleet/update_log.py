@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from rollout.metrics import NOT_BEGUN, EngineCounters
+from rollout.generation.metrics import NOT_BEGUN, EngineCounters
 from rollout.weight_sync.protocol.messages import UpdateReceipt
 
 KEPT_RECEIPTS = 64

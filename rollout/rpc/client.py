@@ -29,7 +29,7 @@ from rollout.generation import (
     RequestOutput,
     SamplingParams,
 )
-from rollout.metrics import EngineStats
+from rollout.generation.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.rpc.connection import Connection

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from rollout.metrics import EngineStats, HistogramSnapshot
+from rollout.generation.metrics import EngineStats, HistogramSnapshot
 
 # field of EngineStats, our name after "rollout_", vLLM's name after "vllm:" or None, help
 GAUGES = (

@@ -21,7 +21,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK, host_port
 from rollout.engine.updates.near_link import NearLink
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
-from rollout.metrics import EngineCounters
+from rollout.generation.metrics import EngineCounters
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted

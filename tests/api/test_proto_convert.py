@@ -18,7 +18,7 @@ from rollout.generation import (
     SamplingParams,
     VersionSpan,
 )
-from rollout.metrics import EngineStats, HistogramSnapshot
+from rollout.generation.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import (
     messages_from_json,

@@ -28,7 +28,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.metrics import NOT_BEGUN
+from rollout.generation.metrics import NOT_BEGUN
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import compare
 from rollout.weight_sync.protocol.messages import (
