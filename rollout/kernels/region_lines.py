@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from rollout.weights import Shape
 
 LARGE = 1 << 20  # elements: what has more goes by itself, over all threads
@@ -29,6 +31,14 @@ def lines_of(shape: Shape, first: Sequence[int], second: Sequence[int]) -> tuple
         return None
     lines, columns = [(1, 0, 0), (1, 1, 1), *dims][-2:] if len(dims) != 1 else ((1, 0, 0), dims[0])
     return (columns, lines) if lines[1] == 1 and lines[0] > 1 else (lines, columns)
+
+
+def places_of(regions: Sequence[Tensor]) -> tuple[object, ...]:
+    """Where tensors lie and how: equal for two calls only where the rows of one serve the other."""
+    return tuple(
+        (x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg(), x.untyped_storage().nbytes())
+        for x in regions
+    )
 
 
 class RegionRows:

@@ -14,7 +14,7 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.slot_io import Regions, SlotIO
-from rollout.models.weight_load import WeightLoad
+from rollout.models.weight_load import WeightLoad, WholePlan
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
 from rollout.weights.adapters import A, AdapterSpec, B, digest_of_scalings
@@ -30,6 +30,16 @@ class AdaptedLinear:
     a: Tensor
     b: Tensor
     scales: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownBucket:
+    """What came last: ``header`` says of which dtypes in memory of these ``sizes``."""
+
+    header: object
+    sizes: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+    plan: WholePlan
 
 
 class AdapterModel(Model):
@@ -65,6 +75,7 @@ class AdapterModel(Model):
         self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
         self.filled = tuple(slot for found in slots.values() for slot in found)
         self._regions: Regions | None = None
+        self.known: KnownBucket | None = None
         self.eval()
 
     def begin_load(self) -> WeightLoad:

@@ -67,7 +67,22 @@ class SlotIO:
             self._later = None
         if later:
             targets, sources = zip(*later, strict=True)
-            copy_regions(targets, sources, self._tables)
+            self.copy(targets, sources)
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """In few launches; ``targets``: parts of parameters, as ``target`` gives them."""
+        copy_regions(targets, sources, self._tables)
+
+    def target(self, slot: WeightSlot) -> Tensor | None:
+        """What ``together`` copies a small slot to, by one copy; None where it does not, on a CPU,
+        or there are no elements.
+        """
+        spec, storage = self._table.params[slot.param], self._storages[slot.param]
+        small = 0 < slot.put.numel <= LARGE
+        if storage.device.type != "cpu" or not small or spec.layout not in (PLAIN, TRANSPOSED):
+            return None
+        into = storage if spec.layout is PLAIN else storage.t()
+        return into[slot.put.slices]
 
     def write(self, slot: WeightSlot, value: WeightValue) -> int:
         """Write what ``value`` holds of ``slot``; returns the number of elements written.

@@ -17,7 +17,7 @@ from rollout.models.patch_journal import PatchJournal
 from rollout.models.quantized_io import QuantizedIO
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
-from rollout.weights import CASTABLE, Box, SparsePatch, TensorPiece, WeightValue
+from rollout.weights import CASTABLE, Box, Shape, SparsePatch, TensorPiece, WeightValue
 from rollout.weights.components import component_of
 from rollout.weights.fused_experts import Splitter, nearest
 from rollout.weights.names import placed, weight_dtype
@@ -31,6 +31,17 @@ class LoadReport:
 
     loaded: frozenset[str]
     missing: frozenset[str]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    """Where whole tensors of these names go; ``targets``: of each, as they lie in memory."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    targets: tuple[Tensor, ...]
+    params: tuple[str, ...]
     nbytes: int
 
 
@@ -79,6 +90,51 @@ class WeightLoad:
         with self._io.together() if together else nullcontext():
             self._consume(items)
         self._raise_problems()
+
+    def plan_whole(self, names: Sequence[str]) -> WholePlan | None:
+        """For ``feed_whole``, in this load and in later ones of the same table and storages.
+
+        None but where each name is that of a tensor that one slot takes whole, on a CPU.
+        """
+        table, found = self._table, []
+        if len({*names}) != len(names) or table.prefixes or table.quantized or table.aliases:
+            return None
+        for name in names:
+            slots = table.slots.get(name, ())
+            if len(slots) != 1 or slots[0].take != Box.full(slots[0].shape):
+                return None
+            found.append(slots[0])
+        targets = [self._io.target(slot) for slot in found]
+        if any(target is None for target in targets):
+            return None
+        nbytes = sum(
+            prod(slot.shape) * weight_dtype(slot.source, self._dtype).itemsize for slot in found
+        )
+        return WholePlan(
+            tuple(names),
+            tuple(slot.shape for slot in found),
+            tuple(target for target in targets if target is not None),
+            tuple({slot.param for slot in found}),
+            nbytes,
+        )
+
+    def feed_whole(self, plan: WholePlan, values: Sequence[Tensor]) -> bool:
+        """As ``feed`` of tensors by the plan's names, at once; False where nothing was written, as
+        something would be refused: ``feed`` says what.
+        """
+        if tuple(tuple(value.shape) for value in values) != plan.shapes:
+            return False
+        if not {value.dtype for value in values} <= CASTABLE or not self._seen.isdisjoint(
+            plan.names
+        ):
+            return False
+        shaped = zip(values, plan.targets, strict=True)
+        self._io.copy(plan.targets, [value.reshape(target.shape) for value, target in shaped])
+        for param in plan.params:
+            self.journal.note_whole(param)
+        self._seen.update(plan.names)
+        self._nbytes += plan.nbytes
+        return True
 
     def finish(
         self, *, partial: bool = False, components: Sequence[str] | None = None

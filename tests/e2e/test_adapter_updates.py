@@ -101,6 +101,25 @@ def test_a_live_update_equals_a_start_with_the_adapter_of_its_directory(
     assert engine.metrics().adapters["math"] == engine.weight_info().adapters["math"] == version
 
 
+def test_updates_of_the_same_layout_bring_what_the_model_holds_each_time(
+    engine, base, tmp_path
+) -> None:
+    model = adapted(base, 40)
+    for seed in range(40, 46):  # every slot knows the layout by then
+        engine.update_weights(adapters={"again": shaken(model, seed)})
+    model.save_pretrained(tmp_path)
+    engine.update_weights(adapters={"beside": tmp_path})
+    assert said(engine, "again") == said(engine, "beside")
+    assert engine.unload_lora_adapter("beside")
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = torch.nan
+    before = said(engine, "again")
+    with pytest.raises(WeightMismatch, match=r"lora_B.weight \(1 elements\)"):
+        engine.update_weights(adapters={"again": model})
+    assert said(engine, "again") == before
+    assert engine.unload_lora_adapter("again")
+
+
 def test_an_update_moves_the_bytes_of_its_adapter_alone(engine, base) -> None:
     model = adapted(base, 2)
     size = sum(p.numel() * 4 for n, p in model.named_parameters() if "lora_" in n)

@@ -12,6 +12,8 @@ from torch import Tensor
 from weight_sync_source.jobs.lora import adapted, factors
 
 from rollout.errors import ConfigError
+from rollout.weight_sync.trainer.sources.adapters import AdapterPlan
+from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.update import detect_update, own_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
@@ -89,3 +91,31 @@ def test_a_merged_adapter_is_no_base_to_send_beside_it() -> None:
     model.merge_adapter()
     with pytest.raises(ConfigError, match="unmerge_adapter"):
         streamed(model, {"a": model})
+
+
+def test_a_plan_serves_again_until_something_of_its_layers_changes() -> None:
+    model, known = adapted(), KnownAdapters()
+
+    def plan() -> AdapterPlan:
+        [(_, part)] = detect_update(None, {"math": model}, known).parts
+        part.spec({})
+        [(_, found)] = part.plans
+        return found
+
+    layer = model.get_submodule("base_model.model.model.layers.0.up_proj")
+    first = plan()
+    assert plan() is first
+    layer.scaling["default"] *= 2
+    second = plan()
+    assert second is not first
+    assert plan() is second
+    assert second.spec.modules["model.layers.0.up_proj"].scaling == layer.scaling["default"]
+    layer.lora_A["default"].weight = torch.nn.Parameter(layer.lora_A["default"].weight.double())
+    assert torch.float64 in {factor.dtype for factor in plan().factors.values()}
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(r=3, target_modules=["up_proj"]))
+    model.set_adapter("default")
+    assert plan().spec.rank == 3
+    model.get_submodule("base_model.model.model.embed_tokens").weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"embed_tokens.*trained beside"):
+        plan()

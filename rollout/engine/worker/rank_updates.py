@@ -7,7 +7,7 @@ in the order in which the engine announced them; steps go on meanwhile on its ma
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from rollout.errors import (
     to_wire,
 )
 from rollout.models.adapter_slots import AdapterSlots
-from rollout.weight_sync.protocol.bucket import Unpacked, read_in_place, unpack
+from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 from rollout.weight_sync.transports import find
@@ -135,10 +135,7 @@ class RankUpdates:
                     f"rank {self._rank}: bucket {header.index} came where "
                     f"{update.next_index} was due"
                 )
-            values = update.values(header, tensors)
-            started = time.perf_counter()
-            update.load.feed(values)
-            update.seconds += time.perf_counter() - started
+            update.take(header, tensors)
             update.next_index += 1
         return {"index": header.index}
 
@@ -238,19 +235,26 @@ class _Staging:
         self.next_index = 0
         self.seconds = 0.0
 
-    def values(
-        self, header: BucketHeader, carried: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Unpacked]]:
-        """What an announced bucket holds, once it has been received or where the sender has it."""
+    def take(self, header: BucketHeader, carried: Mapping[str, Tensor]) -> None:
+        """Load what an announced bucket holds, once it has been received or where the sender has
+        it.
+        """
         receiver, request = self.receiver, self.request
-        if not header.is_in_place:
+        if header.is_in_place:
+            if not isinstance(receiver, InPlaceReceiver):
+                raise TransferFailed(
+                    f"{request.transport} carries buckets, and reads nothing in place"
+                )
+            regions = receiver.regions(header, carried)
+            started = time.perf_counter()
+            self.load.feed_in_place(header, regions)
+        else:
             payload = receiver.receive(header, carried.get("payload"), request.timeout)
             self.largest = max(self.largest, header.nbytes)
             sparse, limit = request.encoding == "delta", request.bucket_bytes
-            return unpack(header, payload, sparse=sparse, inflate=limit)
-        if not isinstance(receiver, InPlaceReceiver):
-            raise TransferFailed(f"{request.transport} carries buckets, and reads nothing in place")
-        return read_in_place(header, receiver.regions(header, carried))
+            started = time.perf_counter()
+            self.load.feed(unpack(header, payload, sparse=sparse, inflate=limit))
+        self.seconds += time.perf_counter() - started
 
 
 def _wants(load: StagedLoad) -> dict[str, tuple[Box, ...]]:

@@ -25,6 +25,33 @@ from rollout.weights.box import cut
 from rollout.wire.frames import flat_bytes
 
 
+class InPlaceHeaders:
+    """Makes headers of buckets that are read where they lie, and keeps the last: the next update's
+    is often the same.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[object, BucketHeader] | None = None
+
+    def header(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
+        """Of whole tensors, each a region of its own."""
+        key = index, [(name, tensor.dtype, tensor.shape) for name, tensor in parts]
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._made(index, parts)
+        return self._last[1]
+
+    def _made(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
+        entries = []
+        for region, (name, tensor) in enumerate(parts):
+            _check(name, tensor)
+            shape = tuple(tensor.shape)
+            box = Box.full(shape)
+            entries.append(
+                BucketEntry(name, tensor.dtype, shape, box, 0, tensor.nbytes, region=region)
+            )
+        return BucketHeader(index, tuple(entries), 0)
+
+
 class BucketPacker:
     """Copies tensors, one after the other, into ``num_buffers`` reused uint8 buffers.
 
@@ -46,6 +73,7 @@ class BucketPacker:
         num_buffers: int = 2,
         wait_free: Callable[[int], None] | None = None,
         buffers: Sequence[Tensor] = (),
+        headers: InPlaceHeaders | None = None,
     ) -> None:
         if bucket_bytes < ALIGNMENT:
             raise ConfigError(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
@@ -59,6 +87,7 @@ class BucketPacker:
         self.num_tensors = 0
         self.num_bytes = 0  # of tensors, without the gaps of alignment
         self._buffers: list[Tensor | None] = [*buffers] or [None] * num_buffers
+        self._headers = headers or InPlaceHeaders()
         self._entries: list[BucketEntry] = []
         self._end = 0  # bytes used in the current bucket
         self._open = False  # whether the current bucket's buffer is ours to write
@@ -153,16 +182,10 @@ class BucketPacker:
         What was begun before it must have been flushed.
         """
         assert not self._entries
+        header = self._headers.header(self.num_buckets, parts)
         regions = [flat_bytes(tensor) for _, tensor in parts]
-        entries = []
-        for index, (name, tensor) in enumerate(parts):
-            _check(name, tensor)
-            shape, size = tuple(tensor.shape), regions[index].numel()
-            box = Box.full(shape)
-            entries.append(BucketEntry(name, tensor.dtype, shape, box, 0, size, region=index))
-            self.num_tensors += 1
-            self.num_bytes += size
-        header = BucketHeader(self.num_buckets, tuple(entries), 0)
+        self.num_tensors += len(parts)
+        self.num_bytes += sum(entry.nbytes for entry in header.entries)
         self.num_buckets += 1
         yield header, regions
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
-from rollout.weight_sync.protocol.bucket_packer import BucketPacker
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker, InPlaceHeaders
 from rollout.weight_sync.protocol.delta import CodedDelta
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal, WeightChannel
 from rollout.weight_sync.trainer.sources.base import Piece
@@ -80,7 +80,8 @@ class BucketSender:
     ``digests``: whether to digest buckets as they are sent. ``zero_copy``: whether large tensors
     may be read where they lie. ``joined``: this is not the update's first stream, and ends alone.
     ``small``: what comes is many short tensors, which on a CPU, too, may be read where they lie.
-    ``wire``: the dtype that a tensor of that name and dtype is digested as.
+    ``wire``: the dtype that a tensor of that name and dtype is digested as. ``headers``: those of
+    the updates before.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class BucketSender:
         bucket_bytes: int, timeout: float, digests: bool = False, zero_copy: bool = False,
         joined: bool = False, small: bool = False,
         wire: Callable[[str, torch.dtype], torch.dtype] | None = None,
+        headers: InPlaceHeaders | None = None,
     ) -> None:  # fmt: skip
         self._channel, self._sender, self._stats = channel, sender, stats
         self._timeout, self._joined = timeout, joined
@@ -99,6 +101,7 @@ class BucketSender:
             device=sender.device,
             wait_free=self._wait_free,
             buffers=sender.buffers,
+            headers=headers,
         )
         self.bucket_bytes = self._packer.bucket_bytes
         self._worker = BackgroundWorker("update-sender")
@@ -155,6 +158,21 @@ class BucketSender:
     def add(self, name: str, part: Piece | CodedDelta) -> None:
         """Pack a piece, or what changed of it, and have full buckets sent."""
         self._attempt(repr(name), lambda: self._ship_all(self._packed(name, part)))
+
+    def add_staying(self, items: Sequence[tuple[str, Tensor]]) -> bool:
+        """As ``add`` of each, all of which are to be read where they lie; False where some are not,
+        and then none was added.
+        """
+        kinds = {(x.device, x.dtype, x.is_contiguous(), x.numel() > 0): x for _, x in items}
+        nbytes = sum(tensor.nbytes for _, tensor in items)
+        stay = all(self.stays(tensor) for tensor in kinds.values())
+        self._stays = False
+        if not stay or self._left_bytes + nbytes >= IN_PLACE_BYTES:
+            return False
+        self._left += items
+        self._left_bytes += nbytes
+        self.read_in_place += len(items)
+        return True
 
     def exchange(self) -> None:
         return None
@@ -233,12 +251,12 @@ class BucketSender:
         """Have what was put aside digested, announced and read; nothing else is under way here."""
         parts, self._left, self._left_bytes = self._left, [], 0
         for header, regions in self._packer.in_place(parts) if parts else ():
-            self._later(partial(self._ship_in_place, header, regions, parts))
+            self._later(partial(self._ship_in_place, header, regions, [x for _, x in parts]))
 
     def _ship_in_place(
-        self, header: BucketHeader, regions: Sequence[Tensor], parts: Sequence[tuple[str, Tensor]]
+        self, header: BucketHeader, regions: Sequence[Tensor], tensors: Sequence[Tensor]
     ) -> None:
-        self._stats.digest_all([(n, x, self._wire(n, x.dtype)) for n, x in parts])
+        self._stats.digest_in_place(header, tensors, self._wire)
         started = time.perf_counter()
         self._sender.in_place(self._channel, header, regions)
         self._count(header, sum(entry.nbytes for entry in header.entries), started)

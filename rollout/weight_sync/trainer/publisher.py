@@ -98,7 +98,7 @@ def _told(link: WeightLink | None) -> Iterator[None]:
 
 
 def _detected(obj: Any, adapters: Mapping[str, Any], plans: PlanCache) -> Detected:
-    found = detect_update(obj, adapters)
+    found = detect_update(obj, adapters, plans.adapters)
     if not plans.told_alone and (alone := found.calls_alone()) is not None:
         plans.told_alone = True
         log.warning("%s", alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -107,6 +108,10 @@ class Sending:
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
         """Collective: every piece, with a vote after each bucket's worth of whole tensors."""
+        if self._sends_at_hand():
+            sink.flush()
+            self._group.vote(sink.failure, self._options.timeout, "last buckets")
+            return
         gathered, options = self._plan.pieces == "gathered", self._options
         if gathered and self._first is not None and self._plan.encoding.name == "full":
             self._source.place_by(partial(_buffer_for, self._first, watch))
@@ -128,6 +133,20 @@ class Sending:
             walk.run(flush=sink.flush)
         finally:
             self._stats.gather_seconds += walk.seconds
+
+    def _sends_at_hand(self) -> bool:
+        """Whether there is nothing to gather or to pack, and all has been added at once: adapters
+        that lie whole in this process, and whose ranks can read them there.
+        """
+        plan, first = self._plan, self._first
+        whole = plan.pieces == "gathered" and not plan.own_digests and not plan.encoding.keeps
+        if first is None or self._group.size > 1 or not whole or plan.encoding.name != "full":
+            return False
+        started = time.perf_counter()
+        items = self._source.at_hand()
+        added = items is not None and first.add_staying(items)
+        self._stats.gather_seconds += time.perf_counter() - started
+        return added
 
     def _send(self, piece: Piece, sink: BucketSink, watch: Watchdog) -> None:
         """Digest, encode and pack one piece; full buckets go on their way."""

@@ -316,6 +316,7 @@ class Opener:
             zero_copy=full and plan.pieces == "gathered",
             small=small,
             wire=lambda name, dtype: wire_dtype(name, dtype, self.info.dtype),
+            headers=self.plans.headers,
         )
 
     def _whole(self, encoding: Encoding, transport: Transport) -> Encoding:

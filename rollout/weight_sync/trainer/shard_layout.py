@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout.errors import RolloutError
 from rollout.kernels.region_table import RegionTables
+from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
 from rollout.weight_sync.protocol.delta import Committed
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -21,6 +22,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, plan_rounds
+from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
@@ -80,6 +82,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.tables = RegionTables()  # of what is digested where it lies on a device
+        self.headers, self.adapters = InPlaceHeaders(), KnownAdapters()
         self.wants_digest = ""  # as the engine gave it
         self._wants: Wants = ()
         self._found: ShardLayout | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +42,20 @@ class TransferStats:
         if not piece.values.is_meta:
             self.digest(piece.name, piece.values, piece.shape, piece.box)
 
-    def digest_all(self, tensors: Sequence[tuple[str, Tensor, torch.dtype]]) -> None:
-        """The digests of whole tensors on one device, each as it is once cast to its dtype."""
+    def digest_in_place(
+        self,
+        header: BucketHeader,
+        tensors: Sequence[Tensor],
+        wire: Callable[[str, torch.dtype], torch.dtype],
+    ) -> None:
+        """The digests of a bucket's whole tensors, on one device, each once it is cast to what
+        ``wire`` says of its name and dtype.
+        """
         started = time.perf_counter()
-        places = [DigestedAs(tuple(x.shape), Box.full(tuple(x.shape)), t) for _, x, t in tensors]
-        found = digest_regions([x for _, x, _ in tensors], places, self.tables)
-        for (name, _, _), place, (value, _) in zip(tensors, places, found, strict=True):
-            self.digests[name, place.box] = value
+        places = [DigestedAs(e.shape, e.box, wire(e.name, e.dtype)) for e in header.entries]
+        found = digest_regions(tensors, places, self.tables)
+        for entry, (value, _) in zip(header.entries, found, strict=True):
+            self.digests[entry.name, entry.box] = value
         self.digest_seconds += time.perf_counter() - started
 
     def digest_bucket(self, header: BucketHeader, payload: Tensor) -> None:

@@ -73,6 +73,11 @@ class AdapterPlan(MergePlan):
         self.spec = AdapterSpec(modules=self._modules)
         self.trained_beside = tuple(sorted(self._trained))
 
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """``factors`` by the names that they are sent under."""
+        return {self.owners[raw]: factor for raw, factor in self.factors.items()}
+
     def name_of(self, raw: str) -> str | None:
         return self.owners.get(unwrapped(raw))
 

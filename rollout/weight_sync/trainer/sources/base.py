@@ -102,6 +102,17 @@ class StayingSource(WeightSource, Protocol):
         ...
 
 
+@runtime_checkable
+class AtHandSource(StayingSource, Protocol):
+    """A staying source that can hand out all of its tensors at once."""
+
+    def at_hand(self) -> list[tuple[str, Tensor]] | None:
+        """On the sender, all that ``__iter__`` would yield if everything stayed; None where some
+        of it has to be gathered.
+        """
+        ...
+
+
 class BoundSource:
     """What the sources of modules share: tensors under the names that the engine knows."""
 

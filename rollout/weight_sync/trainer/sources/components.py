@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import (
+    AtHandSource,
     BufferFor,
     LocalSource,
     PlacingSource,
@@ -66,6 +67,15 @@ class _Components:
         for source in self._sources.values():
             if isinstance(source, StayingSource):
                 source.leave(stays)
+
+    def at_hand(self) -> list[tuple[str, Tensor]] | None:
+        found = []
+        for component, source in self._sources.items():
+            own = source.at_hand() if isinstance(source, AtHandSource) else None
+            if own is None:
+                return None
+            found += [(qualified(component, name), tensor) for name, tensor in own]
+        return found
 
 
 class _LocalComponents(_Components):

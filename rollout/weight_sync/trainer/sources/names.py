@@ -45,12 +45,13 @@ def submodules(module: nn.Module) -> list[nn.Module]:
     time, as it hands each one up through all that it lies in.
     """
     found: dict[int, nn.Module] = {}
-    left = [module]
+    left: list[nn.Module | None] = [module]
     while left:
         part = left.pop()
-        if id(part) not in found:
+        if part is not None and id(part) not in found:
             found[id(part)] = part
-            left.extend(child for child in reversed(part._modules.values()) if child is not None)
+            if beneath := part._modules:
+                left += reversed(beneath.values())
     return list(found.values())
 
 

@@ -34,6 +34,9 @@ class PlainSource(BoundSource):
     def leave(self, stays: Callable[[Tensor], bool]) -> None:
         self._stays = stays
 
+    def at_hand(self) -> list[tuple[str, Tensor]]:
+        return [(name, readable(name, tensor)) for name, tensor in self._bound.items()]
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():
             dtype = self._naming.dtype_of(name, tensor.dtype)

@@ -23,7 +23,8 @@ from rollout.weight_sync.trainer.sources.adapters import (
 )
 from rollout.weight_sync.trainer.sources.base import WeightSource
 from rollout.weight_sync.trainer.sources.detect import Detected, combined, detect
-from rollout.weight_sync.trainer.sources.kinds import bare_module
+from rollout.weight_sync.trainer.sources.kinds import bare_module, ranks_of_whole
+from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
@@ -60,18 +61,22 @@ def check_merging(found: Detected, info: WeightInfo) -> None:
             )
 
 
-def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
+def detect_update(
+    obj: Any, adapters: Mapping[str, Any], known: KnownAdapters | None = None
+) -> Detected:
     """Which source takes ``obj`` (None: no model's weights), with ``adapters`` by name beside it.
 
     A PEFT model that is ``obj`` and an adapter, too, goes unmerged, whatever either is wrapped in.
+    ``known``: plans of the updates before.
     """
+    known = known or KnownAdapters()
     if not adapters:
         return detect(obj)
     if not isinstance(adapters, Mapping):
         raise ConfigError(
             f"adapters must map names to PEFT models or directories, got {adapters!r:.80}"
         )
-    beside = tuple(_detected(name, source, obj is None) for name, source in adapters.items())
+    beside = tuple(_detected(name, source, obj is None, known) for name, source in adapters.items())
     if obj is None:
         return combined(beside)
     found = detect(obj)
@@ -83,16 +88,25 @@ def detect_update(obj: Any, adapters: Mapping[str, Any]) -> Detected:
     return combined(parts + beside)
 
 
-def _detected(name: str, obj: Any, alone: bool) -> tuple[str, DetectedAdapter]:
+def _detected(
+    name: str, obj: Any, alone: bool, known: KnownAdapters
+) -> tuple[str, DetectedAdapter]:
     if isinstance(obj, PeftAdapter):
         return adapter_component(name), DetectedAdapter(obj, "files", None, alone=alone)
-    adapter = Adapter.of(name, obj, bare_module(obj) if isinstance(obj, nn.Module) else None)
+    module = bare_module(obj) if isinstance(obj, nn.Module) else None
+    if module is not None and isinstance(name, str) and (seen := known.find(module, name)):
+        return adapter_component(name), DetectedAdapter(
+            obj, "plain", ranks_of_whole(obj), adapter=seen.adapter, alone=alone, plans=seen.plans
+        )
+    adapter = Adapter.of(name, obj, module)
     if not adapter.peft_name:
         files = PeftAdapter.read(adapter.obj)
         return adapter.component, DetectedAdapter(files, "files", None, alone=alone)
-    found = detect(obj)
+    found, plans = detect(obj), []
+    if found.kind == "plain" and module is not None:
+        plans = known.keep(module, name, adapter.peft_name)
     return adapter.component, DetectedAdapter(
-        obj, found.kind, found.ranks, adapter=adapter.peft_name, alone=alone
+        obj, found.kind, found.ranks, adapter=adapter.peft_name, alone=alone, plans=plans
     )
 
 
@@ -133,18 +147,16 @@ class DetectedAdapter(Detected):
             naming = Naming({}, dtype, lambda raw: placed(raw, prefixes))
             return PlainSource(dict(self.obj.items()), naming, group)
         plan = self._plan(prefixes)
-        naming = Naming({}, dtype, plan.name_of)
         if self.kind == "plain":
-            return PlainSource(plan.factors, naming, group)
-        return self.of_kind(naming, group)
+            return PlainSource(plan.named, Naming({}, dtype, lambda name: name), group)
+        return self.of_kind(Naming({}, dtype, plan.name_of), group)
 
     def _plan(self, prefixes: Mapping[str, str]) -> AdapterPlan:
-        """Made once: nothing changes a module's layers during an update."""
-        for known, plan in self.plans:
-            if known == prefixes:
-                return plan
-        plan = AdapterPlan(bare_module(self.obj), self.adapter, prefixes)
-        self.plans.append((prefixes, plan))
+        """Made once, as long as nothing changes the module's layers."""
+        plan = next((plan for known, plan in self.plans if known == prefixes), None)
+        if plan is None:
+            plan = AdapterPlan(bare_module(self.obj), self.adapter, prefixes)
+            self.plans[:] = [(dict(prefixes), plan)]
         if self.alone and plan.trained_beside:
             raise ConfigError(
                 f"{', '.join(plan.trained_beside[:4])}: trained beside the adapter, which does not "

@@ -17,6 +17,7 @@ from rollout.errors import WeightMismatch
 from rollout.kernels.native import memory_fault
 from rollout.weight_sync.protocol.fit import dtype_fault
 from rollout.weight_sync.trainer.sources.base import (
+    AtHandSource,
     BufferFor,
     LocalSource,
     Piece,
@@ -172,6 +173,15 @@ class Incoming:
 
         if isinstance(self.inner, StayingSource):
             self.inner.leave(left)
+
+    def at_hand(self) -> list[tuple[str, Tensor]] | None:
+        """Of adapters alone: all tensors as they are, where no rank has to gather any."""
+        if self.models or not isinstance(self.inner, AtHandSource):
+            return None
+        found = self.inner.at_hand()
+        for name, tensor in {tensor.dtype: (name, tensor) for name, tensor in found or ()}.values():
+            self._check_dtype(name, tensor)
+        return found
 
     @property
     def reads_locally(self) -> bool:
