@@ -25,7 +25,7 @@ from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
-from rollout.weight_sync.versions.adapter_files import adapter_directory
+from rollout.weight_sync.versions.adapter_files import check_name
 from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
 
@@ -48,7 +48,7 @@ class AdapterLink(WeightLink, CheckLink, Protocol):
 class MergedAdapters:
     """The adapters of one engine; thread-safe, one load at a time.
 
-    ``names`` are those that requests may name as their model. Reads under ``weight_dirs`` alone.
+    ``names`` are those that requests may name as their model.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -65,15 +65,16 @@ class MergedAdapters:
         return tuple(self._names)
 
     def load(
-        self, name: str, path: str, link: AdapterLink, *, inplace: bool = False
+        self, name: str, where: Path, link: AdapterLink, *, inplace: bool = False
     ) -> UpdateReceipt | None:
         """Make checkpoint + adapter live; None where this one is already. Blocks.
 
+        ``where``: who calls has seen to it that it may be read (``adapter_directory``).
         ``inplace``: read it again even if its files look as they did when they were read.
         Raises ``ConfigError`` for what cannot be read, ``VersionConflict`` where the live weights
         are not the checkpoint's, and what an update raises; then nothing has changed.
         """
-        where = adapter_directory(name, path, self._config.weight_dirs)
+        check_name(name)
         with self._lock:
             asked, info = _Loaded(name, where, looks(where)), link.info()
             still = info.state == "idle" and info.version == self._version

@@ -308,20 +308,19 @@ class EmbeddedBackend:
     ) -> AdapterLoaded:
         """A PEFT directory's: into a slot, or where there are none merged into the weights.
 
-        Unless ``anywhere``, and to be merged, it has to lie under a ``weight_dirs``.
+        Unless ``anywhere``, it has to lie under a ``weight_dirs``.
         """
         self.core.serving.check_alone(f"adapter {name!r:.300}")
-        config = self.config
+        config, where = self.config, Path(path).expanduser().absolute()
+        if not anywhere:
+            where = adapter_directory(name, path, config.weight_dirs)
         if config.max_adapters:
-            where = Path(path).expanduser().absolute()
-            if not anywhere:
-                where = adapter_directory(name, path, config.weight_dirs)
             version = self.served_adapters.load(
                 name, where, self.link, inplace=inplace, timeout=config.timeout,
                 base_names=(config.served_model_name, config.model),
             )  # fmt: skip
             return AdapterLoaded(name=name, version=version, merged=False)
-        receipt = self.adapters.load(name, path, self.link, inplace=inplace)
+        receipt = self.adapters.load(name, where, self.link, inplace=inplace)
         version = self.core.version if receipt is None else receipt.version
         return AdapterLoaded(name=name, version=version, merged=True)
 

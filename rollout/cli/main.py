@@ -73,6 +73,7 @@ CHECK: tuple[Row, ...] = (
     ("--against", "DIR", None, "instead: whether the service at HOST:PORT holds the weights of "
      "this checkpoint; exit status 1 if they differ"),
 )  # fmt: skip
+SHOWN = 8  # tensors that differ
 INFO: tuple[Row, ...] = (
     ("--json", "", False, "one JSON object"),
     ("--receipts", "N", 4, "of the last N commits"),
@@ -242,8 +243,11 @@ def _check_against(args: argparse.Namespace) -> int:
         print(f"weights equal: kernels differ, where logprobs do ({live})")
         return 0
     print(f"weights differ: {len(report.differing) + len(report.problems)} tensors ({live})")
-    for line in (*report.differing, *report.problems):
+    named = (*report.problems, *report.differing)
+    for line in named[:SHOWN]:
         print(f"  {line}")
+    if len(named) > SHOWN:
+        print(f"  and {len(named) - SHOWN} more; check_weights in Python names all")
     if cost is not None:
         print(
             f"an update to them: about {cost.seconds:.2f} s ({cost.basis}); at most "
@@ -266,12 +270,16 @@ def info(args: argparse.Namespace) -> int:
         receipts = engine.receipts()[-args.receipts :] if args.receipts > 0 else ()
     facts = {
         "model": server.model,
+        "task": server.task or "generate",
         "state": stats.state,
         "version": weights.version,
         "epoch": weights.epoch,
         "label": weights.label,
         "update state": weights.state,
         "last update": weights.last_update_id or None,
+        "adapters": dict(stats.adapters),
+        "max adapters": weights.max_adapters,
+        "members": dict(stats.members),
         "ranks": weights.tensor_parallel_size,
         "device": weights.device,
         "undo": weights.undo,
@@ -296,6 +304,8 @@ def info(args: argparse.Namespace) -> int:
         print(json.dumps({**told, "receipts": [to_plain(r) for r in receipts]}))
         return 0
     facts["memory"] = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in weights.memory.items())
+    facts["adapters"] = ", ".join(f"{k} v{v}" for k, v in stats.adapters.items()) or None
+    facts["members"] = ", ".join(f"{k} {v}" for k, v in stats.members.items()) or "none: one engine"
     rows = [(name, "-" if value is None else value) for name, value in facts.items()]
     print_table([*rows, *(("receipt", _receipt_line(receipt)) for receipt in receipts)])
     return 0

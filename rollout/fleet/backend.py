@@ -26,6 +26,7 @@ from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import CommittedUpdates, FleetChannel
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.hold import Hold
+from rollout.fleet.member import standing
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
 from rollout.fleet.stats import summed
@@ -217,7 +218,8 @@ class FleetBackend:
             raise EngineClosed("no member of the fleet answers")
         return replace(
             summed(rows), state=await self.state(), epoch=self.fleet.epoch,
-            weight_version=self.fleet.version, adapters=self.adapters, **self._log.figures(),
+            weight_version=self.fleet.version, adapters=self.adapters,
+            members=standing(self.fleet.members()), **self._log.figures(),
         )  # fmt: skip
 
     # ---- weights (blocking) ----

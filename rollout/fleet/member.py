@@ -81,6 +81,15 @@ def describe(members: Iterable[Member]) -> list[dict[str, object]]:
     ]
 
 
+def standing(rows: Iterable[Mapping[str, object]]) -> dict[str, str]:
+    """Of the rows of ``describe``, a line by name."""
+    return {
+        str(row["name"]): f"{row['status']}, version {row['version']}"
+        + (f": {row['why']}" if row["why"] else "")
+        for row in rows
+    }
+
+
 def said(whys: Mapping[str, object]) -> str:
     """What members say, each thing once, behind the names of those who say it."""
     who: dict[str, list[str]] = {}

@@ -19,6 +19,10 @@ from rollout.weights.adapters import A, AdapterSpec, B, ModuleSpec
 from rollout.weights.files import open_weights
 
 MAX_RANK = 1024
+ADAPTER_DIRECTORY = (
+    "a directory that PEFT's save_pretrained has written: adapter_config.json, and "
+    "adapter_model.safetensors beside it"
+)
 _PREFIX = "base_model.model."
 # What changes the arithmetic, and is not done here: such an adapter is refused by the setting.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -82,6 +86,8 @@ class PeftAdapter:
 
 
 def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory; give {ADAPTER_DIRECTORY}")
     try:
         settings = json.loads((path / "adapter_config.json").read_text())
         rank = int(settings["r"])

@@ -10,6 +10,7 @@ from torch import nn
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.kernels.linear import reads_tiles
+from rollout.models.adapter_slots import AdapterSlots
 from rollout.models.arch import Arch
 from rollout.models.causal_lm import CausalLM
 from rollout.models.config import ModelConfig
@@ -93,6 +94,16 @@ def build_model(
     model = ForeignCausalLM(build, max_len, kind, tensors()) if foreign else kind(build, max_len)
     assert isinstance(model, Model)
     return model
+
+
+def slots_beside(model: Model, count: int, rank: int) -> AdapterSlots:
+    """``count`` empty slots for adapters of at most ``rank``; ``ConfigError`` where none can be."""
+    if not isinstance(model.policy, CausalLM):
+        raise ConfigError(
+            f"max_adapters: {model.config.architecture} runs by modules that are not rollout's "
+            "own; leave it out and load adapters merged"
+        )
+    return AdapterSlots(model, count, rank)
 
 
 def check_quantization(build: Build) -> None:

@@ -339,7 +339,7 @@ def _by_transformers(
     try:
         found = probe(read.values, names[0] if names else "", read.file, code)
     except ConfigError as error:
-        raise registry.refusal(names, f" Nor by transformers: {error}") from None
+        raise registry.refusal(names, f" Nor by transformers: {error}.") from None
     return cls(
         architecture=found.architecture,
         vocab_size=found.vocab_size,

@@ -86,7 +86,7 @@ class Registry:
         return next((name for name in names if self.decoder_of(name) is not None), None)
 
     def refusal(self, names: list[str], why: str = "") -> ConfigError:
-        """The error of architectures that are not known; ``why`` comes last."""
+        """The error of architectures that are not known; ``why`` comes first."""
         supported = sorted({*self.entries, *installed_models()})
         import transformers  # slow; what it has is another model's name, however like one of ours
 
@@ -96,8 +96,8 @@ class Registry:
         ]
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return ConfigError(
-            f"architectures {names} are not supported.{hint} Supported: {', '.join(supported)}, "
-            f"and ...{CLASSIFIER} over those of text alone.{why}"
+            f"architectures {names} are not supported.{why}{hint} Supported: "
+            f"{', '.join(supported)}, and ...{CLASSIFIER} over those of text alone."
         )
 
     def load(self, architecture: str) -> Any:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from rollout.config import EngineConfig
-from rollout.distributed import choose_device
+from rollout.distributed import TensorParallel, choose_device
 from rollout.engine.found_model import FoundModel
 from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
@@ -18,7 +18,7 @@ from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
-from rollout.models.build import build_tables
+from rollout.models.build import build_model, build_tables, slots_beside
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import TensorMeta
@@ -83,11 +83,14 @@ def check(config: EngineConfig) -> Preflight:
         raise ConfigError(
             f"too little memory for the weights: {mib(taken)} are needed, {mib(free)} are free"
         )
+    adapters = _adapter_bytes(config, found, dtype)
+    free_then = free - taken - adapters * (ranks if device.type == "cpu" else 1)
     rank = {
-        "free_bytes": free - taken,
+        "free_bytes": free_then,
         "host_free_bytes": available_bytes(torch.device("cpu")),
         "weight_bytes": weight_bytes,
         "pending_bytes": tables[0].pending * dtype.itemsize,
+        "adapter_bytes": adapters,
         "kv_block_bytes": kv.block_bytes,
         "state_slot_bytes": StateShape.of(model, ranks, dtype).slot_bytes,
         "device": str(device),
@@ -125,6 +128,22 @@ def _tables(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> Sequ
     if config.load_format != "dummy":
         _check_files(config, found, tables[0])
     return tables
+
+
+def _adapter_bytes(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> int:
+    """Of all slots for adapters on the first rank, which are there from the start."""
+    if not config.max_adapters:
+        return 0
+    model = build_model(
+        found.config,
+        TensorParallel(0, config.tensor_parallel_size),
+        dtype,
+        "meta",
+        expert_parallel=config.expert_parallel,
+        registry=found.registry,
+        tensors=lambda: _headers(config, found),
+    )
+    return slots_beside(model, config.max_adapters, config.max_lora_rank).nbytes
 
 
 def _served(model: ModelConfig) -> str:

@@ -57,9 +57,14 @@ def write(rollout: Rollout, path: Path, seed: int, **settings: Any) -> str:
     return str(path)
 
 
+def load_for_a_client(rollout: Rollout, path: str) -> None:
+    """As HTTP's routes do."""
+    rollout._async.backend.load_lora_adapter("a", path, anywhere=False)
+
+
 def load(rollout: Rollout, path: str, **more: Any) -> int | None:
     backend = rollout._async.backend
-    receipt = backend.adapters.load("a", path, backend.link, **more)
+    receipt = backend.adapters.load("a", Path(path), backend.link, **more)
     return None if receipt is None else receipt.version
 
 
@@ -78,7 +83,7 @@ def test_a_name_is_merged_again_when_its_files_or_the_live_weights_are_others(
     assert rollout.check_weights(bare_checkpoint).equal
     # A full update that commits before the adapter does is not merged with it.
     with pytest.raises(VersionConflict):
-        backend.adapters.load("a", path, _AnotherCommitsFirst(rollout, weights))
+        backend.adapters.load("a", Path(path), _AnotherCommitsFirst(rollout, weights))
     assert rollout.check_weights(weights).equal
     assert backend.adapters.names == ()
 
@@ -154,5 +159,17 @@ def test_what_is_no_plain_adapter_or_lies_elsewhere_is_refused(
     linked.rename(secret)
     linked.symlink_to(secret)
     with pytest.raises(ConfigError, match="outside every --weight-dir; not read"):
-        load(rollout, path)
+        load_for_a_client(rollout, path)
+    with pytest.raises(ConfigError, match="outside every --weight-dir; allow it"):
+        load_for_a_client(rollout, str(secret.parent))
+    with pytest.raises(ConfigError, match=r"not a directory; .*adapter_model\.safetensors"):
+        load_for_a_client(rollout, str(tmp_path / "missing"))
     assert rollout.weight_version == 0
+
+
+def test_the_process_of_the_engine_may_name_any_directory(rollout, tmp_path_factory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with pytest.raises(ConfigError, match=r"not a directory; .*adapter_config\.json"):
+        rollout.load_lora_adapter("a", elsewhere / "missing")
+    loaded = rollout.load_lora_adapter("a", write(rollout, elsewhere / "a", 1))
+    assert (loaded.version, loaded.merged) == (1, True)

@@ -68,6 +68,8 @@ def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
     assert "undo='shadow' takes nothing more" in facts["memory"]
     _, out, _ = run("check", tiny, "--undo", "sparse")
     assert "undo='sparse' takes" in out
+    _, out, _ = run("check", tiny, "--max-adapters", 2)
+    assert "MiB of slots for adapters" in out
 
 
 def test_check_tells_of_a_score_head(run: Run, tmp_path: Path) -> None:
@@ -192,7 +194,9 @@ def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare,
         status, out, _ = run("check", "--against", tmp_path, served.grpc)
         assert status == 1
         assert out.startswith("weights differ: ")
-        assert "\n  model.embed_tokens.weight\n" in out
+        named = [line for line in out.splitlines() if line.startswith("  ")]
+        assert len(named) == 9
+        assert "more; check_weights in Python names all" in named[-1]
         assert "an update to them: about " in out
         with Rollout.connect(served.grpc) as engine:
             sent = [engine.update_weights(tmp_path), engine.update_weights(bare, label="back")]
@@ -213,6 +217,8 @@ def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare,
         assert (last["version"], last["digest"]) == (2, sent[1].digest)
         _, out, _ = run("info", served.grpc)
         assert f"v1 digest {sent[0].digest:016x} " in out
+        assert re.search(r"^task +generate\s*$", out, re.MULTILINE)
+        assert re.search(r"^members +none: one engine\s*$", out, re.MULTILINE)
         assert f"v2 'back' digest {sent[1].digest:016x} " in out
         with Rollout.connect(served.grpc) as engine:
             engine.update_weights(bare, label="\x1b[2J[red]end")

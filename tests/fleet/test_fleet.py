@@ -71,6 +71,7 @@ def test_a_refused_update_leaves_all_members_as_they_were(front, engines, traine
             with pytest.raises(WeightMismatch, match="two different tensors"):
                 rollout.update_weights(twice)
     assert front.rollout.metrics().weight_updates_failed_total == 3
+    assert front.rollout.metrics().members == dict.fromkeys(front.names, "serving, version 0")
     before_it_began = "before it began: "
     assert front.rollout.metrics().weight_update_errors[-1].startswith(before_it_began)
     assert engines[0].metrics().weight_update_errors[-1].startswith(before_it_began)

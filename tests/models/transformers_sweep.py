@@ -156,7 +156,8 @@ def judge(model_type: str, architecture: str, where: Path) -> Row:
         how = "natively" if config.hf_values is None else "by transformers"
         live = load(config, where / "a")
     except RolloutError as error:
-        return row("not", str(error).partition("Nor by transformers: ")[2] or str(error))
+        why = str(error).partition("Nor by transformers: ")[2].partition(". Supported: ")[0]
+        return row("not", why or str(error))
     except Exception as error:
         return row("not", f"{type(error).__name__}: {error}")
     ids = torch.arange(7, 7 + sum(LENGTHS)) % config.vocab_size

@@ -31,11 +31,10 @@ from rollout.engine.worker.cuda_graphs import (
 )
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.weight_instances import ModelInstances
-from rollout.errors import ConfigError
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
 from rollout.models.adapter_slots import AdapterSlots
-from rollout.models.build import build_model
+from rollout.models.build import build_model, slots_beside
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
 from rollout.models.config import ModelConfig
@@ -74,7 +73,7 @@ class ModelRunner:
         self.adapters: AdapterSlots | None = None
         live = self._build(self.device)
         if config.max_adapters:
-            self.adapters = self._adapter_slots(live)
+            self.adapters = slots_beside(live, config.max_adapters, config.max_lora_rank)
             self.adapters.attach(live)
         self.bytes_read = self._load(live)
         self.read_seconds = time.perf_counter() - started
@@ -308,14 +307,6 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.attach(policy)
         return ComponentModels(policy, others) if others else policy
-
-    def _adapter_slots(self, live: Model) -> AdapterSlots:
-        if not isinstance(live.policy, CausalLM):
-            raise ConfigError(
-                f"max_adapters: {self.model_config.architecture} runs by modules that are not "
-                "rollout's own; leave it out and load adapters merged"
-            )
-        return AdapterSlots(live, self.config.max_adapters, self.config.max_lora_rank)
 
     def _built(self, config: ModelConfig, device: torch.device) -> Model:
         return build_model(

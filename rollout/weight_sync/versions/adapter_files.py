@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollout.errors import InvalidRequest
 from rollout.generation.sampling_params import MAX_NAME
+from rollout.loader.peft_adapter import ADAPTER_DIRECTORY
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.follower import allowed, check_inside, looks
@@ -74,7 +75,7 @@ def adapter_directory(name: str, path: str, weight_dirs: Sequence[str]) -> Path:
     check_name(name)
     if "\0" in path:
         raise InvalidRequest("lora_path must have no null byte in it")
-    where = allowed(path, weight_dirs)
+    where = allowed(path, weight_dirs, f"give {ADAPTER_DIRECTORY}")
     check_inside(where, weight_dirs)
     return where
 

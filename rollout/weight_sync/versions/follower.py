@@ -211,7 +211,9 @@ class _Version(VersionSource):
             raise
 
 
-def allowed(directory: str | Path, roots: Sequence[str | Path]) -> Path:
+def allowed(
+    directory: str | Path, roots: Sequence[str | Path], remedy: str = "create it first"
+) -> Path:
     """``directory``, resolved; ``ConfigError`` unless it exists and lies in one of ``roots``."""
     found = Path(directory).resolve()
     if not any(found.is_relative_to(Path(root).resolve()) for root in roots):
@@ -220,7 +222,7 @@ def allowed(directory: str | Path, roots: Sequence[str | Path]) -> Path:
             "(weight_dirs= in Python)"
         )
     if not found.is_dir():
-        raise ConfigError(f"{directory} is not a directory; create it first")
+        raise ConfigError(f"{directory} is not a directory; {remedy}")
     return found
 
 
