@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rollout.trainer_ops import logprobs_of as sampled_logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -61,7 +63,7 @@ def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
 
 def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
     """The same, from the logits [samples, tokens, vocabulary] at each position."""
-    logprobs = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    logprobs = sampled_logprobs(logits[:, :-1], ids[:, 1:])
     return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
 
 

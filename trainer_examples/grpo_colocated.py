@@ -35,6 +35,7 @@ class Colocated(Trainer):
             num_threads=1,
             max_num_seqs=512,
             kv_cache_bytes=128 << 20,
+            deterministic=self.settings.deterministic,
         )
 
     def sample(self, number: int) -> tuple[list[Sample], int]:

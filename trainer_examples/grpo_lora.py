@@ -48,6 +48,8 @@ class LoraTrainer(Trainer):
 
 
 if __name__ == "__main__":
+    if "--deterministic" in sys.argv:
+        sys.exit("--deterministic: the engine merges adapters, this trainer does not; leave it out")
     sys.exit(
         example(
             __file__,

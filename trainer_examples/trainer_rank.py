@@ -36,6 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3ForCausalLM
 
 from rollout import Rollout, UpdateReceipt
+from rollout.trainer_ops import patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Settings:
     lr: float
     clip: float
     seed: int
+    deterministic: bool = False  # the engine is, and the trainer runs its ops
 
 
 class Trainer:
@@ -76,7 +78,10 @@ class Trainer:
 
     def start(self) -> Qwen3ForCausalLM:
         """The model that the service was started from, whole."""
-        return Qwen3ForCausalLM.from_pretrained(self.settings.checkpoint, dtype=torch.float32)
+        model = Qwen3ForCausalLM.from_pretrained(self.settings.checkpoint, dtype=torch.float32)
+        if self.settings.deterministic:
+            patch(model)
+        return model
 
     def shard(self, model: Qwen3ForCausalLM) -> nn.Module:
         mesh = init_device_mesh("cpu", (self.settings.ranks,))

@@ -121,3 +121,4 @@ def test_each_goal_can_be_missed() -> None:
     assert len(missed_goals(good | {"reward_first": 0.3, "reward_last": 0.8})) == 1
     assert len(missed_goals(good | {"version_last": 99})) == 1
     assert len(missed_goals(good | {"max_logprob_diff": 2e-4})) == 1
+    assert len(missed_goals(good | {"max_logprob_diff": 1e-7, "deterministic": True})) == 1

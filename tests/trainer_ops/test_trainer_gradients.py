@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import write_tiny
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trainer_ops.batches import deterministic_engine, new_tokens, padded, sample, temperatures
 
 from rollout.trainer_ops import patch, token_logprobs
@@ -87,3 +90,30 @@ def test_the_ratio_of_a_fresh_policy_is_exactly_one_at_every_step_of_training(
                 optimizer.step()
             receipt = engine.update_weights(model)
             assert receipt.version == step + 1
+
+
+@pytest.mark.more
+def test_fsdp_with_mixed_precision_is_equal_to_an_engine_in_its_dtype(tmp_path: Path) -> None:
+    """Parameters are float32, the engine's weights and all ops bfloat16."""
+    model: Any = write_tiny(tmp_path / "model", "qwen3")
+    patch(model, dtype=torch.bfloat16)
+    where = f"file://{tmp_path}/rendezvous"
+    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with deterministic_engine(tmp_path / "model", dtype="bfloat16") as engine:
+            for step in range(2):
+                sequences = sample(engine, seed=step)
+                ids, mask = padded(sequences)
+                own = token_logprobs(model, ids, mask, temperature=temperatures(sequences))
+                pairs = zip(new_tokens(own, mask, sequences), sequences, strict=True)
+                assert all(torch.equal(new, s.processed) for new, s in pairs)
+                own.sum().backward()
+                optimizer.step()
+                engine.update_weights(model)
+    finally:
+        dist.destroy_process_group()
