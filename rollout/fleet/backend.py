@@ -121,7 +121,11 @@ class FleetBackend:
         return "running" if "running" in states else next(iter(states), "fenced")
 
     async def server_info(self) -> ServerInfo:
-        info = await self._any(lambda client: client.server_info())
+        """Without a question to a member: clients ask before each of their calls."""
+        self.fleet.one()  # says why none serves
+        info = self._started
+        if info is None:
+            info = await self._any(lambda client: client.server_info())
         return replace(
             info, epoch=self.fleet.epoch, version=self.fleet.version, state=await self.state(),
             software=Speaks.here().software,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from rollout.errors import ConfigError
@@ -23,6 +24,7 @@ PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its ran
 SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name
 
 
+@cache  # read from files, and said with every answer
 def _software() -> str:
     found = []
     for package in ("rollout", "torch"):

@@ -3,6 +3,9 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
+from rollout import Rollout
 from rollout.errors import EngineClosed
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.call import FleetCall
@@ -86,3 +89,22 @@ def test_members_without_pins_add_up_to_none(front):
     rows = [front.rollout.metrics()] * 3
     assert rows[0].pinned_version == -1
     assert summed(rows).pinned_version == -1
+
+
+def test_a_front_says_what_it_serves_without_asking_a_member(front, monkeypatch):
+    front.rollout.generate([[1, 2, 3]], {"max_tokens": 1})  # by then members are known
+
+    async def asked():
+        raise AssertionError("clients ask before each of their calls")
+
+    for link in front.fleet.links():
+        monkeypatch.setattr(link.client, "server_info", asked)
+    info = front.rollout.server_info()
+    assert (info.epoch, info.version, info.state) == (front.fleet.epoch, 0, "running")
+    assert info.max_model_len == 256
+    with Rollout.connect(front.rollout.address) as client:
+        assert client.generate([[1, 2, 3]], {"max_tokens": 2})[0].finished
+    for name in front.names:
+        front.fleet.remove(name)
+    with pytest.raises(EngineClosed, match="no member of the fleet serves"):
+        front.rollout.server_info()
