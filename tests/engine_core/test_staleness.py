@@ -88,7 +88,7 @@ def test_commits_of_other_adapters_alone_do_not_count(start: Start) -> None:
 
 def test_a_sample_of_the_base_is_behind_by_the_bases_commits(start: Start) -> None:
     core = start()
-    sink = held(core, 5, max_tokens=20, max_staleness=0, on_stale="abort")
+    sink = held(core, 5, max_tokens=220, max_staleness=0, on_stale="abort")
     for version in (1, 2):
         commit_adapters(core, version, "math")
     commit(core, 5)  # three numbers on: as far as without adapters
