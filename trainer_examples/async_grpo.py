@@ -1,34 +1,38 @@
 """Asynchronous GRPO: generation never waits for the trainer, and every token knows its version.
 
     python trainer_examples/async_grpo.py [--steps N] [--output DIR]
+    python trainer_examples/async_grpo.py --address HOST:PORT --start CHECKPOINT   # of that service
 
 A thread keeps the service busy, call after call, through every update; the trainer takes what
 the last calls brought. So while version v + 1 is learnt, samples of v (and, where an update fell
 into a call, of both) are on their way. The spans of a completion say which of its tokens are older
 than the trainer's weights. Those weigh exp(trainer - sampler), at most 2, as in decoupled PPO
 (https://arxiv.org/abs/2505.24298); the others must agree with the trainer to 1e-4, and weigh 1.
+A token of a version that this trainer has not made is an error. The service may be an engine or a
+fleet, whose members come and go meanwhile (benchmarks/async_fleet.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from addition_task import PAD, problems, save_checkpoint
-from answering import answers, evaluate
+from addition_task import PAD, save_checkpoint
+from answering import evaluate
 from display import Display
 from driver import LARGEST_DIFFERENCE, parse_arguments, prepare
 from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
 from processes import rollout_service
+from sampler import Sampler
 from torch import Tensor, float32, full, no_grad, ones, set_num_threads, tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -37,55 +41,23 @@ from transformers import Qwen3ForCausalLM
 from rollout import Rollout
 
 LARGEST_WEIGHT = 2.0
-
-
-class Sampler(threading.Thread):
-    """Calls the service without a pause; keeps the samples of the last two calls that ended."""
-
-    def __init__(self, address: str, args: argparse.Namespace) -> None:
-        super().__init__(daemon=True)
-        self.calls, self.tokens = 0, 0
-        self._address, self._settings = address, args
-        self._ended: deque[list[Sample]] = deque(maxlen=2)
-        self._news, self._done = threading.Condition(), False
-        self._failure: BaseException | None = None
-
-    def run(self) -> None:
-        a = self._settings
-        try:
-            with Rollout.connect(self._address) as rollout:
-                while not self._done:
-                    asked = problems(a.prompts, random.Random(f"{a.seed}-{self.calls}"))
-                    first = (a.seed * 100_000 + self.calls) * 1000
-                    seeds = range(first, first + len(asked))
-                    self._put(answers(rollout, asked, a.samples, seeds))
-        except Exception as error:  # noqa: BLE001 - raised where the samples are waited for
-            self._failure = error
-            with self._news:
-                self._news.notify()
-
-    def _put(self, samples: list[Sample]) -> None:
-        with self._news:
-            self._ended.append(samples)
-            self.calls += 1
-            self.tokens += sum(len(s.answer) for s in samples)
-            self._news.notify()
-
-    def take(self) -> list[Sample]:
-        """The older of the calls that are kept; waits for one, a minute at most."""
-        with self._news:
-            self._news.wait_for(lambda: self._ended or self._failure, 60)
-            if not self._ended:
-                raise RuntimeError("no samples came") from self._failure
-            return self._ended.popleft()
-
-    def stop(self) -> None:
-        self._done = True
-        self.join(60)
+FLAGS: dict[str, dict[str, Any]] = {
+    "--address": {"help": "HOST:PORT of a service that runs, started from --start"},
+    "--rows": {"type": Path, "help": "a file for each step's figures, as JSON lines"},
+    "--max-staleness": {"type": int, "help": "versions that a sample may fall behind (no bound)"},
+    "--on-stale": {
+        "choices": ("recompute", "finish", "abort"),
+        "default": "recompute",
+        "help": "what becomes of one that falls behind further",
+    },
+}
 
 
 class AsyncTrainer:
-    """One process with the whole policy; ``version`` is the one that it has made."""
+    """One process with the whole policy; ``version`` is the last of those that it has ``made``.
+
+    ``ages``: of all tokens it has learnt from, by versions behind its own.
+    """
 
     def __init__(self, checkpoint: Path, address: str, args: argparse.Namespace) -> None:
         self._args = args
@@ -94,10 +66,12 @@ class AsyncTrainer:
         self._optimizer = AdamW(parameters, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0)
         self.rollout = Rollout.connect(address)
         self.version = self.rollout.weight_version
+        self.made, self.ages = {self.version}, Counter[int]()
 
     def step(self, number: int, samples: list[Sample]) -> dict[str, Any]:
         whole = make_batch(samples, self._args.samples, PAD)
         versions = versions_of(samples, whole)
+        self._count_ages(versions[whole.mask].tolist())
         with no_grad():
             now = token_logprobs(self.model, whole.ids)
         old = whole.mask & (versions < self.version)
@@ -107,24 +81,31 @@ class AsyncTrainer:
         batch = replace(whole, logprobs=now, advantages=whole.advantages * weights)
         for group in self._optimizer.param_groups:
             group["lr"] = scheduled_lr(self._args.lr, number, self._args.steps)
-        size = len(samples) // self._args.minibatches
+        size = -(-len(samples) // self._args.minibatches)  # groups may have been dropped
         for first in range(0, len(samples), size):
             self._descend(batch, slice(first, first + size))
         receipt = self.rollout.update_weights(self.model)
         self.version = receipt.version
+        self.made.add(receipt.version)
+        members = receipt.details.get("members", {"": "committed"})
         return {
             "step": number,
             "correct": sum(s.reward for s in samples),
             "samples": len(samples),
             "tokens": int(whole.mask.sum()),
             "older": float(old.sum() / whole.mask.sum()),
-            "mixed": sum(len(set(s.versions)) > 1 for s in samples),
             "lag": int(receipt.version - 1 - versions[whole.mask].min()),
             "difference": float(agreeing.max()) if len(agreeing) else 0.0,
             "version": receipt.version,
+            "members": sum(became == "committed" for became in members.values()),
             "sync_seconds": receipt.timings["total"],
             "stall_seconds": receipt.timings["stall"],
         }
+
+    def _count_ages(self, versions: list[int]) -> None:
+        if unknown := set(versions) - self.made:
+            raise RuntimeError(f"tokens of versions that were never sent: {sorted(unknown)}")
+        self.ages.update(self.version - version for version in versions)
 
     def _descend(self, b: Batch, part: slice) -> None:
         batch = Batch(b.ids[part], b.mask[part], b.logprobs[part], b.advantages[part])
@@ -142,11 +123,22 @@ def versions_of(samples: list[Sample], batch: Batch) -> Tensor:
     return versions
 
 
+@contextmanager
+def service(args: argparse.Namespace, scratch: Path) -> Iterator[str]:
+    """Its address: of one that runs, or of one started here."""
+    if args.address:
+        yield args.address
+        return
+    flags = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "512")
+    flags += ("--replicas", str(args.replicas))
+    with rollout_service(scratch / "warm", scratch / "service.log", *flags) as address:
+        yield address
+
+
 def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, Any]:
     prepare(args, display, scratch / "warm")
     set_num_threads(1)
-    flags = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "512")
-    with rollout_service(scratch / "warm", scratch / "service.log", *flags) as address:
+    with service(args, scratch) as address:
         trainer = AsyncTrainer(scratch / "warm", address, args)
         first = evaluate(trainer.rollout, args.seed)
         sampler = Sampler(address, args)
@@ -158,6 +150,9 @@ def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, 
             row = trainer.step(number, sampler.take())
             rows.append(row | {"sample_seconds": time.perf_counter() - begun})
             display.add(rows[-1])
+            if args.rows:
+                with args.rows.open("a") as file:
+                    print(json.dumps(rows[-1]), file=file)
         sampler.stop()
         seconds = time.perf_counter() - started
         save_checkpoint(trainer.model, args.output / "checkpoint")
@@ -168,7 +163,10 @@ def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, 
             "calls": sampler.calls,
             "tokens_per_second": round(sampler.tokens / seconds, 1),
             "older_tokens": round(sum(row["older"] for row in rows) / len(rows), 3),
-            "mixed_samples": sum(row["mixed"] for row in rows),
+            "tokens_by_age": {str(age): n for age, n in sorted(trainer.ages.items())},
+            "mixed_samples": sampler.mixed,
+            "stale_samples": dict(sampler.stale),
+            "dropped_samples": sampler.dropped,
             "largest_lag": max(row["lag"] for row in rows),
             "max_logprob_diff": max(row["difference"] for row in rows),
             "weights_equal": trainer.rollout.check_weights(args.output / "checkpoint").equal,
@@ -177,7 +175,9 @@ def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, 
 
 def main() -> int:
     defaults = {"output": Path("demo_output/async_grpo"), "lr": 2e-4}
-    args = parse_arguments(__doc__ or "", defaults)
+    args = parse_arguments(__doc__ or "", defaults, FLAGS)
+    if args.address and args.start is None:
+        sys.exit("--address needs --start, the checkpoint that the service was started from")
     start = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:

@@ -71,7 +71,10 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
     """The docstring as it is, and every default."""
 
 
-def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
+def parse_arguments(
+    about: str, defaults: dict[str, Any], more: dict[str, dict[str, Any]] | None = None
+) -> argparse.Namespace:
+    """``more``: flags of this example alone, and how ``add_argument`` is to take each."""
     parser = argparse.ArgumentParser(description=about, formatter_class=Help)
     parser.add_argument("--steps", type=int, default=100, help="of sampling, learning, pushing")
     parser.add_argument("--prompts", type=int, default=48, help="of a step, over all ranks")
@@ -93,6 +96,8 @@ def parse_arguments(about: str, defaults: dict[str, Any]) -> argparse.Namespace:
         "--deterministic", action="store_true", help="trainer and engine run the same ops"
     )
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
+    for flag, options in (more or {}).items():
+        parser.add_argument(flag, **options)
     parser.set_defaults(**{"service": True, **defaults})
     args = parser.parse_args()
     for name in (

@@ -15,7 +15,8 @@ from rollout.trainer_ops import logprobs_of as sampled_logprobs
 class Sample:
     """One sampled answer; ``logprobs`` are the rollout's processed ones, one per answer token.
 
-    ``versions``: of the weights that gave each token's logits, where that matters.
+    ``versions``: of the weights that gave each token's logits, where that matters. ``stale``: what
+    ``max_staleness`` made of it: "recomputed", "finished" or "aborted", where it did anything.
     """
 
     prompt: list[int]
@@ -23,6 +24,12 @@ class Sample:
     logprobs: list[float]
     reward: float
     versions: Sequence[int] = ()
+    stale: str = ""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was ended for its age: its reward would be that of half an answer."""
+        return self.stale in ("finished", "aborted")
 
 
 @dataclass(frozen=True, slots=True)

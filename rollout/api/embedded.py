@@ -261,7 +261,7 @@ class EmbeddedBackend:
             core.serving.grant(grant.until, (grant.fence, grant.serial))
         return Standing(
             epoch=core.epoch,
-            clock=time.monotonic(),
+            clock=core.serving.clock(),
             version=core.version,
             state=core.state,
             prepared=self.prepared,

@@ -8,9 +8,13 @@ from collections.abc import Callable
 
 from rollout.errors import ConfigError, EngineClosed
 
+# A host that was suspended has not outlived its lease by it: this clock goes on meanwhile, which
+# ``time.monotonic`` does not on Linux.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 
 class ServingLease:
-    """Thread-safe: one number, by ``time.monotonic``. An engine that got no grant serves for good.
+    """Thread-safe: one number, by ``clock``. An engine that got no grant serves for good.
 
     Read before a request is taken and before tokens are handed out, so that none leaves an engine
     whose fleet may have gone on without it. ``on_grant`` is called after each, by who grants.
@@ -21,6 +25,11 @@ class ServingLease:
         self._until: float | None = None
         self._newest = (0, 0)
         self._lock = threading.Lock()
+
+    @staticmethod
+    def clock() -> float:
+        """Seconds, never set, suspension of the host included: what grants name."""
+        return time.clock_gettime(_CLOCK)
 
     def grant(self, until: float | None, order: tuple[int, int]) -> None:
         """Unless a grant that comes later in the ``order`` they were made in has been here."""
@@ -41,7 +50,7 @@ class ServingLease:
     def left(self) -> float | None:
         """Seconds until it is over, none or fewer where it is; None where it lasts for good."""
         until = self._until
-        return None if until is None else until - time.monotonic()
+        return None if until is None else until - self.clock()
 
     @property
     def is_over(self) -> bool:

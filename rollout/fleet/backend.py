@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import grpc
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import LOOPBACK
@@ -35,6 +38,7 @@ from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingPa
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
+from rollout.rpc.status import is_typed
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
@@ -55,6 +59,7 @@ from rollout.wire.version import ServerInfo, Speaks
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 TRIES = 3  # members that one prompt may be lost with
+PATIENCE = 2.0  # leases for which a call waits for a member that serves
 LOST = (
     EngineBroken,
     EngineClosed,
@@ -394,6 +399,8 @@ class FleetBackend:
             else:
                 queue.put_nowait(None)
 
+        if not self._loads(set()):
+            await self._somebody(self._patience)
         shares = self._shares(call, sorted(call.left), set())
         tasks = [asyncio.create_task(one(name, rows)) for name, rows in shares.items()]
         try:
@@ -417,10 +424,8 @@ class FleetBackend:
     ) -> dict[str, list[int]]:
         """Which member gets which rows; ``EngineClosed`` where none serves."""
         loads = self._loads(without)
-        if not loads and not without:
-            self.fleet.one()  # says why
         if not loads:
-            raise EngineClosed("no other member of the fleet serves")
+            self.fleet.one()  # says why
         shares: dict[str, list[int]] = {}
         for row in rows:
             extra = float(call.params[row].n)
@@ -431,9 +436,11 @@ class FleetBackend:
 
     async def _served(self, call: FleetCall, name: str, rows: list[int]) -> Outputs:
         """The outputs of ``rows``; those of a member that fails come from others, where each goes
-        on behind what was delivered of it.
+        on behind what was delivered of it. Where no other serves, one is waited for.
         """
         failed: set[str] = set()
+        losses = 0
+        until: float | None = None
         todo = [(name, rows)]
         while todo:
             name, share = todo.pop()
@@ -444,7 +451,7 @@ class FleetBackend:
                     contextlib.aclosing(call.outputs(link.client, share)) as got,
                 ):
                     async for index, output in got:
-                        row = share[index]
+                        row, until = share[index], None
                         yield row, call.delivered(row, output, self.fleet.epoch)
             except LOST as error:
                 again = [row for row in share if row in call.left]
@@ -454,15 +461,33 @@ class FleetBackend:
                 self.router.forget(name)
                 if not again:
                     continue  # all that it had to say was said
-                if len(failed) >= TRIES or not all(map(call.can_go_on, again)):
+                losses += not _has_refused(error)
+                if losses >= TRIES or not all(map(call.can_go_on, again)):
                     raise
                 log.warning("member %s failed, its %d requests go on: %s", name, len(again), error)
+                if not self._loads(failed):
+                    until = until or self._patience
+                    if not await self._somebody(until):
+                        raise
+                    failed.clear()
                 begun = [row for row in again if row in call.begun]
-                try:
-                    for part in (begun, [row for row in again if row not in call.begun]):
-                        todo += self._shares(call, part, failed).items()
-                except EngineClosed:
-                    raise error from None
+                for part in (begun, [row for row in again if row not in call.begun]):
+                    todo += self._shares(call, part, failed).items()
+
+    @property
+    def _patience(self) -> float:
+        """Until when a call waits for a member that serves: a busy host, on which all leases have
+        run out at a time, is no reason to end what runs.
+        """
+        return time.monotonic() + PATIENCE * self.fleet.lease
+
+    async def _somebody(self, until: float) -> bool:
+        """Whether a member serves, after a while and before ``until``."""
+        while time.monotonic() < until and not self._closed and not self.hold.wanted.asleep:
+            await asyncio.sleep(self.fleet.lease / 16)
+            if self._loads(set()):
+                return True
+        return False
 
     async def _met(self, name: str) -> Link:
         link = next((one for one in self.fleet.serving() if one.name == name), None)
@@ -473,6 +498,13 @@ class FleetBackend:
             link.met = True
         await self.hold.reach(link)
         return link
+
+
+def _has_refused(error: Exception) -> bool:
+    """Whether it is a member's own word, that it may not: then no prompt has ended its process."""
+    cause = error.__cause__
+    said = cause is None or (isinstance(cause, grpc.RpcError) and is_typed(cause))
+    return isinstance(error, EngineClosed) and said
 
 
 @contextlib.asynccontextmanager

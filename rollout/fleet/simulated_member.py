@@ -23,9 +23,10 @@ class Staged:
 class SimulatedMember:
     """One life of an engine: one version live, what was live before it, at most one prepared.
 
-    ``rate``: of its clock. ``up``: whether it runs; ``dead``: it never will, another comes in its
-    place. ``cut``: no message reaches it or leaves it. ``until``: the end of its lease, by its
-    clock. What it refuses is a ``RolloutError``.
+    ``rate``: of its clock; ``ahead``: seconds by which that has jumped. ``up``: whether it runs;
+    ``dead``: it never will, another comes in its place. ``cut``: no message reaches it or leaves
+    it; ``mute``: none leaves it. ``until``: the end of its lease, by its clock. What it refuses is
+    a ``RolloutError``.
     """
 
     name: str
@@ -38,13 +39,15 @@ class SimulatedMember:
     up: bool = True
     dead: bool = False
     cut: bool = False
+    mute: bool = False
+    ahead: float = 0.0
     until: float | None = None
     newest: tuple[int, int] = (0, 0)  # grant
     prepared: Staged | None = None
     ended: dict[str, bool] = field(default_factory=dict)
 
     def clock(self, now: float) -> float:
-        return 1000.0 + now * self.rate
+        return 1000.0 + self.ahead + now * self.rate
 
     def serves(self, now: float) -> bool:
         return self.up and (self.until is not None and self.clock(now) < self.until)

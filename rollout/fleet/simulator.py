@@ -3,8 +3,8 @@
     python -m rollout.fleet.simulator --members 64 --updates 1000 --faults 1000 --seed 0
 
 Members are models of engines (``simulated_member``); messages take random times, are lost, and
-come late; members and the coordinator crash and come back, the latter with what was durable, or
-another takes its record while it goes on. Updates and rollbacks. What is checked at every step:
+come late; members and the coordinator crash and come back, are stopped and go on, clocks jump, the
+disk is slow or full (``simulated_faults``). Updates and rollbacks. What is checked at every step:
 
 - no version has two contents, and nothing is served that no update brought;
 - once a commit of v is answered, no member serves below v to who asks after that;
@@ -29,6 +29,7 @@ from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Pro
 from rollout.fleet.coordinator import DRIFT, Coordinator
 from rollout.fleet.findings import Findings, Violation, Weather
 from rollout.fleet.member import Phase, Status
+from rollout.fleet.simulated_faults import Faults
 from rollout.fleet.simulated_member import SimulatedMember, Staged
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Standing
@@ -70,7 +71,8 @@ class Simulation:
         self._commit_times: dict[str, list[float]] = {}
         self._numbers = itertools.count(1)  # of updates
         self._resting = False
-        self._begin_life()
+        self.faults = Faults(self)
+        self.begin_life()
 
     # ---- a course ----
 
@@ -80,9 +82,9 @@ class Simulation:
         """
         deadline = time.monotonic() + limit
         if faults:
-            self._later(self.rng.expovariate(self.fault_rate or 1.0), self._fault, faults)
-        self._later(LEASE, self._updates, updates)
-        self._later(0.01, self._read)
+            self.later(self.rng.expovariate(self.fault_rate or 1.0), self._fault, faults)
+        self.later(LEASE, self._updates, updates)
+        self.later(0.01, self._read)
         while self._events and (self.found.commits + self.found.aborts) < updates:
             self._step()
             if time.monotonic() > deadline:
@@ -100,8 +102,7 @@ class Simulation:
         """No more faults: at the end all members serve what was promised, or ``Violation``."""
         self.fault_rate, self.weather = 0.0, replace(self.weather, loss=0.0)
         self._resting = True
-        for engine in self.engines.values():
-            engine.cut = False
+        self.faults.end()
         self.pass_time(CALM)
         self._check_end()
         self.found.seconds = self.now
@@ -110,7 +111,7 @@ class Simulation:
         self.now, _, event = heapq.heappop(self._events)
         event()
 
-    def _later(self, delay: float, fn: Callable[..., None], *args: object) -> None:
+    def later(self, delay: float, fn: Callable[..., None], *args: object) -> None:
         event = lambda: fn(*args)  # noqa: E731
         heapq.heappush(self._events, (self.now + delay, next(self._order), event))
 
@@ -121,7 +122,11 @@ class Simulation:
         """The one that has the record."""
         return self.coordinators.get(self.life)
 
-    def _begin_life(self) -> None:
+    def begin_life(self) -> None:
+        """A coordinator takes the record over, once it can write its fence."""
+        if self.faults.disk_is_full:
+            self.later(0.5, self.begin_life)
+            return
         self.life += 1
         self.durable = replace(self.durable, fence=self.durable.fence + 1)
         state = Coordinator(self.durable, quorum=self.quorum, lease=LEASE, now=self.now,
@@ -130,37 +135,26 @@ class Simulation:
         self.coordinators[self.life] = state
         for name in self.engines:
             self._do(state.add(name, self.now), self.life)
-        self._later(TICK, self._tick, self.life)
+        self.later(TICK, self._tick, self.life)
 
-    def _end_life(self, life: int) -> None:
+    def end_life(self, life: int) -> None:
         self.coordinators.pop(life, None)
 
     def _tick(self, life: int) -> None:
         if (state := self.coordinators.get(life)) is not None:
-            self._do(state.tick(self.now), life)
-            self._later(TICK, self._tick, life)
+            stopped = self.faults.stopped(life)
+            if not stopped:
+                self._do(state.tick(self.now), life)
+            self.later(stopped or TICK, self._tick, life)
 
     def _feed(self, life: int, event: Callable[[Coordinator], list[Action]]) -> None:
+        if stopped := self.faults.stopped(life):
+            self.later(stopped, self._feed, life, event)
+            return
         if (state := self.coordinators.get(life)) is not None:
             self._do(event(state), life)
 
-    def crash_coordinator(self, seconds: float) -> None:
-        """Another comes after so many."""
-        if self.coordinators.pop(self.life, None) is not None:
-            self._forget_update("the coordinator crashed")
-            self._later(seconds, self._begin_life)
-
-    def usurp(self, seconds: float) -> None:
-        """Another takes the record at once; the earlier one goes on for so many seconds: it tells,
-        fills and writes. Its grants are held back, as in a service they are by the lock of the
-        record's file, which nobody else gets while it lives.
-        """
-        if (earlier := self.life) in self.coordinators:
-            self._forget_update("another coordinator has the record")
-            self._begin_life()
-            self._later(seconds, self._end_life, earlier)
-
-    def _forget_update(self, why: str) -> None:
+    def forget_update(self, why: str) -> None:
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
             outcome(Ended("", committed=False, reason=why))
@@ -177,7 +171,8 @@ class Simulation:
             elif isinstance(action, Fill):
                 self._fill(action, life)
             elif isinstance(action, Write):
-                self._later(self._some(self.weather.disk), self._written, action, life)
+                delay = self._some(self.weather.disk) * self.faults.slowness
+                self.later(delay, self._written, action, life)
             elif life == self.life and self._outcome is not None:
                 outcome, self._outcome = self._outcome, None
                 outcome(action)
@@ -185,6 +180,9 @@ class Simulation:
     def _written(self, action: Write, life: int) -> None:
         if life != self.life:  # the file is another's
             self._feed(life, lambda c: c.unwritten("another has the record", self.now))
+            return
+        if self.faults.disk_is_full:
+            self._feed(life, lambda c: c.unwritten("the disk is full", self.now))
             return
         old, self.durable = self.durable, action.promise
         for digest, adapters in (
@@ -233,8 +231,8 @@ class Simulation:
                 result: object = serve(engine)
             except RolloutError as error:
                 result = error
-            if self.rng.random() >= self.weather.loss:
-                self._later(self._some(self.weather.delay), answer, result)
+            if self.rng.random() >= self.weather.loss and not engine.mute:
+                self.later(self._some(self.weather.delay), answer, result)
 
         def answer(result: object) -> None:
             if not answered[0] and not engine.cut:
@@ -247,8 +245,8 @@ class Simulation:
                 self._feed(life, reply(TimeoutError("no answer")))
 
         if self.rng.random() >= self.weather.loss:
-            self._later(self._some(self.weather.delay) + work, arrive)
-        self._later(1.0 + 10 * work, expire)
+            self.later(self._some(self.weather.delay) + work, arrive)
+        self.later(1.0 + 10 * work, expire)
 
     def _ask(self, action: Ask, life: int) -> None:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
@@ -308,12 +306,12 @@ class Simulation:
 
     def _updates(self, left: int) -> None:
         def again(committed: bool) -> None:
-            self._later(self._some(0.2), self._updates, left - 1)
+            self.later(self._some(0.2), self._updates, left - 1)
 
         if self._resting:
             return
         if left and not self.update(again, back=self.rng.random() < ROLLBACKS):
-            self._later(0.5, self._updates, left)
+            self.later(0.5, self._updates, left)
 
     def update(self, then: Callable[[bool], None] = lambda _: None, *, back: bool = False) -> bool:
         """Begin an update, or a rollback where there is one to make; False where none can begin.
@@ -322,7 +320,7 @@ class Simulation:
         state, life, update_id = self.coordinator, self.life, f"u{next(self._numbers)}"
         back = back and self.durable.before != 0
         try:
-            if state is None:
+            if state is None or self.faults.stopped(life):
                 return False
             names, version = state.begin(update_id, None, self.now, back=back)
         except RolloutError:
@@ -365,7 +363,7 @@ class Simulation:
     def _read(self) -> None:
         """Somebody asks a member, whichever, as a front that knows nothing would."""
         self.read(self.rng.choice(list(self.engines)))
-        self._later(self._some(0.02), self._read)
+        self.later(self._some(0.02), self._read)
 
     def read(self, name: str) -> None:
         """Ask a member; ``Violation`` where what it serves breaks a promise."""
@@ -394,48 +392,18 @@ class Simulation:
         if not left or not self.fault_rate:
             return
         self.found.faults += 1
-        name, some = self.rng.choice(list(self.engines)), self.rng.uniform
-        kind = self.rng.choice(("crash", "cut", "cut", "stop", "coordinator", "usurp"))
-        if kind == "crash":
-            self.crash(name, some(0.5, 20.0))
-        elif kind == "cut":
-            self.cut(name, some(0.1, 8.0))
-        elif kind == "stop":
-            self.stop(name, some(0.1, 6.0))
-        elif kind == "usurp":
-            self.usurp(some(0.1, 5.0))
-        else:
-            self.crash_coordinator(some(0.1, 10.0))
-        self._later(self.rng.expovariate(self.fault_rate), self._fault, left - 1)
+        self.faults.draw(self.rng)
+        self.later(self.rng.expovariate(self.fault_rate), self._fault, left - 1)
 
-    def crash(self, name: str, seconds: float) -> None:
-        """A new process comes after so many, with the weights it was first started with."""
-
-        def come_back() -> None:
-            fresh = SimulatedMember(name=name, epoch=next(self._epochs), rate=engine.rate)
-            self.engines[name] = fresh
-            for life, state in list(self.coordinators.items()):
-                self._do(state.died(name, self.now), life)
-                self._do(state.add(name, self.now), life)
-
-        engine = self.engines[name]
-        if engine.up:
-            engine.up, engine.dead = False, True
-            self._later(seconds, come_back)
-
-    def cut(self, name: str, seconds: float) -> None:
-        """No message reaches it, or leaves it, for so many seconds."""
-        engine = self.engines[name]
-        if not engine.cut:
-            engine.cut = True
-            self._later(seconds, lambda: setattr(engine, "cut", False))
-
-    def stop(self, name: str, seconds: float) -> None:
-        """As by SIGSTOP, and SIGCONT so many seconds later."""
-        engine = self.engines[name]
-        if engine.up:
-            engine.up = False
-            self._later(seconds, lambda: setattr(engine, "up", not engine.dead))
+    def replace_engine(self, engine: SimulatedMember) -> None:
+        """Another process in the place of one that has ended, with the clock of its host."""
+        name = engine.name
+        self.engines[name] = SimulatedMember(
+            name=name, epoch=next(self._epochs), rate=engine.rate, ahead=engine.ahead
+        )
+        for life in list(self.coordinators):
+            self._feed(life, lambda c: c.died(name, self.now))
+            self._feed(life, lambda c: c.add(name, self.now))
 
     def _check_end(self) -> None:
         state = self.coordinator

@@ -51,23 +51,43 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(index=MEMBERS, seconds=SECONDS)
     def a_member_dies(self, index, seconds):
-        self.fleet.crash(self.name(index), seconds)
+        self.fleet.faults.crash(self.name(index), seconds)
 
     @rule(index=MEMBERS, seconds=SECONDS)
     def a_member_is_cut_off(self, index, seconds):
-        self.fleet.cut(self.name(index), seconds)
+        self.fleet.faults.cut(self.name(index), seconds)
 
     @rule(index=MEMBERS, seconds=SECONDS)
     def a_member_is_stopped(self, index, seconds):
-        self.fleet.stop(self.name(index), seconds)
+        self.fleet.faults.stop(self.name(index), seconds)
+
+    @rule(index=MEMBERS, seconds=SECONDS)
+    def a_members_answers_are_lost(self, index, seconds):
+        self.fleet.faults.mute(self.name(index), seconds)
+
+    @rule(index=MEMBERS, seconds=SECONDS)
+    def a_members_clock_jumps(self, index, seconds):
+        self.fleet.faults.jump(self.name(index), seconds)
 
     @rule(seconds=SECONDS)
     def the_coordinator_dies(self, seconds):
-        self.fleet.crash_coordinator(seconds)
+        self.fleet.faults.crash_coordinator(seconds)
 
     @rule(seconds=SECONDS)
     def another_coordinator_takes_over(self, seconds):
-        self.fleet.usurp(seconds)
+        self.fleet.faults.usurp(seconds)
+
+    @rule(seconds=SECONDS)
+    def the_coordinator_is_stopped(self, seconds):
+        self.fleet.faults.stop_coordinator(seconds)
+
+    @rule(seconds=SECONDS)
+    def the_disk_is_full(self, seconds):
+        self.fleet.faults.fill_disk(seconds)
+
+    @rule(seconds=SECONDS)
+    def the_disk_is_slow(self, seconds):
+        self.fleet.faults.slow_disk(seconds)
 
     @invariant()
     def nobody_is_served_what_breaks_a_promise(self):

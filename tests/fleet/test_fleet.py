@@ -161,6 +161,18 @@ def test_calls_go_on_elsewhere_when_their_member_dies(engines, tmp_path):
         front.close()
 
 
+def test_calls_outlast_a_moment_in_which_no_member_may_serve(front, engines):
+    """As on a host so busy that every lease runs out."""
+    params = {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
+    stream = front.rollout.stream([1, 2], params)
+    next(stream)
+    for engine in engines:
+        lease = engine._async.backend.core.serving
+        lease.grant(0.0, lease._newest)
+    assert front.rollout.generate(PROMPTS, GREEDY)[-1].finished
+    assert len(list(stream)[-1].outputs[0].token_ids) == 150
+
+
 def test_fewer_members_than_the_quorum_abort_the_update_everywhere(front, engines, trained):
     engines[0].shutdown()
     engines[1].shutdown()

@@ -30,7 +30,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a member stands: its life, its clock (seconds, monotonic), its weights and its load."""
+    """Where a member stands: its life, its clock (seconds, never set), its weights and its load."""
 
     epoch: Digest
     clock: Seconds
