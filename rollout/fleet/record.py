@@ -42,7 +42,7 @@ class Record:
             self._add_column("before", "0")
             self._add_column("adapters", "[]")
             self._add_column("adapters_before", "[]")
-            row = self._db.execute(f"SELECT {_COLUMNS} FROM promise WHERE id = 0").fetchone()
+            row = self._row()
             found = _new() if row is None else _read(row, path)
             self.earlier = found.lease
             self.promise = replace(found, fence=found.fence + 1, lease=max(found.lease, lease))
@@ -64,7 +64,8 @@ class Record:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise ConfigError(f"the fleet's record could not be written: {error}") from error
+            if not self._holds(promise):  # a write may fail after it is what the disk holds
+                raise ConfigError(f"the fleet's record could not be written: {error}") from error
         self.promise = promise
 
     def close(self) -> None:
@@ -81,18 +82,35 @@ class Record:
     ) -> None:
         self.close()
 
+    def _holds(self, promise: Promise) -> bool:
+        try:
+            return self._row() == tuple(_values(promise))
+        except sqlite3.Error:
+            return False
+
+    def _row(self) -> tuple[str, ...] | None:
+        select = f"SELECT {_COLUMNS} FROM promise WHERE id = 0"
+        found: tuple[str, ...] | None = self._db.execute(select).fetchone()
+        return found
+
     def _add_column(self, name: str, default: str) -> None:
         """To a record that was begun without it."""
         if all(row[1] != name for row in self._db.execute("PRAGMA table_info(promise)")):
             self._db.execute(f"ALTER TABLE promise ADD COLUMN {name} DEFAULT '{default}'")
 
     def _put(self, promise: Promise) -> None:
-        # An epoch or a digest has 64 bits, of which SQLite's integers have 63.
-        # Adapters are written as JSON, [[name, version, digest], ...].
-        values = [v if isinstance(v, str) else json.dumps(v) for v in astuple(promise)]
+        values = _values(promise)
         holes = ", ".join("?" * len(values))
         self._db.execute(f"REPLACE INTO promise (id, {_COLUMNS}) VALUES (0, {holes})", values)
         self._db.execute("COMMIT")
+
+
+def _values(promise: Promise) -> list[str]:
+    """Text: an epoch or a digest has 64 bits, of which SQLite's integers have 63.
+
+    Adapters are JSON, [[name, version, digest], ...].
+    """
+    return [v if isinstance(v, str) else json.dumps(v) for v in astuple(promise)]
 
 
 def _new() -> Promise:

@@ -29,6 +29,42 @@ def test_one_coordinator_has_a_record_at_a_time(tmp_path):
     Record(tmp_path).close()
 
 
+def test_a_write_that_did_not_reach_the_disk_leaves_what_was_promised(tmp_path):
+    with Record(tmp_path) as record:
+        before = record.promise
+        pages = record._db.execute("PRAGMA page_count").fetchone()[0]
+        record._db.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(ConfigError, match=r"could not be written: .*full"):
+            record.write(replace(before, version=1, update_id="x" * 100_000))
+        assert record.promise == before
+        record.write(replace(before, version=2))
+    with Record(tmp_path) as record:
+        assert record.promise.version == 2
+
+
+def test_a_write_that_fails_once_the_disk_holds_it_is_a_promise(tmp_path):
+    """Else a trainer is told that its update was given up, and the next coordinator commits it."""
+
+    class FailsLate:
+        def __init__(self, db):
+            self.db, self.in_transaction = db, False
+
+        def execute(self, sql, *values):
+            found = self.db.execute(sql, *values)
+            if sql == "COMMIT":
+                raise sqlite3.OperationalError("disk I/O error")
+            return found
+
+    with Record(tmp_path) as record:
+        plain, promise = record._db, replace(record.promise, version=3, digest=5, update_id="3")
+        record._db = FailsLate(plain)
+        record.write(promise)
+        assert record.promise == promise
+        record._db = plain
+    with Record(tmp_path) as record:
+        assert record.promise.version == 3
+
+
 def test_what_is_no_record_is_refused_by_name(tmp_path):
     (tmp_path / FILE).write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match=FILE):
