@@ -54,7 +54,12 @@ def test_a_live_update_equals_a_start_from_the_merged_checkpoint(
 
 
 def test_an_adapter_that_cannot_be_merged_changes_nothing(engine, checkpoints) -> None:
-    before = engine.weight_version
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj: Dora"):
-        engine.update_weights(adapted(checkpoints["a"], use_dora=True))
+    before, model = engine.weight_version, adapted(checkpoints["a"], use_dora=True)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj: DoRA"):
+        engine.update_weights(model)
     assert engine.weight_version == before
+    model.set_adapter("default")
+    engine.update_weights(model)
+    assert engine.check_weights(model.merge_and_unload()).equal

@@ -29,6 +29,8 @@ SCENARIOS = [
     ("zero3", FP32, BF16),
     ("zero3_partial", FP32, FP32),
     ("zero3_bf16", BF16, BF16),
+    ("fsdp2_dora", FP32, BF16),
+    ("zero3_dora", FP32, FP32),
     ("zero2", FP32, BF16),
 ]
 
@@ -48,7 +50,7 @@ def test_what_is_sent_is_the_merged_model_bit_for_bit(
     job: Job, name: str, base: torch.dtype, wire: torch.dtype
 ) -> None:
     out, (first, second) = job
-    model = adapted(dtype=base)
+    model = adapted(dtype=base, use_dora=name.endswith("_dora"))
     if name == "zero3_bf16":
         model.to(BF16)  # DeepSpeed casts the adapters, too
     wanted = merged(model, wire)

@@ -68,11 +68,23 @@ def test_what_is_sent_is_the_merged_model_bit_for_bit(base: torch.dtype, wire: t
         {"target_modules": ["up_proj"], "lora_bias": True},
         {"target_modules": ["up_proj", "down_proj"], "bias": "lora_only", "use_rslora": True},
         {"target_modules": ["down_proj"], "rank_pattern": {"layers.1.down_proj": 3}},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "dtype": BF16},
     ],
-    ids=["embedding", "modules_to_save", "lora_bias", "bias", "ranks"],
+    ids=["embedding", "modules_to_save", "lora_bias", "bias", "ranks", "dora", "dora_bf16"],
 )
-def test_every_kind_of_plain_lora_is_merged_as_peft_does(settings: dict[str, Any]) -> None:
+def test_every_kind_of_lora_is_merged_as_peft_does(settings: dict[str, Any]) -> None:
     assert_equal(streamed(adapted(**settings)), merged(adapted(**settings)))
+
+
+def test_dora_beside_another_active_adapter_is_refused_and_goes_merged() -> None:
+    model = adapted(use_dora=True)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["up_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigError, match=r"up_proj: DoRA beside another.*merge_adapter\(\)"):
+        streamed(model)
+    model.set_adapter("default")
+    assert_equal(streamed(model), merged(adapted(use_dora=True)))
 
 
 def test_partial_sends_what_the_adapters_change_and_no_more() -> None:
@@ -140,7 +152,7 @@ def test_fused_experts_that_an_adapter_targets_are_merged_and_split(tmp_path: An
 @pytest.mark.parametrize(
     ("config", "where", "what"),
     [
-        (LoraConfig(target_modules=["up_proj"], use_dora=True), r"layers\.0\.up_proj", "Dora"),
+        (LoraConfig(target_modules=["embed_tokens"], use_dora=True), "embed_tokens", "Dora"),
         (IA3Config(target_modules=["up_proj"], feedforward_modules=[]), r"layers\.0", "Linear"),
         (
             LoraConfig(target_modules=["up_proj"], trainable_token_indices={"embed_tokens": [1]}),

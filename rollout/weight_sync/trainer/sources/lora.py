@@ -32,6 +32,7 @@ MERGED = {
     "Embedding": ("lora_embedding_A", "lora_embedding_B"),
     "ParamWrapper": ("lora_A", "lora_B"),
 }
+DORA, MAGNITUDE = "DoraLinearVariant", "lora_magnitude_vector"
 REMEDY = (
     "use plain LoRA there; or, where every rank has whole weights, call merge_adapter() before "
     "the update and unmerge_adapter() after it"
@@ -48,14 +49,23 @@ class Addition:
 
     @torch.no_grad()
     def add_to(self, weight: Tensor, found: Mapping[str, Tensor]) -> None:
-        """Add in place, by PEFT's own arithmetic: the same bits as its ``merge()``."""
+        """Merge in place, by PEFT's own arithmetic: the same bits as its ``merge()``."""
         factors = {role: found[name] for role, name in self.factors.items()}
         if "bias" in factors:
             weight += factors["bias"] * self.layer.scaling[self.adapter]
             return
         whole = _Whole(self.layer, self.adapter, weight, factors)
         delta = type(self.layer).get_delta_weight(whole, self.adapter)
+        if MAGNITUDE in factors:
+            self._scale(weight, weight + delta, factors[MAGNITUDE])
+            return
         weight += delta.to(weight.dtype) if "lora_embedding_A" in factors else delta
+
+    def _scale(self, weight: Tensor, adapted: Tensor, magnitude: Tensor) -> None:
+        """DoRA (arXiv:2402.09353, eq. 5): each output's row of ``adapted`` gets its own norm."""
+        rows = adapted.T if self.layer.fan_in_fan_out else adapted
+        factor = magnitude / torch.linalg.norm(rows, dim=1)
+        weight.copy_(adapted * (factor if self.layer.fan_in_fan_out else factor[:, None]))
 
 
 class _Whole:
@@ -82,9 +92,9 @@ class MergePlan:
     ``additions``: by file name, what is added to a weight, in order. ``owners``: by name of a
     factor, the weight it is for. ``partial``: leave out what the adapters do not change, which is
     what they neither adapt, nor save, nor train. ``merge`` False: the base alone, whose adapters
-    go beside it. Raises ``ConfigError`` naming the layer for what
-    cannot be merged by adding: DoRA and other variants, quantised bases, other tuners, and weights
-    that are adapted here and tied to others there.
+    go beside it. Raises ``ConfigError`` naming the layer for what cannot be merged tensor by
+    tensor: DoRA of embeddings or beside other active adapters, other variants, quantised bases,
+    other tuners, and weights that are adapted here and tied to others there.
     """
 
     def __init__(self, module: nn.Module, partial: bool = False, merge: bool = True) -> None:
@@ -170,11 +180,10 @@ class MergePlan:
                 adapter in (getattr(layer, name, None) or ()) for name in layer.adapter_layer_names
             )
         ]
-        roles = MERGED.get(type_name(layer)) if is_peft(layer, "LoraLayer") else None
         for adapter in active:
-            variant = getattr(layer, "lora_variant", {}).get(adapter)
-            if roles is None or variant is not None:
-                raise _refusal(to, type(layer if variant is None else variant).__name__)
+            roles = _roles_of(layer, adapter, to)
+            if MAGNITUDE in roles and len(active) > 1:
+                raise _refusal(to, "DoRA beside another active adapter")
             target = join(to, getattr(layer, "parameter_name", "weight"))
             leaf = "" if roles[0].startswith("lora_embedding") else ".weight"
             names = {role: f"{join(path, role)}.{adapter}{leaf}" for role in roles}
@@ -217,6 +226,17 @@ class MergePlan:
                     "tensor cannot hold both; load the model with tie_word_embeddings=False, or "
                     "leave it out of the adapter"
                 )
+
+
+def _roles_of(layer: Any, adapter: str, to: str) -> tuple[str, ...]:
+    """The attributes of ``layer`` that hold what is merged of ``adapter``."""
+    roles = MERGED.get(type_name(layer)) if is_peft(layer, "LoraLayer") else None
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    if roles is not None and variant is None:
+        return roles
+    if roles is not None and type(variant).__name__ == DORA:
+        return (*roles, MAGNITUDE)
+    raise _refusal(to, type(layer if variant is None else variant).__name__)
 
 
 def type_name(layer: object) -> str:
