@@ -377,7 +377,7 @@ def randomize(model: torch.nn.Module, scale: float = 1.0) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") and not parameter.any():  # it is added to one
                 parameter.uniform_(-0.5, 0.5)
-            elif "norm" in name:
+            elif any("norm" in part for part in name.split(".")[-2:]):  # not all of DBRX's
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1 * scale)
