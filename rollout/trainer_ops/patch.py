@@ -151,7 +151,12 @@ def _config_of(model: Any) -> ModelConfig:
     if model.config._attn_implementation == INTERFACE:
         raise ConfigError("the model is patched already: remove() that first")
     values = {**model.config.to_dict(), "architectures": [name]}
-    return ModelConfig.from_hf(values, file=f"the config of this {name}")
+    config = ModelConfig.from_hf(values, file=f"the config of this {name}")
+    if config.activation != "silu":
+        raise ConfigError(
+            f"{name} with hidden_act {config.activation}: silu alone is the engine's op. {INSTEAD}"
+        )
+    return config
 
 
 def _rotary_of(engine: CausalLM) -> Rotary:

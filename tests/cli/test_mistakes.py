@@ -23,6 +23,7 @@ from rollout.cli.spellings import (
 from rollout.errors import ConfigError
 
 Run = Callable[..., tuple[int, str, str]]
+FREE_PORTS = ("--port", "0", "--grpc-port", "0")
 CPU = ("--device", "cpu", "--num-threads", "1")
 
 
@@ -96,8 +97,9 @@ def test_what_has_no_counterpart_is_refused_by_name(run: Run, tiny: Path, flag, 
 
 
 def test_a_load_format_that_nobody_registered_is_refused_as_vllm_does(run: Run, tiny: Path) -> None:
-    for command in ("serve", "check"):
-        refused(run(command, tiny, "--load-format", "nope"), "Load format `nope` is not supported")
+    refusal = "Load format `nope` is not supported"
+    refused(run("serve", tiny, "--load-format", "nope", *FREE_PORTS), refusal)
+    refused(run("check", tiny, "--load-format", "nope"), refusal)
     refused(run("serve", tiny, "--hf-overrides", "[1]"), "is no JSON object")
     refused(run("serve", tiny, "--hf-overrides", "{"), "is no JSON")
     refused(run("serve", tiny, "--component", "draft"), "--component takes NAME=DIR")

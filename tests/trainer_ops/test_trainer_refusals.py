@@ -54,9 +54,14 @@ def _longrope(model: Any) -> None:
     }  # fmt: skip
 
 
+def _gelu(model: Any) -> None:
+    model.config.hidden_act = "gelu"
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
+        (_gelu, r"LlamaForCausalLM with hidden_act gelu: silu alone"),
         (_adapted, r"layers.0.self_attn.o_proj.*merge adapters"),
         (_dropping, r"layers.0.mlp.drop drops 0.1"),
         (_longrope, r"dynamic depends on the engine's max_model_len"),

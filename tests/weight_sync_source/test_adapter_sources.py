@@ -105,6 +105,10 @@ def test_a_plan_serves_again_until_something_of_its_layers_changes() -> None:
     layer = model.get_submodule("base_model.model.model.layers.0.up_proj")
     first = plan()
     assert plan() is first
+    layers = model.get_submodule("base_model.model.model.layers")
+    layers._modules["5"] = layers._modules.pop("1")
+    assert "model.layers.5.up_proj" in plan().spec.modules
+    layers._modules["1"] = layers._modules.pop("5")
     layer.scaling["default"] *= 2
     second = plan()
     assert second is not first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,11 +106,14 @@ def _explain(error: RequestValidationError) -> str:
     """The first complaints, each with the field it is about."""
     lines: dict[str, None] = {}  # each once
     rows = error.errors()
-    for row in rows:
+    kinds_of = _kinds(rows)
+    for row in rows:  # one for each id of a prompt, so that each is looked at once
+        if len(lines) == 4:
+            break
         if row["type"] == "json_invalid":
             return f"the body is not JSON: {row['ctx']['error']} at byte {row['loc'][-1]}"
         where = [part for part in row["loc"] if part != "body"]
-        kinds = _kinds(where[0], rows) if len(where) > 1 and where[1] in _KINDS_OF_PROMPT else []
+        kinds = kinds_of[where[0]] if len(where) > 1 and where[1] in _KINDS_OF_PROMPT else []
         if len(kinds) > 1:
             message = (
                 f"give {', '.join(kinds[:-1])} or {kinds[-1]}: all of one kind, and token ids "
@@ -119,10 +123,16 @@ def _explain(error: RequestValidationError) -> str:
         else:
             message = str(row["msg"]).removeprefix("Value error, ")
         lines[": ".join(part for part in (".".join(map(str, where)), message) if part)] = None
-    return "; ".join(list(lines)[:4])
+    return "; ".join(lines)
 
 
-def _kinds(field: object, rows: Sequence[Any]) -> list[str]:
-    """The alternatives of a field that its value is none of."""
-    found = {row["loc"][2]: None for row in rows if len(row["loc"]) > 2 and row["loc"][1] == field}
-    return [kind for tag, kind in _KINDS_OF_PROMPT.items() if tag in found]
+def _kinds(rows: Sequence[Any]) -> dict[object, list[str]]:
+    """By field, the alternatives that its value is none of."""
+    found: dict[object, set[object]] = defaultdict(set)
+    for row in rows:
+        if len(row["loc"]) > 2:
+            found[row["loc"][1]].add(row["loc"][2])
+    return {
+        field: [kind for tag, kind in _KINDS_OF_PROMPT.items() if tag in tags]
+        for field, tags in found.items()
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -163,9 +163,8 @@ class BucketSender:
         """As ``add`` of each, all of which are to be read where they lie; False where some are not,
         and then none was added.
         """
-        kinds = {(x.device, x.dtype, x.is_contiguous(), x.numel() > 0): x for _, x in items}
         nbytes = sum(tensor.nbytes for _, tensor in items)
-        stay = all(self.stays(tensor) for tensor in kinds.values())
+        stay = all(self.stays(tensor) for tensor in _one_of_each_kind(items))
         self._stays = False
         if not stay or self._left_bytes + nbytes >= IN_PLACE_BYTES:
             return False
@@ -328,6 +327,13 @@ class BucketSender:
         started = time.perf_counter()
         self._sender.wait(self._channel, index, self._timeout)
         self._stats.transfer_seconds += time.perf_counter() - started
+
+
+def _one_of_each_kind(items: Sequence[tuple[str, Tensor]]) -> Iterable[Tensor]:
+    """Of those on a CPU; whether one on a GPU can be mapped depends on its own memory."""
+    if any(tensor.device.type != "cpu" for _, tensor in items):
+        return [tensor for _, tensor in items]
+    return {(x.dtype, x.is_contiguous(), x.numel() > 0): x for _, x in items}.values()
 
 
 class BackgroundWorker:

@@ -54,6 +54,8 @@ def _look(module: nn.Module) -> tuple[list[nn.Module], list[object]]:
     for layer in layers:
         kind = type(layer)
         facts.append(kind)
+        facts += layer._modules  # names, and below what they are of: a module may have several
+        facts += map(id, layer._modules.values())
         for name, p in layer._parameters.items():
             if p is not None:
                 facts += name, id(p), type(p), p.requires_grad, hasattr(p, "ds_id")
