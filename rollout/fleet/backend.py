@@ -29,6 +29,7 @@ from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import CommittedUpdates, FleetChannel
 from rollout.fleet.fleet import Fleet, Link
 from rollout.fleet.hold import Hold
+from rollout.fleet.lost import Lost
 from rollout.fleet.member import standing
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.router import Router
@@ -36,7 +37,6 @@ from rollout.fleet.stats import summed
 from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.generation.metrics import EngineStats
-from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.rpc.status import is_typed
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
@@ -92,6 +92,7 @@ class FleetBackend:
         self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
+        self._said_by: tuple[str, int | None] = "", None  # whose word that is, and its life
         self._closed = False
         self._calls: set[asyncio.Queue[Any]] = set()  # one of each call under way
 
@@ -105,7 +106,7 @@ class FleetBackend:
             info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
             self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
             self.hold.find()
-            self._started = await self._any(lambda client: client.server_info())
+            self._started = await self._any(self._asked)
 
     @property
     def is_loading(self) -> bool:
@@ -126,11 +127,16 @@ class FleetBackend:
         return "running" if "running" in states else next(iter(states), "fenced")
 
     async def server_info(self) -> ServerInfo:
-        """Without a question to a member: clients ask before each of their calls."""
-        self.fleet.one()  # says why none serves
+        """Without a question to a member, for as long as whoever was asked is of the fleet: clients
+        ask before each of their calls, also while no member serves.
+        """
         info = self._started
         if info is None:
-            info = await self._any(lambda client: client.server_info())
+            info = await self._any(self._asked)
+        elif self.fleet.life(self._said_by[0]) != self._said_by[1] and self.fleet.serving():
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(self.fleet.lease / 2):
+                    self._started = info = await self._any(self._asked)
         return replace(
             info, epoch=self.fleet.epoch, version=self.fleet.version, state=await self.state(),
             software=Speaks.here().software,
@@ -182,10 +188,12 @@ class FleetBackend:
         add_special_tokens: bool | None = None,
         options: ChatOptions | None = None,
     ) -> list[int]:
-        return await self._any(lambda c: c.tokenize(prompt, add_special_tokens, options))
+        return await self._any(
+            lambda link: link.client.tokenize(prompt, add_special_tokens, options)
+        )
 
     async def render(self, messages: Messages, options: ChatOptions) -> str:
-        return await self._any(lambda client: client.render(messages, options))
+        return await self._any(lambda link: link.client.render(messages, options))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         return sum(await self._all(lambda link: link.client.abort(request_ids), some=True))
@@ -348,13 +356,19 @@ class FleetBackend:
             for p, floor in zip(params, floors, strict=True)
         ]
 
-    async def _any(self, verb: Callable[[RolloutClient], Awaitable[T]]) -> T:
+    async def _asked(self, link: Link) -> ServerInfo:
+        life = self.fleet.life(link.name)
+        info = await link.client.server_info()
+        self._said_by = link.name, life
+        return info
+
+    async def _any(self, verb: Callable[[Link], Awaitable[T]]) -> T:
         """The answer of a member that serves; where one does not answer, another's."""
         links = sorted(self.fleet.serving(), key=lambda link: link.calls)
         for link in links[:-1]:
             with contextlib.suppress(EngineError):
-                return await verb(link.client)
-        return await verb((links[-1:] or [self.fleet.one()])[0].client)
+                return await verb(link)
+        return await verb((links[-1:] or [self.fleet.one()])[0])
 
     async def _all(self, verb: Callable[[Link], Awaitable[T]], *, some: bool = False) -> list[T]:
         """Of every member that serves; ``some``: those that do not answer are left out."""
@@ -400,7 +414,7 @@ class FleetBackend:
                 queue.put_nowait(None)
 
         if not self._loads(set()):
-            await self._somebody(self._patience)
+            await self._somebody(self._patience, Lost(self.fleet))
         shares = self._shares(call, sorted(call.left), set())
         tasks = [asyncio.create_task(one(name, rows)) for name, rows in shares.items()]
         try:
@@ -422,10 +436,11 @@ class FleetBackend:
     def _shares(
         self, call: FleetCall, rows: Sequence[int], without: set[str]
     ) -> dict[str, list[int]]:
-        """Which member gets which rows; ``EngineClosed`` where none serves."""
+        """Which member gets which rows; ``EngineClosed`` where no other serves."""
         loads = self._loads(without)
         if not loads:
-            self.fleet.one()  # says why
+            self.fleet.one()  # says why none does
+            raise EngineClosed("no other member of the fleet serves")
         shares: dict[str, list[int]] = {}
         for row in rows:
             extra = float(call.params[row].n)
@@ -438,12 +453,13 @@ class FleetBackend:
         """The outputs of ``rows``; those of a member that fails come from others, where each goes
         on behind what was delivered of it. Where no other serves, one is waited for.
         """
-        failed: set[str] = set()
-        losses = 0
+        lost = Lost(self.fleet)
+        refused: set[str] = set()
         until: float | None = None
         todo = [(name, rows)]
         while todo:
             name, share = todo.pop()
+            life, begun_at = self.fleet.life(name), time.monotonic()
             try:
                 link = await self._met(name)
                 async with (
@@ -457,22 +473,25 @@ class FleetBackend:
                 again = [row for row in share if row in call.left]
                 if again:
                     self.hold.check()  # it did as it was told
-                failed.add(name)
                 self.router.forget(name)
+                if _has_refused(error):
+                    refused.add(name)
+                else:
+                    lost.add(name, life)
                 if not again:
                     continue  # all that it had to say was said
-                losses += not _has_refused(error)
-                if losses >= TRIES or not all(map(call.can_go_on, again)):
+                if lost.count >= TRIES or not all(map(call.can_go_on, again)):
                     raise
                 log.warning("member %s failed, its %d requests go on: %s", name, len(again), error)
-                if not self._loads(failed):
-                    until = until or self._patience
-                    if not await self._somebody(until):
+                if not self._loads(refused | lost.names()):
+                    if until is None or time.monotonic() - begun_at > self.fleet.lease:
+                        until = self._patience  # it served meanwhile: this is another outage
+                    if not await self._somebody(until, lost):
                         raise
-                    failed.clear()
+                    refused.clear()
                 begun = [row for row in again if row in call.begun]
                 for part in (begun, [row for row in again if row not in call.begun]):
-                    todo += self._shares(call, part, failed).items()
+                    todo += self._shares(call, part, refused | lost.names()).items()
 
     @property
     def _patience(self) -> float:
@@ -481,11 +500,11 @@ class FleetBackend:
         """
         return time.monotonic() + PATIENCE * self.fleet.lease
 
-    async def _somebody(self, until: float) -> bool:
-        """Whether a member serves, after a while and before ``until``."""
+    async def _somebody(self, until: float, lost: Lost) -> bool:
+        """Whether a member serves that is not lost, after a while and before ``until``."""
         while time.monotonic() < until and not self._closed and not self.hold.wanted.asleep:
             await asyncio.sleep(self.fleet.lease / 16)
-            if self._loads(set()):
+            if self._loads(lost.names()):
                 return True
         return False
 

@@ -456,8 +456,8 @@ class Fleet:
     def _write(self, action: Write) -> None:
         try:
             self._record.write(action.promise)
-        except ConfigError as error:
-            why = str(error)
+        except Exception as error:  # noqa: BLE001 - else it is being written for ever
+            why = str(error) or type(error).__name__
             self._feed(lambda now: self._state.unwritten(why, now))
             return
         self._feed(lambda now: self._state.written(action.promise, now))

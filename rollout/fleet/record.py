@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import sqlite3
@@ -59,12 +60,14 @@ class Record:
     def write(self, promise: Promise) -> None:
         """Returns once it would survive the loss of power; raises ``ConfigError`` where not."""
         try:
+            self._undo()  # what an earlier write that failed may have left
             self._db.execute("BEGIN IMMEDIATE")
             self._put(promise)
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            if not self._holds(promise):  # a write may fail after it is what the disk holds
+            with contextlib.suppress(sqlite3.Error):
+                self._undo()
+            # A write may fail after it is what the disk holds; one that is open reads as if it was.
+            if self._db.in_transaction or not self._holds(promise):
                 raise ConfigError(f"the fleet's record could not be written: {error}") from error
         self.promise = promise
 
@@ -81,6 +84,10 @@ class Record:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _undo(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
 
     def _holds(self, promise: Promise) -> bool:
         try:

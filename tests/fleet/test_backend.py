@@ -1,6 +1,9 @@
 """What a front does with its members' streams, told from streams of which every step is known."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +44,12 @@ class Backend(FleetBackend):
     def __init__(self):
         standing = SimpleNamespace(waiting=0)
         super().__init__(
-            SimpleNamespace(epoch=1, standings=lambda: {"m0": standing}, serving=lambda: [MEMBER])
+            SimpleNamespace(
+                epoch=1,
+                standings=lambda: {"m0": standing},
+                serving=lambda: [MEMBER],
+                life=lambda name: 1,
+            )
         )
 
     async def _met(self, name):
@@ -85,6 +93,98 @@ def test_who_does_not_read_a_stream_finds_the_newest_output_alone():
     assert found[-1][1].finished
 
 
+class OneMember:
+    """A fleet of one that is out of service, or of another life, when its test says so."""
+
+    epoch = 1
+
+    def __init__(self, lease):
+        self.lease, self.member, self.born = lease, MEMBER, 1
+
+    def serving(self):
+        return [self.member] if self.member else []
+
+    def standings(self):
+        return {link.name: SimpleNamespace(waiting=0) for link in self.serving()}
+
+    def life(self, name):
+        return self.born
+
+    def one(self):
+        return self.member
+
+    def out_for(self, seconds):
+        self.member = None
+        asyncio.get_running_loop().call_later(seconds, setattr, self, "member", MEMBER)
+
+
+def finished_by(fleet, attempt):
+    """How many attempts a call takes, of which each awaits ``attempt(n)`` before its output."""
+    count = 0
+
+    async def outputs():
+        nonlocal count
+        count += 1
+        await attempt(count)
+        yield 0, output(finished=True)
+
+    class Attempts(FleetCall):
+        def outputs(self, client, rows):
+            return outputs()
+
+    class Over(FleetBackend):
+        async def _met(self, name):
+            return MEMBER
+
+    made = Attempts(prompts=[[1]], params=[SamplingParams()], request_ids=["a"], stream=False)
+
+    async def course():
+        return [each async for each in Over(fleet)._spread(made)]
+
+    [(_, last)] = asyncio.run(course())
+    assert last.finished
+    return count
+
+
+def test_each_outage_is_waited_for_on_its_own():
+    fleet = OneMember(lease=0.6)
+
+    async def attempt(n):
+        if n == 2:
+            await asyncio.sleep(2.2 * fleet.lease)  # beyond what the first one was waited for
+        if n < 3:
+            fleet.out_for(0.1)
+            raise EngineClosed("its lease has run out")
+
+    assert finished_by(fleet, attempt) == 3
+
+
+@pytest.mark.parametrize("comes_back", ["in a new life", "after it was out of service"])
+def test_a_lost_member_is_not_asked_again_while_it_only_seems_to_serve(comes_back):
+    fleet = OneMember(lease=4.0)
+
+    def back():
+        is_back.append(True)
+        if comes_back == "in a new life":
+            fleet.born += 1
+        else:
+            fleet.out_for(fleet.lease / 4)
+
+    async def attempt(n):
+        if n == 1:
+            asyncio.get_running_loop().call_later(0.6, back)
+        if not is_back:
+            raise EngineClosed("its connection is gone") from OSError("refused")
+
+    is_back = []
+    assert finished_by(fleet, attempt) == 2
+
+
+def test_where_no_other_member_serves_a_call_says_so():
+    with pytest.raises(EngineClosed, match="no other member"):
+        FleetBackend(OneMember(lease=1.0))._shares(call(None), [0], {"m0"})
+
+
 def test_members_without_pins_add_up_to_none(front):
     rows = [front.rollout.metrics()] * 3
     assert rows[0].pinned_version == -1
@@ -104,7 +204,29 @@ def test_a_front_says_what_it_serves_without_asking_a_member(front, monkeypatch)
     assert info.max_model_len == 256
     with Rollout.connect(front.rollout.address) as client:
         assert client.generate([[1, 2, 3]], {"max_tokens": 2})[0].finished
-    for name in front.names:
-        front.fleet.remove(name)
+
+    async def newer():
+        return replace(info, package_version="9")
+
+    for link in front.fleet.links():
+        monkeypatch.setattr(link.client, "server_info", newer)
+    assert front.rollout.server_info().package_version == info.package_version
+    front.fleet.remove(front.backend._said_by[0])
+    assert front.rollout.server_info().package_version == "9"  # of one that is there
+    for link in front.fleet.links():
+        front.fleet.remove(link.name)
+    assert front.rollout.server_info().state == "fenced"
     with pytest.raises(EngineClosed, match="no member of the fleet serves"):
-        front.rollout.server_info()
+        front.rollout.metrics()
+
+
+def test_a_new_call_of_a_client_outlasts_a_moment_in_which_no_member_serves(front, monkeypatch):
+    front.rollout.generate([[1, 2, 3]], {"max_tokens": 1})
+    with Rollout.connect(front.rollout.address) as client, ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as out:
+            out.setattr(front.fleet, "serving", list)
+            out.setattr(front.fleet, "standings", dict)
+            asked = pool.submit(client.generate, [[1, 2, 3]], {"max_tokens": 2})
+            sleep(0.5)
+            assert not asked.done()
+        assert asked.result(60)[0].finished

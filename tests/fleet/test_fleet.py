@@ -1,6 +1,7 @@
 """A fleet of real engines behaves as one: its updates, its versions, its members' deaths."""
 
 import copy
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from rollout.errors import (
     EngineError,
     InvalidRequest,
     LimitExceeded,
+    TransferFailed,
     UpdateInProgress,
     VersionConflict,
     WeightMismatch,
@@ -78,6 +80,18 @@ def test_a_refused_update_leaves_all_members_as_they_were(front, engines, traine
     assert [engine.weight_info().version for engine in engines] == before
     assert len(front.fleet.serving()) == 3
     assert front.rollout.update_weights(trained).details["members"].keys() == set(front.names)
+
+
+def test_a_record_that_breaks_gives_up_its_update_alone(front, trained, monkeypatch):
+    def broken(promise):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(front.fleet._record, "write", broken)
+        with pytest.raises(TransferFailed, match="disk I/O error"):
+            front.rollout.update_weights(trained, timeout=20.0)
+    assert front.rollout.update_weights(trained).version == 1
+    assert len(front.fleet.serving()) == 3
 
 
 def test_a_rollback_is_one_transaction_of_all_members(front, engines, trained, checkpoint):

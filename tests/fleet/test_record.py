@@ -65,6 +65,32 @@ def test_a_write_that_fails_once_the_disk_holds_it_is_a_promise(tmp_path):
         assert record.promise.version == 3
 
 
+def test_a_write_that_cannot_even_be_undone_is_refused_and_the_next_one_is_kept(tmp_path):
+    class Fails:
+        def __init__(self, db):
+            self.db = db
+
+        @property
+        def in_transaction(self):
+            return self.db.in_transaction
+
+        def execute(self, sql, *values):
+            if sql in ("COMMIT", "ROLLBACK"):
+                raise sqlite3.OperationalError("disk I/O error")
+            return self.db.execute(sql, *values)
+
+    with Record(tmp_path) as record:
+        plain, before = record._db, record.promise
+        record._db = Fails(plain)
+        with pytest.raises(ConfigError, match="could not be written: disk I/O error"):
+            record.write(replace(before, version=3, update_id="3"))
+        assert record.promise == before
+        record._db = plain
+        record.write(replace(before, version=4))
+    with Record(tmp_path) as record:
+        assert record.promise.version == 4
+
+
 def test_what_is_no_record_is_refused_by_name(tmp_path):
     (tmp_path / FILE).write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match=FILE):
