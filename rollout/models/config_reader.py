@@ -54,6 +54,13 @@ class Reader:
             raise ConfigError(f"{self.file}: {name} must be {count} numbers, got {value!r}")
         return tuple(Reader({str(name): one}, self.file).number(str(name)) for one in value)
 
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Empty where the file has none."""
+        value = self.values.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.file}: {name} must be an object, got {value!r}")
+        return value
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):

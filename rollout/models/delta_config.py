@@ -71,10 +71,8 @@ def read_delta(read: Reader, arch: DeltaArch) -> DeltaConfig:
 def with_linear(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     """``values`` with what Kimi's files have in ``linear_attn_config`` where transformers has it:
     sizes, and ``layer_types`` of lists that count layers from 1."""
-    inner = values.get("linear_attn_config") or {}
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"{file}: linear_attn_config must be an object, got {inner!r}")
-    found = dict(values)
+    read = Reader(values, file)
+    inner, found = read.mapping("linear_attn_config"), dict(values)
     for theirs, ours in (
         ("head_dim", "linear_head_dim"),
         ("num_heads", "linear_num_heads"),
@@ -83,21 +81,27 @@ def with_linear(values: Mapping[str, Any], file: str) -> dict[str, Any]:
         if inner.get(theirs) is not None:
             found[ours] = inner[theirs]
     if not found.get("layer_types"):
-        found["layer_types"] = _listed(inner, Reader(values, file).count("num_hidden_layers"), file)
+        found["layer_types"] = _listed(inner, read.count("num_hidden_layers"), file)
     if found.get("mlp_layer_types") is None:
         found.setdefault("first_k_dense_replace", 1)
     return found
 
 
 def _listed(inner: Mapping[str, Any], layers: int, file: str) -> list[str]:
-    """The kinds of layers by the lists that there are; without any, as transformers has it."""
-    if not all(isinstance(inner.get(name), list) for name in KINDS):
+    """The kinds of layers by both lists; without one of them, as transformers has it."""
+    if any(inner.get(name) is None for name in KINDS):
         every = range(layers)
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in every]
-    kinds = {number: kind for name, kind in KINDS.items() for number in inner[name]}
-    if sorted(kinds) != list(range(1, layers + 1)):
+    for name in KINDS:
+        if not isinstance(inner[name], list) or any(type(one) is not int for one in inner[name]):
+            raise ConfigError(
+                f"{file}: {name} of linear_attn_config must be a list of integers, got "
+                f"{inner[name]!r}"
+            )
+    if sorted(one for name in KINDS for one in inner[name]) != list(range(1, layers + 1)):
         raise ConfigError(
             f"{file}: {' and '.join(KINDS)} of linear_attn_config must name each of the layers 1 "
             f"to {layers} once"
         )
+    kinds = {number: kind for name, kind in KINDS.items() for number in inner[name]}
     return [kinds[number] for number in range(1, layers + 1)]

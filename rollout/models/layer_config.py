@@ -104,7 +104,7 @@ def _read_growth(read: Reader, arch: Arch) -> tuple[bool, QueryGrowth | None]:
             return False, None
         period = read.count("floor_scale")
         return False, QueryGrowth(beta=read.number("attn_scale"), period=period, ahead=1)
-    given = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
+    given = read.mapping("rope_parameters") or read.mapping("rope_scaling")
     beta = given.get("llama_4_scaling_beta")
     if beta is None:
         return True, None
@@ -168,8 +168,9 @@ def _turning(read: Reader, arch: Arch, layers: int) -> list[bool]:
     if arch.no_rope == "all":
         return [False] * layers
     if arch.no_rope == "baseless":
-        given = read.values.get("rope_parameters", {})
-        return [given is not None and given.get("rope_theta", 0) is not None] * layers
+        told = read.values.get("rope_parameters", {}) is not None
+        base = read.mapping("rope_parameters").get("rope_theta", 0)
+        return [told and base is not None] * layers
     if arch.no_rope == "untold":
         return [read.values.get("position_embedding_type") == "rope"] * layers
     if arch.no_rope == "full":
@@ -187,7 +188,7 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     """All forms: ``rope_parameters`` (of all layers, or by their type) or ``rope_scaling`` beside
     ``rope_theta``; layers that slide may have a base of their own, unscaled."""
     values, file = read.values, read.file
-    given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    given: dict[str, Any] = dict(read.mapping("rope_scaling") or read.mapping("rope_parameters"))
     default = arch.rope_theta
     if arch.local_rope is not None and layers == SLIDES:
         name, default = arch.local_rope

@@ -142,9 +142,10 @@ class WeightLoad:
         """Judge completeness, compare aliases, re-derive. ``partial`` allows whole tensors to miss,
         ``components`` those of components beside these of which nothing came.
 
-        Raises ``WeightMismatch`` for missing tensors, incomplete pieces and differing aliases.
+        Raises ``WeightMismatch`` for missing tensors, incomplete pieces, differing aliases, and
+        parts that were cut anew and whose others did not come.
         """
-        self._problems.extend(self._overlaps())
+        self._problems.extend([*self._overlaps(), *self._splitter.left()])
         incomplete = {
             name for name, boxes in self._pieces.items() if not self._covered(name, boxes)
         }

@@ -241,7 +241,8 @@ class Splitter:
             waiting = self._waiting[rows.name]
             if name in waiting:
                 raise WeightMismatch(f"{name}: was sent twice")
-            waiting[name] = value
+            # A caller may reuse a tensor's memory for the next one.
+            waiting[name] = value.detach().clone() if isinstance(value, Tensor) else value
             if len(waiting) == len(rows.parts):
                 yield from rows.joined(self._waiting.pop(rows.name))
             return
@@ -251,6 +252,16 @@ class Splitter:
             return
         self.meet(fused, tuple(value.shape))
         yield from fused.split(value)
+
+    def left(self) -> list[str]:
+        """At the end of the stream: of parts that still wait, which, and for what."""
+        return [
+            f"{', '.join(waiting)}: cut evenly, of which nothing can be made without "
+            f"{', '.join(name for name, _, _ in rows.parts if name not in waiting)}; send all of "
+            "them in one update"
+            for rows in {id(rows): rows for rows in self._spellings.cut.values()}.values()
+            if (waiting := self._waiting.get(rows.name))
+        ]
 
     def meet(self, fused: FusedExperts | FusedRows, shape: Shape) -> None:
         """Judge the layout of a fused tensor beside its sibling's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
-from rollout.weights import Box, TensorPiece
+from rollout.models.weight_load import WeightLoad
+from rollout.models.weight_table import ParamSpec, WeightTable
+from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights import PLAIN, Box, TensorMeta, TensorPiece, WeightSlot
+from rollout.weights.fused_experts import Spellings
 
 PROMPT = [(3 + 7 * j) % 320 for j in range(19)]
 CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
@@ -67,6 +72,70 @@ def test_convolutions_may_be_cut_as_published_or_evenly_or_lie_in_one(tmp_path: 
         stored(config, [(n, t) for n, t in even.items() if ".0.linear_attn.k_conv1d" not in n])
     with pytest.raises(WeightMismatch, match=r"q_conv1d\.weight: has shape"):
         stored(config, [(n, t[:7] if "q_conv1d" in n else t) for n, t in even.items()])
+
+
+PARTS = tuple(f"model.layers.0.linear_attn.{each}.weight" for each in CONVS)
+CUTS = dict(zip(PARTS, torch.arange(64.0).view(16, 1, 4).split((4, 4, 8)), strict=True))
+EVEN = dict(zip(PARTS, torch.arange(64.0).view(16, 1, 4).split(6), strict=True))
+
+
+def convolutions() -> tuple[WeightLoad, dict[str, Tensor]]:
+    """A load of three convolutions alone, and where it writes them."""
+    shapes = {name: tuple(part.shape) for name, part in CUTS.items()}
+    slots = {n: (WeightSlot(n, s, Box.full(s), n, Box.full(s)),) for n, s in shapes.items()}
+    params = {name: ParamSpec(shape, PLAIN, ()) for name, shape in shapes.items()}
+    table = WeightTable(slots, params, {}, spellings=Spellings.of(shapes))
+    storages = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    return WeightLoad(table, storages, torch.float32), storages
+
+
+def one_buffer(parts: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each part in the memory of the one before, as what receives or gathers them has it."""
+    buffer = torch.empty(24)
+    for name, part in parts.items():
+        yield name, buffer[: part.numel()].view(part.shape).copy_(part)
+
+
+def test_even_parts_that_wait_keep_their_values_when_their_memory_is_used_anew() -> None:
+    load, storages = convolutions()
+    for item in one_buffer(EVEN):
+        load.feed([item])
+    load.finish()
+    assert all(torch.equal(storages[name], part) for name, part in CUTS.items())
+
+
+def test_even_parts_whose_others_never_come_are_refused_by_name() -> None:
+    missing = rf"{PARTS[0]}: cut evenly, .* without {PARTS[1]}, {PARTS[2]}"
+    load, _ = convolutions()
+    load.feed([(PARTS[0], EVEN[PARTS[0]])])
+    with pytest.raises(WeightMismatch, match=missing):
+        load.finish(partial=True)
+    wanted = tuple(TensorMeta(n, torch.float32, tuple(t.shape)) for n, t in CUTS.items())
+
+    def source(items: Any) -> Any:
+        return detect(items).source(aliases={}, dtype=torch.float32, tensors=wanted)
+
+    found = {name: part.clone() for name, part in source(one_buffer(EVEN))}
+    assert all(torch.equal(found[name], part) for name, part in CUTS.items())
+    with pytest.raises(WeightMismatch, match=missing):
+        list(source([(PARTS[0], EVEN[PARTS[0]])]))
+
+
+def test_even_parts_are_gathered_as_no_rank_holds_a_box_of_what_they_become() -> None:
+    module = torch.nn.Module()
+    place = module
+    for each in PARTS[0].split(".")[:-2]:
+        place.add_module(each, torch.nn.Module())
+        place = place.get_submodule(each)
+    for each, part in zip(CONVS, EVEN.values(), strict=True):
+        place.add_module(each, torch.nn.Module())
+        place.get_submodule(each).weight = torch.nn.Parameter(part.clone())
+    wanted = tuple(TensorMeta(n, torch.float32, tuple(t.shape)) for n, t in CUTS.items())
+    source: Any = detect(module).source(aliases={}, dtype=torch.float32, tensors=wanted)
+    assert dict(source.local_boxes()) == {name: [] for name in PARTS}
+    assert [source.local_values(name) for name in PARTS] == [[], [], []]
+    assert source.metadata() == wanted
+    assert all(torch.equal(part, CUTS[name]) for name, part in source)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +190,9 @@ def test_olmo_hybrid_without_positions_is_what_transformers_computes(
     config = ModelConfig.from_directory(tmp_path)
     assert {layer.rope.kind for layer in config.layers} == {"none"}
     same(source, config)
+    for wrong in ([10000.0], "default"):
+        with pytest.raises(ConfigError, match="rope_parameters must be an object"):
+            ModelConfig.from_hf({**source.config.to_dict(), "rope_parameters": wrong})
 
 
 def test_kimi_linear_is_read_as_its_files_were_published(tmp_path: Path) -> None:
@@ -142,9 +214,15 @@ def test_kimi_linear_is_read_as_its_files_were_published(tmp_path: Path) -> None
         },
     }
     assert ModelConfig.from_hf(published) == config
-    wrong = {**published["linear_attn_config"], "kda_layers": [1]}
-    with pytest.raises(ConfigError, match="must name each of the layers 1 to 3 once"):
-        ModelConfig.from_hf({**published, "linear_attn_config": wrong})
+    for listed, match in (
+        ([1], "must name each of the layers 1 to 3 once"),
+        ([1, 2, 3], "must name each of the layers 1 to 3 once"),
+        ([1, "2"], "kda_layers of linear_attn_config must be a list of integers"),
+        ("12", "kda_layers of linear_attn_config must be a list of integers"),
+    ):
+        wrong = {**published["linear_attn_config"], "kda_layers": listed}
+        with pytest.raises(ConfigError, match=match):
+            ModelConfig.from_hf({**published, "linear_attn_config": wrong})
     files = load_file(tmp_path / "model.safetensors")
     older = {n.replace("layers.0.block_sparse_moe", "layers.0.mlp"): t for n, t in files.items()}
     assert older.keys() != files.keys()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollout.errors import WeightMismatch
 from rollout.weights import Box, TensorMeta, TensorPiece
 from rollout.weights.fused_experts import Spellings, Splitter
 
@@ -15,10 +16,11 @@ from rollout.weights.fused_experts import Spellings, Splitter
 class SpelledSource:
     """Splits what ``inner`` yields (fused experts, renamed modules) into file-form tensors.
 
-    Views of what was gathered: no copy, but for a transposed expert. So what is announced, sent
-    and digested is the file form whichever spelling the trainer has. Lockstep is ``inner``'s: the
-    parts of one tensor come one after the other, on every rank the same. Raises ``WeightMismatch``
-    for a fused tensor of another shape.
+    Views of what was gathered: no copy, but for a transposed expert, and parts that were cut anew.
+    So what is announced, sent and digested is the file form whichever spelling the trainer has.
+    Lockstep is ``inner``'s: the parts of one tensor come one after the other, on every rank the
+    same. Raises ``WeightMismatch`` for a fused tensor of another shape, and for parts that were cut
+    anew and are not all there.
     """
 
     def __init__(self, inner: Any, spellings: Spellings) -> None:
@@ -47,11 +49,16 @@ class SpelledSource:
                 for part, value in splitter.split(name, tensor):
                     assert isinstance(value, Tensor), f"{part}: a source yields tensors"
                     yield part, value
+        if problems := splitter.left():
+            raise WeightMismatch("; ".join(problems), problems=problems)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         shapes = {meta.name: meta.shape for meta in self.inner.metadata() or ()}
         result: dict[str, list[Box]] = {}
         for name, boxes in self.inner.local_boxes():
+            if name in shapes and self._spellings.cut_of(name, shapes[name]) is not None:
+                result[name] = []  # it is joined with others before it is cut: gathered
+                continue
             fused = self._spellings.fused.get(name)
             if fused is None:
                 result[self._spellings.renames.get(name, name)] = list(boxes)
@@ -87,6 +94,8 @@ class LocalSpelledSource(SpelledSource):
         """The boxes of every file-form part of one tensor, as views where it is not transposed."""
         shapes = {meta.name: meta.shape for meta, _ in self._parts() if meta.name == origin}
         found: dict[str, list[tuple[Box, Tensor]]] = {}
+        if self._spellings.cut_of(origin, shapes[origin]) is not None:
+            return found  # as ``local_boxes`` says
         for box, values in self.inner.local_values(origin):
             piece = TensorPiece(shapes[origin], values.dtype, box, values)
             for part, value in Splitter(self._spellings).split(origin, piece):
