@@ -106,7 +106,7 @@ class AsyncRollout:
     ) -> Self:
         """A service at "host:port" of its gRPC server; ``timeout`` bounds calls but generation."""
         host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isdigit()):
+        if not (host and colon and port.isdigit()) or "/" in address:
             raise ConfigError(f"address {address!r} is not host:port, e.g. 127.0.0.1:50051")
         if problem := timeout_problem(timeout):
             raise ConfigError(f"timeout {problem}")

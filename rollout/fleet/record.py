@@ -51,7 +51,8 @@ class Record:
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise UpdateInProgress(
-                    f"another coordinator has the record {path}: a fleet has one at a time"
+                    f"another coordinator has the record {path}: a fleet has one at a time; give "
+                    "another fleet a --record DIR of its own"
                 ) from error
             raise ConfigError(f"the fleet's record {path} cannot be kept: {error}") from error
         except (OSError, sqlite3.DatabaseError) as error:

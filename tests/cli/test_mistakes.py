@@ -221,7 +221,8 @@ def test_an_unreachable_server_is_named(run: Run) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     refused(run("info", address), address, name="EngineClosed")
     refused(run("generate", "--connect", address, "hi"), address, name="EngineClosed")
-    refused(run("info", "nonsense"), "host:port")
+    for address in ("nonsense", "http://127.0.0.1:50051"):
+        refused(run("info", address), "host:port")
 
 
 def test_what_would_be_ignored_is_refused(run: Run, tiny: Path) -> None:

@@ -47,6 +47,9 @@ def test_a_plan_that_breaks_a_limit_is_refused_and_names_the_need_and_the_remedy
     assert engine.check_weights(weights).equal, "something moved"
     with pytest.raises(ConfigError, match="max_stall"):
         engine.update_weights(weights, max_stall=-1)
+    for version in ("7", 2.5, True, -1):
+        with pytest.raises(ConfigError, match="version must be an integer of at least 0"):
+            client.update_weights(weights, version=version)
 
 
 def test_what_is_kept_is_told_and_later_estimates_are_measured(served):

@@ -177,10 +177,16 @@ def test_what_cannot_be_added_names_its_layer_and_a_remedy_that_works(
         assert_equal(streamed(model), merged(model))
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_a_bias_without_one_to_merge_it_into_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"down_proj: lora_bias has no bias"):
+        streamed(adapted(target_modules=["down_proj"], lora_bias=True))
+
+
 def test_prompt_tuning_is_refused(tmp_path: Any) -> None:
     base = write_tiny(tmp_path / "base")
     model = get_peft_model(base, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ConfigError, match="without adapted layers"):
+    with pytest.raises(ConfigError, match=r"without adapted layers.*use LoRA"):
         streamed(model)
 
 

@@ -161,7 +161,7 @@ def _can(way: Foreseen, request: UpdateRequest) -> bool:
 
 def _needed(chosen: Foreseen, broken: Sequence[str]) -> list[str]:
     told = {
-        "max_stall": f"max_stall={chosen.stall:.4g}",
+        "max_stall": f"max_stall={chosen.stall * 1.001:.4g}",  # no less, however it is rounded
         "max_extra_memory": f"max_extra_memory={chosen.memory}",
     }
     return [told[name] for name in broken]

@@ -110,6 +110,8 @@ class UpdateOptions:
                 f"bucket_bytes must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}, got "
                 f"{self.bucket_bytes}"
             )
+        if self.version is not None and (type(self.version) is not int or self.version < 0):
+            raise ConfigError(f"version must be an integer of at least 0, got {self.version!r:.80}")
         if problem := timeout_problem(self.timeout):
             raise ConfigError(f"timeout {problem}")
         self._check_pin()

@@ -90,10 +90,7 @@ class AdapterPlan(MergePlan):
         plain = is_peft(layer, "LoraLayer") and type_name(layer) == "Linear"
         if not plain or variant is not None or getattr(layer, "fan_in_fan_out", False):
             kind = type(layer if variant is None else variant).__name__
-            raise ConfigError(
-                f"{to}: {kind} is not served as an adapter; call merge_adapter() before "
-                "update_weights(model), and unmerge_adapter() after it"
-            )
+            raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
         if layer.lora_bias.get(adapter):
             raise ConfigError(f"{to}: lora_bias is not served as an adapter; {_MERGE}")
         weight = placed(f"{to}.weight", self._prefixes)

@@ -150,7 +150,10 @@ class MergePlan:
             self._visit_saved(module, path, to)
         elif is_peft(module, "PeftModel", "PeftMixedModel"):
             if not is_peft(module.base_model, "BaseTuner"):
-                raise _refusal(to, f"{type(module).__name__} without adapted layers")
+                raise ConfigError(
+                    f"{to or 'the model'}: {type(module).__name__} without adapted layers: prompts "
+                    "that are learnt change no weight, and are not sent; use LoRA"
+                )
             self._visit(module.base_model, join(path, "base_model"), to, changed)
         elif is_peft(module, "BaseTuner"):
             self._visit(module.model, join(path, "model"), to, changed)
@@ -189,6 +192,11 @@ class MergePlan:
             names = {role: f"{join(path, role)}.{adapter}{leaf}" for role in roles}
             self._add(target, Addition(layer, adapter, names))
             if layer.lora_bias.get(adapter):
+                if layer.base_layer.bias is None:
+                    raise ConfigError(
+                        f"{to}: lora_bias has no bias to be merged into, nor could PEFT merge it; "
+                        "leave it out of the adapter"
+                    )
                 name = f"{join(path, 'lora_B')}.{adapter}.bias"
                 self._add(join(to, "bias"), Addition(layer, adapter, {"bias": name}))
 
