@@ -44,6 +44,7 @@ from rollout.rpc.convert import (
     prompt_to_proto,
     stats_from_json,
 )
+from rollout.rpc.http_port import http_problem
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.tls import ClientTls
 from rollout.rpc.tls import problem as tls_problem
@@ -168,8 +169,10 @@ class RolloutClient:
         try:
             info = await self.server_info()
         except EngineClosed as error:
-            why = await asyncio.to_thread(tls_problem, self.address, self._tls)
-            if why is None:
+            for problem in (tls_problem, http_problem):
+                if why := await asyncio.to_thread(problem, self.address, self._tls):
+                    break
+            else:
                 raise
             raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
         agreed(info.speaks, f"the service at {self.address}")

@@ -86,7 +86,7 @@ def problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> str | 
     try:
         with (
             socket.create_connection((host, int(port)), timeout) as sock,
-            _client_context(tls).wrap_socket(sock, server_hostname=name) as secured,
+            client_context(tls, "h2").wrap_socket(sock, server_hostname=name) as secured,
         ):
             if tls is None:
                 return _NEEDS_TLS
@@ -118,9 +118,10 @@ _REFUSED = "it refuses our certificate, or misses one: --tls-cert and --tls-key 
 _NEEDS_TLS = "it speaks TLS: pass --tls-ca PEM (tls=ClientTls(ca=...)), who signed its certificate"
 
 
-def _client_context(tls: ClientTls | None) -> ssl.SSLContext:
+def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:
+    """Of a client of Python's own sockets; without ``tls`` it believes anybody."""
     found = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    found.set_alpn_protocols(["h2"])
+    found.set_alpn_protocols([protocol])
     if tls is None:  # whoever it is: only whether TLS is spoken is asked
         found.check_hostname = False
         found.verify_mode = ssl.CERT_NONE

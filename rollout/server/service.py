@@ -115,6 +115,8 @@ async def serving_over(rollout: AsyncRollout, at: Listening) -> AsyncIterator[tu
             at.host, at.grpc_port, token=at.tokens.generation, control_token=at.tokens.control,
             tls=at.tls, insecure=at.insecure, max_body_bytes=at.max_body_bytes,
         )  # fmt: skip
+        for _, app in apps:
+            app.state.grpc_port = grpc.rpartition(":")[2]
         yield host_port(at.host, apps[0][0].getsockname()[1]), grpc
 
 

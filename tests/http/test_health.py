@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 from free_ports import free_port
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from serving import Served
 from starlette.testclient import TestClient
 from tiny_models import write_tiny
 
 from rollout import AsyncRollout, Rollout
 from rollout.config import EngineConfig
-from rollout.errors import RolloutError
+from rollout.errors import EngineClosed, RolloutError
 from rollout.server.http.app import build_app
 from rollout.server.service import Listening, serving
 
@@ -195,3 +197,15 @@ async def test_the_http_port_answers_while_the_model_is_loaded(
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
     done.set()
     await task
+
+
+def test_an_http_port_given_to_a_grpc_client_is_named_with_the_right_one(served: Served) -> None:
+    port = served.grpc.rpartition(":")[2]
+    words = f"{served.http}: it is an HTTP port; the gRPC port of this service is {port}"
+    with pytest.raises(EngineClosed, match=words):
+        Rollout.connect(served.http, timeout=10)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever).start()
+        with pytest.raises(EngineClosed, match="it is an HTTP port; give the gRPC port"):
+            Rollout.connect(f"127.0.0.1:{other.server_port}", timeout=10)
+        other.shutdown()

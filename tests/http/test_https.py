@@ -14,7 +14,7 @@ from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.config import EngineConfig
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.server.service import Listening, serving
 
@@ -62,6 +62,8 @@ def test_the_right_certificate_samples_over_https(secured: Served, made) -> None
     tls = ClientTls(ca=made("ours-ca.pem"), cert=made("ours.pem"), key=made("ours.key"))
     with Rollout.connect(secured.grpc, timeout=10, tls=tls) as rollout:  # the same files there
         assert rollout.generate([[1, 2, 3]])[0].finished
+    with pytest.raises(EngineClosed, match="it is an HTTP port; the gRPC port of this service is"):
+        Rollout.connect(secured.http, timeout=10, tls=tls)
 
 
 def test_a_directory_is_followed_beside_tls(secured: Served, runs: Path, made) -> None:

@@ -17,6 +17,7 @@ from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
+from rollout.rpc.http_port import GRPC_PORT
 from rollout.rpc.status import MAX_BODY
 from rollout.server.auth import Access, Tokens
 from rollout.server.grpc.health import ENDED, SERVING, state_of
@@ -110,7 +111,7 @@ def build_app(
         is_loading=lambda: rollout.backend.is_loading,
         shapes=shapes,
     )
-    app.state.rollout = rollout
+    app.state.rollout, app.state.grpc_port = rollout, ""  # its gRPC port, once it has one
     app.state.defaults = answers or AnswerDefaults()
     app.state.token_text = token_text or token_id_text
     for dialect in DIALECTS:
@@ -120,15 +121,17 @@ def build_app(
 
 @routes.on("GET", "/health", Access.OPEN)
 @routes.on("GET", "/ping", Access.OPEN)
-async def health(rollout: Engine) -> Response:
+async def health(rollout: Engine, request: Request) -> Response:
     """Readiness: 200 if a request that came now would be served, else 503.
 
-    ``prepared``: the update that waits for a decision, if one does.
+    ``prepared``: the update that waits for a decision, if one does. A header tells a gRPC client
+    that has come here which port it should have asked.
     """
     state = await state_of(rollout)
     prepared = rollout.backend.prepared
     body = {"status": state, **({"prepared": prepared} if prepared else {})}
-    return JSONResponse(body, 200 if state == SERVING else 503)
+    port = request.app.state.grpc_port
+    return JSONResponse(body, 200 if state == SERVING else 503, {GRPC_PORT: port} if port else None)
 
 
 @routes.on("GET", "/live", Access.OPEN)
