@@ -50,7 +50,7 @@ def _send(
                 connect=lambda: peer,
                 options=UpdateOptions(
                     version=request.version, encoding="full", timeout=request.timeout,
-                    label=info.label, adapters_after=after,
+                    label=info.label, adapters_after=after, merged=info.merged,
                 ),
             )  # fmt: skip
         except SourceFailed:

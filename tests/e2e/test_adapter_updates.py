@@ -35,6 +35,8 @@ from rollout.errors import (
 from rollout.models.adapter_model import AdapterModel
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 from rollout.weights import Box
 from rollout.weights.adapters import AdapterSpec, ModuleSpec
 from rollout.weights.components import POLICY
@@ -603,6 +605,56 @@ def test_copies_for_deltas_last_only_where_nobody_committed_in_between(engine, b
     engine.update_weights(model, adapters={"math": model})
     copies.stays(between, engine.update_weights(adapters={"math": model}))
     assert copies.nbytes == 0
+
+
+def test_an_adapter_is_not_served_on_a_base_that_it_was_merged_into(base, tmp_path) -> None:
+    model, twice = adapted(base, 41), "sent merged with default: .* would count twice"
+    store = LocalStore(tmp_path / "versions")
+    VersionWriter(store, dtype=torch.float32).write(model, 70)
+    model.save_pretrained(tmp_path / "files")
+    with Rollout(base, weight_dirs=[str(tmp_path)], **SETTINGS) as rollout:
+
+        def refused() -> None:
+            version, held = rollout.weight_version, said(rollout, None)
+            for send in (
+                lambda: rollout.update_weights(model, adapters_only=True),
+                lambda: rollout.update_weights(adapters={"math": model}),
+                lambda: rollout.load_lora_adapter("math", tmp_path / "files"),
+            ):
+                with pytest.raises(ConfigError, match=twice):
+                    send()
+            assert rollout.weight_info().merged == ("default",)
+            assert (rollout.weight_version, said(rollout, None)) == (version, held)
+
+        plain = said(rollout, None)
+        rollout.update_weights(model)
+        merged = said(rollout, None)
+        refused()
+        rollout.update_weights(model, adapters={"math": model})
+        assert said(rollout, None) == plain
+        right = said(rollout, "math")
+        assert right[0][0] == merged[0][0]
+        with pytest.raises(ConfigError, match="would be merged into the base, and math served"):
+            rollout.update_weights(model)
+        rollout.rollback()
+        assert said(rollout, None) == merged
+        refused()
+        with model.disable_adapter():
+            rollout.update_weights(model, partial=True)  # what it leaves may be merged still
+            refused_after = rollout.weight_info().merged
+            rollout.update_weights(model)
+        assert (refused_after, rollout.weight_info().merged) == (("default",), ())
+        rollout.update_weights(model, adapters_only=True)
+        assert said(rollout, "default") == right
+        with pytest.raises(ConfigError, match="would be merged into the base, and default served"):
+            rollout.update_weights(server_path=tmp_path / "versions" / f"{70:012}", version=70)
+        assert rollout.unload_lora_adapter("default")
+        rollout.update_weights(server_path=tmp_path / "versions" / f"{70:012}", version=70)
+        assert said(rollout, None) == merged
+        refused()
+        rollout.update_weights(adapted(base, 41).merge_and_unload())
+        rollout.load_lora_adapter("math", tmp_path / "files")  # on top, as it was asked for
+        assert said(rollout, "math") != right
 
 
 def test_an_engine_without_slots_says_what_to_do(base) -> None:

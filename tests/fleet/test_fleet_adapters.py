@@ -220,6 +220,26 @@ def test_a_member_that_joins_gets_the_adapters_with_proof_before_it_serves(
         late.shutdown()
 
 
+def test_no_member_serves_an_adapter_on_a_base_that_it_was_merged_into(
+    front, engines, model, checkpoint
+):
+    front.rollout.update_weights(shaken(model, 30))
+    late = Rollout(checkpoint, **SETTINGS)
+    name = front.fleet.add(late.address)
+    try:
+        front.fleet.wait_serving(4, 20.0)
+        for rollout in (front.rollout, late, *engines):
+            assert rollout.weight_info().merged == ("default",)
+        with pytest.raises(ConfigError, match=r"sent merged with default: .* would count twice"):
+            front.rollout.update_weights(model, adapters_only=True)
+        receipt = front.rollout.update_weights(model, adapters={"default": model})
+        assert receipt.details["members"].get(name) == "committed"
+        assert front.rollout.weight_info().merged == ()
+    finally:
+        front.fleet.remove(name)
+        late.shutdown()
+
+
 def test_a_member_that_cannot_hold_them_does_not_serve_and_says_why(front, model, checkpoint):
     front.rollout.update_weights(adapters={"math": shaken(model, 11)})
     with Rollout(checkpoint, **ENGINE) as bare:

@@ -89,6 +89,11 @@ class AdapterUpdates:
             if name not in request.adapters and (held is None or held.version != version):
                 raise VersionConflict(f"adapter {name}@{version} is not sent, and {held} is here")
 
+    def after(self, request: UpdateRequest) -> tuple[str, ...]:
+        """The names that will be served once this update is live."""
+        after = request.adapters_after
+        return tuple({**self.newest, **request.adapters} if after is None else after)
+
     def reserve(
         self,
         names: Sequence[str],

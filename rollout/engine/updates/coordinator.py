@@ -33,7 +33,7 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.weight_sync.protocol import zstd
-from rollout.weight_sync.protocol.adapters import adapter_tensors, check_room
+from rollout.weight_sync.protocol.adapters import adapter_tensors, check_merged, check_room
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import (
     Decision,
@@ -46,7 +46,7 @@ from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
-from rollout.weights.components import component_of
+from rollout.weights.components import POLICY, component_of
 
 T = TypeVar("T")
 KEPT_RECEIPTS = 64
@@ -118,6 +118,8 @@ class Coordinator:
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen
         # What the ranks voted to hold, by tensor, of the version before the live one.
         self.held_before: dict[str, int] | None = None
+        self.merged: tuple[str, ...] = ()  # see ``WeightInfo``; and of the version before
+        self.merged_before: tuple[str, ...] = ()
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -153,6 +155,7 @@ class Coordinator:
             max_lora_rank=self._max_lora_rank if self._max_adapters else 0,
             adapters=self.engine.adapters.versions,
             adapter_digests=self.adapters.digests,
+            merged=self.merged,
         )
 
     def wanted(self, request: UpdateRequest) -> dict[str, TensorMeta]:
@@ -401,6 +404,9 @@ class Coordinator:
         if version <= live[1]:
             raise VersionConflict(f"version {version} is not above the live version {live[1]}")
         self.adapters.check(request)
+        check_merged(
+            self.merged_after(request), self.adapters.after(request), sent=bool(request.merged)
+        )
         others = set(self.components) - set(request.components)
         if self.engine.broken is not None and (
             request.partial or request.encoding == "delta" or others
@@ -409,6 +415,12 @@ class Coordinator:
             raise EngineBroken(f"live weights are not one version: send a full update{every}")
         return version
 
+    def merged_after(self, request: UpdateRequest) -> tuple[str, ...]:
+        """``merged`` once this update is live: what a partial one leaves may hold more."""
+        if POLICY not in request.components:
+            return self.merged
+        return tuple(dict.fromkeys([*(self.merged if request.partial else ()), *request.merged]))
+
     def record(
         self,
         receipt: UpdateReceipt,
@@ -416,10 +428,11 @@ class Coordinator:
         held: dict[str, int],
         reversible: bool = False,
         models: bool = True,
+        merged: tuple[str, ...] = (),
     ) -> None:
         """Remember a commit; ``held``: digest per tensor of the models that are live now.
 
-        ``models``: whether it changed any of them.
+        ``models``: whether it changed any of them; ``merged``: see ``WeightInfo``.
         """
         log.info(
             "version %d is live: %s, %d tensors by %s, stalled %.4f s",
@@ -432,6 +445,7 @@ class Coordinator:
         self._receipts.append(receipt)
         if models:
             self.held_before, self.switch.held = self.switch.held, held
+            self.merged_before, self.merged = self.merged, merged
         if self._note_version is not None and held:
             self._note_version(receipt.version, held)
         self._label = label

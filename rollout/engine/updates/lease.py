@@ -284,7 +284,9 @@ class Lease:
             receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
             self._committed = receipt
             of.record(
-                receipt, request.label, held, self._base_is_whole, models=bool(request.models)
+                *(receipt, request.label, held, self._base_is_whole),
+                models=bool(request.models),
+                merged=of.merged_after(request),
             )
         finally:  # it is live, whatever becomes of the books
             self._leave()

@@ -62,7 +62,8 @@ def send_live_form(
     request = UpdateRequest(
         update_id=uuid.uuid4().hex, version=version, encoding="live", bucket_bytes=BUCKET,
         components=components, adapters={name: a.spec for name, a in adapters.items()},
-        adapters_after=adapters_after, label=of.info().label, timeout=timeout,
+        adapters_after=adapters_after, merged=of.merged, label=of.info().label,
+        timeout=timeout,
     )  # fmt: skip
     digests = dict(of.digests(timeout))
     with closing(channel):

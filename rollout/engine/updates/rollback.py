@@ -125,7 +125,9 @@ class Rollback:
             details=before,
         )
         labels = [kept.label for kept in of.receipts if kept.version < version - 1]
-        of.record(receipt, labels[-1] if labels else None, held, models=models)
+        of.record(
+            receipt, labels[-1] if labels else None, held, models=models, merged=of.merged_before
+        )
         return receipt
 
     def _check(self, request: PrepareRollback) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -55,6 +55,27 @@ def check_adapters(adapters: Mapping[str, AdapterSpec], info: WeightInfo) -> Non
     base = {meta.name: meta for meta in info.tensors}
     for name, spec in adapters.items():
         adapter_tensors(name, spec, base, info.aliases)
+
+
+def check_merged(merged: Collection[str], served: Collection[str], *, sent: bool) -> None:
+    """``ConfigError`` where adapters would be ``served`` on top of a policy that adapters were
+    ``merged`` into, and so count twice. ``sent``: it is sent so; else it is what is live.
+    """
+    if not merged or not served:
+        return
+    names = ", ".join(sorted(served))
+    if sent:
+        raise ConfigError(
+            f"this PEFT model would be merged into the base, and {names} served on top of it: pass "
+            "adapters_only=True, or adapters={name: model} beside the model; or unload those; or "
+            "send what merge_and_unload() leaves, if that is what you want"
+        )
+    raise ConfigError(
+        f"the live base was sent merged with {', '.join(merged)}: {names} on top of it would count "
+        "twice. Send the base with it, unmerged, by update_weights(model, adapters={name: model}); "
+        "or first by itself, under model.disable_adapter(). A base that an adapter was trained on "
+        "top of is sent as merge_and_unload() leaves it"
+    )
 
 
 def check_room(adapters: Mapping[str, AdapterSpec], slots: int, max_rank: int) -> None:

@@ -102,6 +102,8 @@ class WeightInfo:
     max_lora_rank: Count = field(default=0, metadata=ADDED)
     adapters: Table[Count] = field(default_factory=dict, metadata=ADDED)
     adapter_digests: Table[Digest] = field(default_factory=dict, metadata=ADDED)
+    # Adapters, as their sender calls them, that the live policy was merged from.
+    merged: Many[Text] = field(default=(), metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
@@ -121,8 +123,9 @@ class UpdateRequest:
     it may take, or nothing is staged. ``adapters``: by name, those that are sent, which are
     components, too, and always whole. ``adapters_after``: all that are to be there after the
     commit, by version: those that are sent get theirs, the others have to be held in it, and what
-    is not named goes; None: those that are sent are added, as of the update's version. With
-    ``in_flight="pin"``: ``pin_timeout`` in seconds, 0 for ``timeout``, then ``pin_fallback``.
+    is not named goes; None: those that are sent are added, as of the update's version. ``merged``:
+    see ``WeightInfo``; of the policy that is sent. With ``in_flight="pin"``: ``pin_timeout`` in
+    seconds, 0 for ``timeout``, then ``pin_fallback``.
     """
 
     update_id: Text
@@ -146,6 +149,7 @@ class UpdateRequest:
     pin_timeout: Seconds = field(default=0.0, metadata=ADDED)
     pin_fallback: Text = field(default="keep", metadata=ADDED)
     adapters_after: Table[Count] | None = field(default=None, metadata=ADDED)
+    merged: Many[Text] = field(default=(), metadata=ADDED)
 
     def adapter_version(self, name: str) -> int:
         """Of an adapter that is sent, where ``version`` is known."""

@@ -50,8 +50,8 @@ class UpdateOptions:
     server reads itself, by which a repeated one is known. ``max_stall``: seconds in which no step
     may run; ``max_extra_memory``: bytes that a rank may take on its device beyond what it holds.
     ``pin_timeout``: how long requests may stay with the version before, at most ``timeout`` (None:
-    as long), then ``pin_fallback``. ``adapters_after``: of a copy of another engine, all adapters
-    that are to be there then, by version.
+    as long), then ``pin_fallback``. Of a copy of another engine: ``adapters_after``, all adapters
+    that are to be there then, by version, and ``merged`` as ``WeightInfo`` has it.
     """
 
     version: int | None = None
@@ -70,6 +70,7 @@ class UpdateOptions:
     pin_timeout: float | None = None
     pin_fallback: str = "keep"
     adapters_after: Mapping[str, int] | None = None
+    merged: tuple[str, ...] = ()
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 from rollout.errors import RolloutError, WeightError
+from rollout.weight_sync.protocol.adapters import check_merged
 from rollout.weight_sync.protocol.delta import Committed, DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
@@ -24,7 +25,7 @@ from rollout.weight_sync.trainer.sending import Sending
 from rollout.weight_sync.trainer.session import Opener, UpdatePlan, UpdateSession, by_boxes
 from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
 from rollout.weight_sync.trainer.sources.detect import Detected
-from rollout.weight_sync.trainer.sources.update import check_merging, detect_update
+from rollout.weight_sync.trainer.sources.update import detect_update
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.wire.codec import from_plain, to_plain
 
@@ -57,8 +58,8 @@ def publish(
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
         with _told(link):
-            check_merging(found, info)
             source = agreed_source(found, info, group, timeout, partial=options.partial)
+            check_merged(source.merged, {*info.adapters, *source.adapters}, sent=True)
         copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)
         layout = exchange_layout(source, group, timeout, plans, copies) if look else None

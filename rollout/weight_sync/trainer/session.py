@@ -290,8 +290,13 @@ class Opener:
             components=source.components,
             adapters=source.adapters,
             adapters_after=options.adapters_after,
+            merged=self._merged(source),
             **self._limits(),
         )
+
+    def _merged(self, source: Incoming) -> tuple[str, ...]:
+        known = self.info.max_adapters and "merged" in self.info.features
+        return (*source.merged, *self.options.merged) if known else ()
 
     def _limits(self) -> dict[str, Any]:
         given = {name: getattr(self.options, name) for name in ("max_stall", "max_extra_memory")}

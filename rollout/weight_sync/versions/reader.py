@@ -46,11 +46,15 @@ LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a version is; ``base`` is the version its deltas patch, None for a whole one."""
+    """What a version is; ``base`` is the version its deltas patch, None for a whole one.
+
+    ``merged``: the adapters that its weights were merged with, by PEFT's names.
+    """
 
     version: int
     base: int | None
     label: str | None
+    merged: tuple[str, ...]
     buckets: tuple[int, ...]  # bytes of each file
     tensors: tuple[TensorMeta, ...]
     digests: dict[str, int]  # of the complete tensors
@@ -69,6 +73,10 @@ class VersionSource:
         self.agreement = RankGroup()
         self._store, self._dtype = store, dtype
         self.manifest = read_manifest(store, version)
+
+    @property
+    def merged_adapters(self) -> tuple[str, ...]:
+        return self.manifest.merged
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return tuple(
@@ -116,6 +124,7 @@ def read_manifest(store: Store, version: int) -> Manifest:
             version=version,
             base=base,
             label=None if wire["label"] is None else str(wire["label"]),
+            merged=tuple(map(str, wire.get("merged", ()))),
             buckets=tuple(int(nbytes) for nbytes in wire["buckets"]),
             tensors=tuple(from_plain(TensorMeta, row) for row in wire["tensors"]),
             digests=digests,

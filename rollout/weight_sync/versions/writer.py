@@ -91,7 +91,7 @@ class VersionWriter:
                 committed.version < version and committed.since_full + 1 < self._anchor_every
             ):
                 committed = Committed(values=committed.values)
-            writing = _Writing(self._store, version, label, self._bucket_bytes)
+            writing = _Writing(self._store, version, label, self._bucket_bytes, found.merged)
             stack.callback(writing.close)
             if self._delta:
                 writing.follow(committed or Committed())
@@ -108,10 +108,18 @@ class VersionWriter:
 class _Writing:
     """One version on its way into the store."""
 
-    def __init__(self, store: Store, version: int, label: str | None, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        version: int,
+        label: str | None,
+        bucket_bytes: int,
+        merged: tuple[str, ...],
+    ) -> None:
         if not 0 <= version < 10**12:
             raise ConfigError(f"version must be in 0..10^12 - 1, got {version}")
         self._store, self._version, self._label = store, version, label
+        self._merged = merged
         # The store takes a bucket while the next one is gathered.
         self._thread = ThreadPoolExecutor(1, "version-writer")
         self._puts: list[Future[None]] = []  # by bucket
@@ -191,6 +199,7 @@ class _Writing:
             "version": self._version,
             "base": self._base,
             "label": self._label,
+            "merged": self._merged,
             "buckets": self._sizes,
             "tensors": [to_plain(meta) for meta in self._tensors],
             "digests": self._stats.by_tensor(),

@@ -42,6 +42,19 @@ def adapter_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(known), tuple(active)
 
 
+def merged_names(obj: Any) -> tuple[str, ...]:
+    """PEFT's names of the adapters that the weights of ``obj`` are sent merged with."""
+    found: dict[str, None] = {}
+    for layer in tuner_layers(obj):
+        if layer.merged:
+            found.update(dict.fromkeys(layer.merged_adapters))
+        elif not layer.disable_adapters:
+            held = (getattr(layer, role, None) or () for role in layer.adapter_layer_names)
+            own = {name for each in held for name in each}
+            found.update(dict.fromkeys(name for name in layer.active_adapters if name in own))
+    return tuple(found)
+
+
 def chosen_adapter(module: nn.Module, name: str) -> str:
     """Which of PEFT's adapters is sent as ``name``: the one called so, else the only active one."""
     known, active = adapter_names(module)

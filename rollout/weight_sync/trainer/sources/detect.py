@@ -17,6 +17,7 @@ from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.protocol.adapters import check_adapters
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.adapters import merged_names
 from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weight_sync.trainer.sources.components import together
 from rollout.weight_sync.trainer.sources.kinds import (
@@ -163,7 +164,19 @@ class Detected:
             partial=partial,
             prefixes=info.prefixes,
         )
-        return Incoming(source, info.dtype, info.tensors, info.aliases, self.components, adapters)
+        return Incoming(
+            *(source, info.dtype, info.tensors, info.aliases, self.components, adapters),
+            merged=self.merged,
+        )
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """The adapters that the policy is sent merged with, by PEFT's names."""
+        if self.parts:
+            return dict(self.parts)[POLICY].merged if POLICY in self.components else ()
+        if self.kind == "source":
+            return tuple(getattr(self.obj, "merged_adapters", ()))  # of a ``VersionSource``
+        return () if self.unmerged else merged_names(self.obj)
 
     def spec(self, prefixes: Mapping[str, str]) -> AdapterSpec:
         """Of an adapter: what the engine is told of it."""

@@ -12,7 +12,6 @@ from torch import nn
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.loader.peft_adapter import PeftAdapter
-from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.adapters import (
     Adapter,
@@ -28,7 +27,7 @@ from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
-from rollout.weights.components import POLICY, adapter_component, adapter_of
+from rollout.weights.components import POLICY, adapter_component
 from rollout.weights.names import placed
 
 
@@ -42,23 +41,6 @@ def own_adapters(obj: Any) -> dict[str, Any]:
             f"{type(obj).__name__}; or pass adapters={{name: PEFT model or directory}}"
         )
     return dict.fromkeys(active, obj)
-
-
-def check_merging(found: Detected, info: WeightInfo) -> None:
-    """``ConfigError`` where a PEFT model would be merged below adapters that are served."""
-    parts = found.parts or ((POLICY, found),)
-    brought = [name for part, _ in parts if (name := adapter_of(part)) is not None]
-    served = dict.fromkeys([*info.adapters, *brought])
-    for component, part in parts:
-        module = bare_module(part.obj) if isinstance(part.obj, nn.Module) else None
-        if module is None or part.unmerged or adapter_of(component) is not None:
-            continue
-        if served and is_adapted(module) and adapter_names(module)[1]:
-            raise ConfigError(
-                f"this PEFT model would be merged into the base, and {', '.join(served)} "
-                "served on top of it: pass adapters_only=True, or adapters={name: model} beside "
-                "the model; or unload those, or call merge_adapter() if that is what you want"
-            )
 
 
 def detect_update(

@@ -108,10 +108,10 @@ class Incoming:
     """A trainer's source as everything that sends or digests it reads it: checked, cast, in pieces.
 
     ``dtype``: of plain floats. ``wanted``: what the engine announced (nothing where there is no
-    engine), and its ``aliases``; ``components``: what is sent of, ``adapters`` among them. What
-    cannot be cast to that
-    sensibly is a ``WeightMismatch`` that names the tensor and both dtypes. Values of other ranks
-    than the first are not read, unless locally.
+    engine), and its ``aliases``; ``components``: what is sent of, ``adapters`` among them;
+    ``merged``: see ``UpdateRequest``. What cannot be cast to that dtype sensibly is a
+    ``WeightMismatch`` that names the tensor and both dtypes. Values of other ranks than the first
+    are not read, unless locally.
     """
 
     def __init__(
@@ -122,8 +122,10 @@ class Incoming:
         aliases: Mapping[str, str] | None = None,
         components: tuple[str, ...] = (POLICY,),
         adapters: Mapping[str, AdapterSpec] | None = None,
+        merged: tuple[str, ...] = (),
     ) -> None:
         self.inner, self.components, self.adapters = inner, components, dict(adapters or {})
+        self.merged = merged
         self._dtype, self._aliases = dtype, aliases or {}
         self._wanted = {meta.name: meta for meta in wanted}
         self._left: Tensor | None = None  # the last that was yielded as it is
