@@ -45,6 +45,7 @@ from rollout.generation import (
     scored_rows,
 )
 from rollout.generation.metrics import EngineStats
+from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ClientTls
@@ -105,9 +106,7 @@ class AsyncRollout:
         tls: ClientTls | None = None,
     ) -> Self:
         """A service at "host:port" of its gRPC server; ``timeout`` bounds calls but generation."""
-        host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isdigit()) or "/" in address:
-            raise ConfigError(f"address {address!r} is not host:port, e.g. 127.0.0.1:50051")
+        split_address(address)
         if problem := timeout_problem(timeout):
             raise ConfigError(f"timeout {problem}")
         self = cls.__new__(cls)

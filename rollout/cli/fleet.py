@@ -6,16 +6,19 @@ import argparse
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.flags import Row, add_rows, engine_flags, environment
 from rollout.cli.service import LISTENING, Up, listening_of, run_service
+from rollout.config import timeout_problem
 from rollout.errors import ConfigError
+from rollout.rpc.address import split_address
 
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
+    from rollout.fleet.backend import FleetBackend
     from rollout.fleet.fleet import Fleet
     from rollout.server.service import Listening
 
@@ -28,6 +31,8 @@ REPLICAS: tuple[Row, ...] = (
 )  # fmt: skip
 FLEET: tuple[Row, ...] = (
     *REPLICAS[1:],
+    ("--start-timeout", "X", 600.0,
+     "seconds within which as many engines as --quorum have to serve; others may come later"),
     ("--record", "DIR", ".rollout-fleet", "where the fleet's promises are kept, on a local disk"),
     ("--engine-token", "TOKEN", None, "control token of the engines (default: "
      "ROLLOUT_ENGINE_TOKEN)"),
@@ -40,6 +45,7 @@ async def serving_replicas(
 ) -> AsyncIterator[Up]:
     """``args.replicas`` engines that this process starts, served at one address."""
     from rollout.distributed import choose_device
+    from rollout.fleet.backend import FleetBackend
     from rollout.fleet.replicas import Replicas, gpus_each, threads_each, visible_gpus
     from rollout.loader import resolve_model
 
@@ -60,9 +66,12 @@ async def serving_replicas(
         fleet = _fleet(record, args)
         journal = None if config.journal is None else Path(config.journal)
         replicas = Replicas(fleet, where, flags, args.replicas, gpus, journal)
+        backend = FleetBackend(
+            fleet, weight_dirs=config.weight_dirs, start_timeout=config.start_timeout,
+            members=replicas.start,
+        )  # fmt: skip
         try:
-            starting = asyncio.to_thread(replicas.start)
-            async with _served(fleet, at, starting, config.weight_dirs) as up:
+            async with _served(backend, at) as up:
                 yield up
         finally:
             await asyncio.to_thread(replicas.close)
@@ -71,14 +80,14 @@ async def serving_replicas(
 @contextlib.asynccontextmanager
 async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncIterator[Up]:
     """Engines that run already, at ``args.engine``, served at one address."""
+    from rollout.fleet.backend import FleetBackend
+
     token = args.engine_token or environment("ENGINE_TOKEN")
     fleet = _fleet(args.record, args)
-
-    def add() -> None:
-        for address in args.engine:
-            fleet.add(address, token)
-
-    async with _served(fleet, at, asyncio.to_thread(add), args.weight_dir) as up:
+    backend = FleetBackend(fleet, weight_dirs=args.weight_dir, start_timeout=args.start_timeout)
+    for address in args.engine:
+        fleet.add(address, token)
+    async with _served(backend, at) as up:
         yield up
 
 
@@ -101,6 +110,13 @@ def serve_fleet(args: argparse.Namespace) -> int:
     """See ``run_service``."""
     if not args.engine:
         raise ConfigError("which engines? Give --engine HOST:PORT, the gRPC address of each")
+    given: set[tuple[str, int]] = set()
+    for address in args.engine:
+        if (where := split_address(address)) in given:
+            raise ConfigError(f"--engine {address} is given twice: name each engine once")
+        given.add(where)
+    if problem := timeout_problem(args.start_timeout):
+        raise ConfigError(f"--start-timeout {problem}")
     at = listening_of(args)
     return asyncio.run(run_service(args, serving_engines(at, args)))
 
@@ -115,17 +131,12 @@ def _fleet(record: str, args: argparse.Namespace) -> Fleet:
 
 
 @contextlib.asynccontextmanager
-async def _served(
-    fleet: Fleet, at: Listening, starting: Any, weight_dirs: Sequence[str]
-) -> AsyncIterator[Up]:
+async def _served(backend: FleetBackend, at: Listening) -> AsyncIterator[Up]:
     from rollout.api import AsyncRollout
-    from rollout.fleet.backend import FleetBackend
     from rollout.server.service import serving_over
 
     try:
-        await starting
-        backend = FleetBackend(fleet, weight_dirs=weight_dirs)
         async with serving_over(AsyncRollout.over(backend), at) as addresses:
             yield Up(*addresses)
     finally:
-        fleet.close()
+        backend.close()

@@ -27,8 +27,10 @@ from rollout.errors import (
 )
 from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.channel import CommittedUpdates, FleetChannel
-from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.gathering import gather
 from rollout.fleet.hold import Hold
+from rollout.fleet.link import Link
 from rollout.fleet.lost import Lost
 from rollout.fleet.member import standing
 from rollout.fleet.rollback import roll_back
@@ -80,15 +82,22 @@ class FleetBackend:
     local_address = LOOPBACK
 
     def __init__(
-        self, fleet: Fleet, *, start_timeout: float = 600.0, weight_dirs: Sequence[str] = ()
+        self,
+        fleet: Fleet,
+        *,
+        start_timeout: float = 600.0,
+        weight_dirs: Sequence[str] = (),
+        members: Callable[[], None] = lambda: None,
     ) -> None:
-        """``weight_dirs``: directories under which the front may read updates itself."""
+        """``weight_dirs``: directories under which the front may read updates itself. ``members``
+        blocks, and adds those that the fleet begins with; see ``start``.
+        """
         self.fleet, self.router, self.hold = fleet, Router(), Hold(fleet)
         self._weight_dirs = tuple(weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
         self.max_adapters = self.max_lora_rank = 0  # of its members, as they were at the start
-        self._timeout = start_timeout
+        self._timeout, self._members, self._starting = start_timeout, members, asyncio.Lock()
         self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
@@ -99,10 +108,15 @@ class FleetBackend:
     # ---- life ----
 
     async def start(self) -> None:
-        """Until every member serves that the fleet was given."""
-        if self._started is None:
-            wanted = self.fleet.num_members
-            await asyncio.to_thread(self.fleet.wait_serving, wanted, self._timeout)
+        """Until as many members serve as a commit needs; ``DeadlineExceeded`` after
+        ``start_timeout`` seconds. Others join when they can.
+        """
+        async with self._starting:
+            if self._started is not None:
+                return
+            members, self._members = self._members, lambda: None
+            await asyncio.to_thread(members)
+            await asyncio.to_thread(gather, self.fleet, self._timeout)
             info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
             self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
             self.hold.find()

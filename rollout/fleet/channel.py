@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, VersionConflict
 from rollout.fleet.actions import Adapters
-from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.link import Link
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all

@@ -93,12 +93,26 @@ class Coordinator:
     def serving(self) -> list[str]:
         return [m.name for m in self.members.values() if m.status is Status.SERVING]
 
+    def whys(self) -> str:
+        """Why those do not serve that do not."""
+        out = (m for m in self.members.values() if m.status is not Status.SERVING)
+        return "; ".join(f"{m.name}: {m.why}" for m in out)
+
+    def twin(self, name: str, epoch: int) -> str:
+        """The member that is this engine already, under another name; "" where none is."""
+        others = (m for m in self.members.values() if m.name != name and m.standing is not None)
+        return next((m.name for m in others if m.standing and m.standing.epoch == epoch), "")
+
     def stood(self, name: str, grant: Grant, standing: Standing, now: float) -> list[Action]:
         """A member has taken ``grant`` and says where it stands."""
         member = self.members.get(name)
         if member is None:
             return []
         member.answered, known = max(member.answered, grant.serial), member.standing
+        if twin := self.twin(name, standing.epoch):
+            member.standing = None  # so that it is told nothing: the other one's lease is the same
+            why = f"it is the same engine as member {twin}: remove one of the two"
+            return self._fence(member, why, now)
         if known is not None and known.epoch != standing.epoch:
             lost = self._fence(member, "it has restarted", now)
             member.holds, member.serves_until = False, now
@@ -219,7 +233,7 @@ class Coordinator:
         if len(members) < self.quorum:
             raise EngineClosed(
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
-                f"needs {self.quorum}: {self._whys() or 'none was added'}"
+                f"needs {self.quorum}: {self.whys() or 'none was added'}"
             )
         reversible = reversible and not back
         left = dict.fromkeys(members, False)
@@ -483,10 +497,6 @@ class Coordinator:
             adapters=(), adapters_before=(),
         )  # fmt: skip
         return [Write(self._founding)]
-
-    def _whys(self) -> str:
-        out = (m for m in self.members.values() if m.status is not Status.SERVING)
-        return "; ".join(f"{m.name}: {m.why}" for m in out)
 
 
 def _back_off(name: str, fails: int) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollout.errors import (
@@ -23,13 +22,16 @@ from rollout.errors import (
 )
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Tell, Write
 from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.link import Link, let_go
 from rollout.fleet.member import describe
+from rollout.fleet.member_log import MemberLog
 from rollout.fleet.record import Record
+from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
 from rollout.weight_sync.protocol.digests import MASK, total
-from rollout.weight_sync.protocol.membership import SendTo, Standing
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.messages import WeightInfo
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -43,28 +45,6 @@ _CLOSED = (
 )
 # What may only mean that a member was not reached; whatever else it answers is its last word.
 _UNHEARD = (DeadlineExceeded, EngineClosed, EngineOverloaded, TransferFailed)
-
-
-@dataclass(slots=True)
-class Link:
-    """One member as the front reaches it: ``client`` for calls and weights, ``control`` for what
-    may not wait. ``calls``: of this front, under way there.
-    """
-
-    name: str
-    client: RolloutClient
-    control: RolloutClient
-    token: str | None
-    calls: int = 0
-    met: bool = False  # whether ``client`` knows what it can do
-    verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
-    held: object = None  # the life of the engine and what it is held in; None where unknown
-    # By update: what it answered to the commit, and when.
-    receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
-
-    def close(self) -> None:
-        self.client.close()
-        self.control.close()
 
 
 class Fleet:
@@ -90,6 +70,7 @@ class Fleet:
             earlier=record.earlier,
         )  # fmt: skip
         self._links: dict[str, Link] = {}
+        self._log = MemberLog()
         self._ended: dict[str, Future[Ended]] = {}
         self._changed = threading.Condition(threading.RLock())
         self._pool = ThreadPoolExecutor(THREADS, "rollout-fleet")
@@ -102,27 +83,31 @@ class Fleet:
 
     # ---- members ----
 
-    def add(self, address: str, token: str | None = None, name: str | None = None) -> str:
+    def add(
+        self, address: str, token: str | None = None, name: str | None = None, *, ask: bool = False
+    ) -> str:
         """A member at "host:port" of its gRPC server, under ``name`` (default: the address).
 
         Under the name of another it takes that one's place. It serves once it is known to hold what
-        the fleet serves; see ``wait_serving``.
+        the fleet serves, and it need not be there yet; with ``ask`` whoever answers there now has
+        to be an engine. ``ConfigError`` for a bad address, and for an engine that is a member.
         """
-        name = name or address
-        link = Link(
-            name,
-            RolloutClient(address, token, keeps_epoch=False),  # the fleet judges epochs itself
-            RolloutClient(address, token, timeout=max(self.lease / 2, 0.5), keeps_epoch=False),
-            token,
-        )
-        with self._changed:
-            old = self._links.get(name)
-            self._links[name] = link
-            self._set_quorum()
-            self._do(self._state.add(name, time.monotonic()))
+        link = Link.to(address, token, name or address, self.lease)
+        try:
+            if ask:
+                self._meet(link)
+            with self._changed:
+                self._check_address(link, renewed=name is not None)
+                old = self._links.get(link.name)
+                self._links[link.name] = link
+                self._set_quorum()
+                self._do(self._state.add(link.name, time.monotonic()))
+        except RolloutError:
+            link.close()
+            raise
         if old is not None:
             old.close()
-        return name
+        return link.name
 
     def remove(self, name: str) -> None:
         with self._changed:
@@ -131,7 +116,7 @@ class Fleet:
                 raise ConfigError(f"the fleet has no member {name!r:.80}")
             for action in self._state.remove(name, time.monotonic()):
                 if isinstance(action, Ask):
-                    self._pool.submit(_let_go, link, action)
+                    self._pool.submit(self._let_go, link, action.grant)
                 else:
                     self._do([action])
             self._set_quorum()
@@ -140,15 +125,36 @@ class Fleet:
         """Its process has ended, as whoever has started it sees."""
         self._feed(lambda now: self._state.died(name, now))
 
+    def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Until ``condition()``, which is looked at after each thing that happens; whether it is
+        true. ``EngineClosed`` where the fleet is closed meanwhile.
+        """
+        with self._changed:
+            met = self._changed.wait_for(lambda: self._closing.is_set() or condition(), timeout)
+            self._check_open()
+            return met
+
     def wait_serving(self, count: int, timeout: float) -> None:
         """Until ``count`` members serve; ``DeadlineExceeded`` says why the others do not."""
+        if not self.wait(lambda: len(self.serving()) >= count, timeout):
+            raise DeadlineExceeded(
+                f"{len(self.serving())} of {count} members serve after {timeout:g} s: {self.whys()}"
+            )
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a member has been added of which nothing is known yet."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self.serving()) >= count, timeout):
-                rows = [r for r in self.members() if r["status"] != "serving"]
-                why = "; ".join(f"{row['name']}: {row['why']}" for row in rows)
-                raise DeadlineExceeded(
-                    f"{len(self.serving())} of {count} members serve after {timeout:g} s: {why}"
-                )
+            return any(member.is_new for member in self._state.members.values())
+
+    @property
+    def quorum(self) -> int:
+        return self._state.quorum
+
+    def whys(self) -> str:
+        """Why members do not serve that do not."""
+        with self._changed:
+            return self._state.whys()
 
     def serving(self) -> list[Link]:
         with self._changed:
@@ -221,8 +227,7 @@ class Fleet:
         """Any member that serves; ``EngineClosed`` where none does."""
         links = self.serving()
         if not links:
-            rows = "; ".join(f"{row['name']}: {row['why']}" for row in self.members())
-            raise EngineClosed(f"no member of the fleet serves: {rows or 'it has none'}")
+            raise EngineClosed(f"no member of the fleet serves: {self.whys() or 'it has none'}")
         return min(links, key=lambda link: link.calls)
 
     def ask_any(self, verb: Callable[[RolloutClient], T]) -> T:
@@ -323,6 +328,31 @@ class Fleet:
         if self._closing.is_set():
             raise EngineClosed(_CLOSED)
 
+    def _meet(self, link: Link) -> None:
+        """Raise what is wrong with whoever answers there, if somebody does."""
+        try:
+            standing = link.ask(Grant(fence=self.fence, epoch=None))
+        except ConfigError:
+            raise
+        except RolloutError as error:
+            log.info("member %s does not answer yet: %s", link.name, error)
+            return
+        with self._changed:
+            if twin := self._state.twin(link.name, standing.epoch):
+                raise _is_member(link, twin)
+
+    def _check_address(self, link: Link, *, renewed: bool) -> None:
+        where = split_address(link.client.address)
+        for other in self._links.values():
+            same = split_address(other.client.address) == where
+            if same and not (renewed and other.name == link.name):
+                raise _is_member(link, other.name)
+
+    @staticmethod
+    def _let_go(link: Link, grant: Grant) -> None:
+        if error := let_go(link, grant):
+            log.info("member %s was let go without hearing of it: %s", link.name, error)
+
     def _set_quorum(self) -> None:
         self._state.quorum = self._quorum or min(2, max(1, len(self._links)))
 
@@ -330,6 +360,8 @@ class Fleet:
         while not self._closing.wait(self.lease / 8):
             try:
                 self._feed(self._state.tick)
+                with self._changed:
+                    self._log.look(self._state.members.values(), time.monotonic())
             except Exception:
                 log.exception("the fleet's coordinator failed")
 
@@ -360,7 +392,7 @@ class Fleet:
         if link is None:
             return
         try:
-            standing = link.control.serve(action.grant)
+            standing = link.ask(action.grant)
         except RolloutError as error:
             why = str(error)
             self._feed(lambda now: self._state.silent(action.member, why, now))
@@ -478,14 +510,11 @@ class _Found:
         return cls((info.version, digest), adapters)
 
 
-def _let_go(link: Link, action: Ask) -> None:
-    """The last grant of a member that the fleet forgets."""
-    try:
-        link.control.serve(action.grant)
-    except RolloutError as error:
-        log.info("member %s was let go without hearing of it: %s", link.name, error)
-    finally:
-        link.close()
+def _is_member(link: Link, name: str) -> ConfigError:
+    return ConfigError(
+        f"the engine at {link.client.address} is member {name!r:.80} of this fleet already: name "
+        "each engine once (to add one anew, remove it first)"
+    )
 
 
 _RUNS: dict[type[Any], Callable[[Fleet, Any], None]] = {

@@ -11,7 +11,8 @@ from functools import partial
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import ASLEEP, WAKE_TAGS
 from rollout.errors import EngineClosed, RolloutError
-from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.link import Link
 from rollout.rpc.client import RolloutClient
 
 Verb = Callable[[RolloutClient], Awaitable[None]]

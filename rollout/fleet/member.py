@@ -9,6 +9,8 @@ from enum import StrEnum
 from rollout.fleet.actions import Adapters
 from rollout.weight_sync.protocol.membership import Standing
 
+NEW = "it has not been heard of yet"
+
 
 class Status(StrEnum):
     JOINING = "joining"
@@ -41,7 +43,12 @@ class Member:
     busy: bool = False
     fails: int = 0  # attempts in a row to bring it up to date
     not_before: float = float("-inf")  # the next of them
-    why: str = "it has not been heard of yet"
+    why: str = NEW
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it may serve within moments: nothing is known against it."""
+        return self.why == NEW
 
 
 @dataclass(slots=True)

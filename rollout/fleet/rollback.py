@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.link import Link
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.membership import PrepareRollback

@@ -17,7 +17,8 @@ from rollout.errors import (
     TransferFailed,
 )
 from rollout.fleet.actions import Ended
-from rollout.fleet.fleet import Fleet, Link
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.link import Link
 from rollout.fleet.member import said
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.messages import UpdateReceipt

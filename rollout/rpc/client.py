@@ -169,15 +169,20 @@ class RolloutClient:
         try:
             info = await self.server_info()
         except EngineClosed as error:
-            for problem in (tls_problem, http_problem):
-                if why := await asyncio.to_thread(problem, self.address, self._tls):
-                    break
-            else:
-                raise
-            raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
+            if why := await asyncio.to_thread(self.problem):
+                raise EngineClosed(f"cannot talk to {self.address}: {why}") from error
+            raise
         agreed(info.speaks, f"the service at {self.address}")
         self.max_model_len = info.max_model_len
         self.features = info.features
+
+    def problem(self) -> str | None:
+        """What is wrong with how we talk to whoever is there; None: nothing, or nobody is.
+
+        Blocks, for some seconds at most.
+        """
+        found = (problem(self.address, self._tls) for problem in (tls_problem, http_problem))
+        return next((why for why in found if why), None)
 
     @property
     def is_loading(self) -> bool:

@@ -46,6 +46,14 @@ def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
     refused(run("serve", tiny, "again"), "'again' is one argument too many")
 
 
+def test_engines_of_a_fleet_are_named_once_and_by_their_addresses(run: Run) -> None:
+    fleet = ("fleet", "--engine", "10.0.0.1:50051", "--engine")
+    for address in ("http://h:50051", "h", "h:0", "h:70000", "[::1:5", "a b:5"):
+        refused(run(*fleet, address), f"{address!r} is not host:port")
+    refused(run(*fleet, "10.0.0.1:50051"), "10.0.0.1:50051 is given twice")
+    refused(run(*fleet, "[::1]:5", "--start-timeout", "0"), "--start-timeout must be")
+
+
 def test_no_message_offers_what_was_given() -> None:
     """Every flag of every command and every spelling of others, at every command."""
     parser = make_parser()

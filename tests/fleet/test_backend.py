@@ -12,7 +12,7 @@ from rollout import Rollout
 from rollout.errors import EngineClosed
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.call import FleetCall
-from rollout.fleet.fleet import Link
+from rollout.fleet.link import Link
 from rollout.fleet.stats import summed
 from rollout.generation import RequestOutput, SamplingParams
 

@@ -26,7 +26,13 @@ def serving(*names: str, quorum: int = 2) -> Coordinator:
 
 
 def standing(name: str, **given) -> Standing:
-    given = {"epoch": hash(name) % 1000, "clock": 50.0, "version": 4, "state": "running", **given}
+    given = {
+        "epoch": int.from_bytes(name.encode()),
+        "clock": 50.0,
+        "version": 4,
+        "state": "running",
+        **given,
+    }
     return Standing(**given)
 
 

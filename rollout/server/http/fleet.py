@@ -21,27 +21,27 @@ class MemberBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    address: Annotated[str, Field(pattern=r"^[^\s/]+:\d{1,5}$", max_length=300)]
+    address: Annotated[str, Field(max_length=300)]
     token: Annotated[str, Field(max_length=4096)] | None = None
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 
-@routes.on("GET", "/fleet/members", Access.GENERATION)
+@routes.on("GET", "/fleet/members", Access.GENERATION, at_once=True)
 async def members(rollout: Engine) -> dict[str, Any]:
     """What is live, and for each member whether it serves, or why not."""
     fleet = _fleet(rollout)
     return {"epoch": fleet.epoch, "version": fleet.version, "members": fleet.members()}
 
 
-@routes.on("POST", "/fleet/members", Access.CONTROL)
+@routes.on("POST", "/fleet/members", Access.CONTROL, at_once=True)
 async def add_member(rollout: Engine, body: MemberBody) -> dict[str, Any]:
-    """It gets the live weights from another member, and then requests."""
+    """It gets the live weights from another member, and then requests; it may come up later."""
     fleet = _fleet(rollout)
-    name = await asyncio.to_thread(fleet.add, body.address, body.token, body.name)
+    name = await asyncio.to_thread(lambda: fleet.add(body.address, body.token, body.name, ask=True))
     return {"name": name, "members": fleet.members()}
 
 
-@routes.on("DELETE", "/fleet/members", Access.CONTROL)
+@routes.on("DELETE", "/fleet/members", Access.CONTROL, at_once=True)
 async def remove_member(rollout: Engine, name: str) -> dict[str, Any]:
     """No request goes there any more; those under way go on elsewhere if it ends."""
     fleet = _fleet(rollout)

@@ -21,6 +21,8 @@ from rollout.server.auth import ROUTES, Access, Tokens, access_of
 from rollout.server.http.errors import ErrorShape, error_body, shaped
 from rollout.server.verbs import Verbs
 
+AT_ONCE: set[tuple[str, str]] = set()  # (HTTP method, path), beside the open ones
+
 
 class Routes(APIRouter):
     """Routes that each say who may call them: ``@routes.on("POST", "/pause", Access.CONTROL)``."""
@@ -29,8 +31,13 @@ class Routes(APIRouter):
     def paths(self) -> frozenset[str]:
         return frozenset(route.path for route in self.routes if isinstance(route, APIRoute))
 
-    def on(self, method: str, path: str, access: Access) -> Callable[[Any], Any]:
+    def on(
+        self, method: str, path: str, access: Access, *, at_once: bool = False
+    ) -> Callable[[Any], Any]:
+        """``at_once``: it answers also while the engine loads, as routes that are open do."""
         ROUTES[method, path] = access
+        if at_once:
+            AT_ONCE.add((method, path))
         return self.api_route(path, methods=[method])
 
 
@@ -65,9 +72,9 @@ class Guard:
     """An ASGI application before another one; it refuses before anything of a body is read.
 
     ``tokens``: who may call what. ``open_routes``: the routes of a listener where these answer
-    without a token and no others do. ``is_loading``: whether no route but the probes' can answer
-    yet. ``max_body_bytes``: of one request, whether it announces its length or not. ``shapes``: of
-    the errors, by path.
+    without a token and no others do. ``is_loading``: whether none can answer yet but those that
+    need no engine. ``max_body_bytes``: of one request, whether it announces its length or not.
+    ``shapes``: of the errors, by path.
     """
 
     def __init__(
@@ -109,7 +116,8 @@ class Guard:
                 return refuse(text, "NotFoundError", 404)
         elif why := self._tokens.refusal(path, _given(headers), method):
             return refuse(why, "AuthenticationError", 401)
-        if access_of(method, path) is not Access.OPEN and self._is_loading():
+        needs_engine = access_of(method, path) is not Access.OPEN and (method, path) not in AT_ONCE
+        if needs_engine and self._is_loading():
             return JSONResponse(*error_body(EngineClosed("the engine is loading: ask /health")))
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._limit:
