@@ -32,6 +32,7 @@ from typing import Any
 from trainer_group import TRAINERS
 
 SERVE = ("--port", "0", "--grpc-port", "0", "--exit-with-stdin")
+CPU_OF = ("trainers", "service")
 ENGINE = ("--device", "cpu", "--num-threads", "1", "--max-num-seqs", "256")
 
 
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--addresses", help=argparse.SUPPRESS)
+    parser.add_argument("--pids", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -101,12 +103,14 @@ def update(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The same trainer updates one engine and a fleet in turns."""
     for size in map(int, args.sizes.split(",")):
         with contextlib.ExitStack() as stack:
-            one = stack.enter_context(engine(args.checkpoint, "--num-kv-blocks", "64"))[1]
-            several = stack.enter_context(
-                engine(args.checkpoint, "--num-kv-blocks", "64", "--replicas", str(size))
-            )[1]
+            started = [
+                stack.enter_context(engine(args.checkpoint, "--num-kv-blocks", "64", *replicas))
+                for replicas in ((), ("--replicas", str(size)))
+            ]
             command = [sys.executable, __file__, "update", args.checkpoint]
-            command += ["--rounds", str(args.rounds), "--addresses", f"{one},{several}"]
+            command += ["--rounds", str(args.rounds)]
+            command += ["--addresses", ",".join(grpc for _, grpc, _ in started)]
+            command += ["--pids", ",".join(str(process.pid) for *_, process in started)]
             command += ["--scratch", stack.enter_context(tempfile.TemporaryDirectory())]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             ranks = []
@@ -128,16 +132,33 @@ def update(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "of_one": spread(
                 [f["seconds"] / o["seconds"] for o, f in zip(single, fleet, strict=True)]
             ),
-            "stall_s": spread([r["stall"] for r in fleet]),
+            "one_cpu_s": {part: spread([r["cpu"][part] for r in single]) for part in CPU_OF},
+            "fleet_cpu_s": {part: spread([r["cpu"][part] for r in fleet]) for part in CPU_OF},
+            "fleet_cpu_of_wall": spread([sum(r["cpu"].values()) / r["seconds"] for r in fleet]),
+            "stages_s": {
+                part: [spread([r["times"][part] for r in rows]) for rows in (single, fleet)]
+                for part in ("gather", "transfer", "stage", "verify", "commit")
+            },
+            "stall_s": spread([r["times"]["stall"] for r in fleet]),
             "skew_s": spread([r["skew"] for r in fleet]),
         }
 
 
 def trainer(args: argparse.Namespace) -> None:
     """One of the ranks: an update of each address in each round."""
+    import torch
+    import torch.distributed as dist
     from trainer_group import sharded_checkpoint, trainer_group
 
     from rollout import Rollout
+
+    def cpu_seconds(pid: int) -> list[float]:
+        """Of all trainer ranks; of the service and what it has started."""
+        used = torch.tensor([time.process_time(), 0.0], dtype=torch.float64)
+        if args.rank == 0:
+            used[1] = cpu_of_tree(pid)
+        dist.all_reduce(used)
+        return used.tolist()
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(trainer_group(Path(args.scratch) / "rendezvous", args.rank, 900.0))
@@ -147,19 +168,29 @@ def trainer(args: argparse.Namespace) -> None:
         ]
         for _ in range(args.rounds + 1):  # the first builds the shadows
             found = []
-            for client in clients:
-                began = time.perf_counter()
+            for client, pid in zip(clients, map(int, args.pids.split(",")), strict=True):
+                before, began = cpu_seconds(pid), time.perf_counter()
                 receipt = client.update_weights(model, encoding="full", timeout=300.0)
+                seconds, after = time.perf_counter() - began, cpu_seconds(pid)
                 found.append(
                     {
-                        "seconds": time.perf_counter() - began,
-                        "stall": receipt.timings["stall"],
+                        "seconds": seconds,
+                        "cpu": dict(zip(CPU_OF, map(float.__sub__, after, before), strict=True)),
+                        "times": receipt.timings,
                         "skew": float(receipt.details.get("commit_skew_seconds", 0.0)),
                         "transport": receipt.transport,
                         "bytes": receipt.num_bytes,
                     }
                 )
             print(json.dumps(found), flush=True)
+
+
+def cpu_of_tree(pid: int) -> float:
+    """Seconds of CPU that a process and those that it has started have used."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    used = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    children = (file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    return used + sum(cpu_of_tree(int(child)) for found in children for child in found)
 
 
 # ---- the front ----

@@ -179,6 +179,8 @@ class _FaultyTransport(Transport):
     def __init__(self, inner: Transport, faults: tuple[Fault, ...]) -> None:
         self._inner, self._faults = inner, faults
         self.name, self.senders = inner.name, inner.senders  # type: ignore[misc]
+        gathers = any(fault.phase == "gather" for fault in faults)
+        self.shared = inner.shared and not gathers  # type: ignore[misc]
 
     @property
     def streams(self) -> bool:

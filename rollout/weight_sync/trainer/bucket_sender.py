@@ -103,7 +103,7 @@ class BucketSender:
             buffers=sender.buffers,
             headers=headers,
         )
-        self.bucket_bytes = self._packer.bucket_bytes
+        self.bucket_bytes, self.buffers = self._packer.bucket_bytes, sender.buffers
         self._worker = BackgroundWorker("update-sender")
         self._given_out = 0  # the address of the last memory that a tensor may be gathered to
         self._gave_up: str | None = None
@@ -189,6 +189,16 @@ class BucketSender:
         self._send(header, payload)
         if header.index:
             self._taken(header.index - 1)
+
+    def announce(self, header: BucketHeader, payload: Tensor) -> None:
+        """Announce a bucket that all ranks have written; its error is told by the next vote."""
+        self._attempt(f"bucket {header.index}", lambda: self._send(header, payload))
+
+    def taken(self, index: int) -> None:
+        """Until every engine rank has taken bucket ``index``."""
+        if self._gave_up is not None:
+            raise DeadlineExceeded(self._gave_up)
+        self._taken(index)
 
     @property
     def sent_bytes(self) -> int:

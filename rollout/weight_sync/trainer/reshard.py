@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -73,33 +73,17 @@ class BoxSending:
         sender.send_round(header, payload)
 
     def _pack(self, header: BucketHeader, into: Tensor) -> Tensor:
-        """This rank's messages of one round, one after the other.
-
-        A tensor is read once, however many engine ranks take of it: reading casts.
-        """
+        """This rank's messages of one round, one after the other."""
         wanted: dict[str, list[tuple[BucketEntry, int]]] = {}
         for message, at in outgoing(header, self._group.rank):
             for entry in message.entries:
                 where = at + entry.offset - message.start
                 wanted.setdefault(entry.name, []).append((entry, where))
-        for name in sorted(wanted, key=lambda name: not self._boxes.has_read(name)):
-            held = self._boxes.digest(name, self._stats, self._watch)
-            for entry, start in wanted[name]:
-                buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
-                nontemporal_copy(buffer, _values(held, entry))
+        write_boxes(self._boxes, wanted, into, self._stats, self._watch)
         return into[: payload_bytes(header, self._group.rank)]
 
     def _together(self, phase: str, act: Callable[[], None]) -> None:
-        """Run ``act`` here and vote; the first error of any rank is raised on all."""
-        failure: Exception | None = None
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001 - the trainer's code runs in here, too
-            failure = error
-        if self._first is not None:
-            failure = failure or self._first.failure
-        # The first rank may itself wait for the engine's ranks until its deadline.
-        self._group.vote(failure, 2 * self._timeout, phase)
+        together(self._group, self._first, self._timeout, phase, act)
 
 
 class _Follower:
@@ -122,6 +106,43 @@ class _Follower:
 
     def flush(self) -> None:
         return None  # the first rank knows when the last round has arrived
+
+
+def together(
+    group: RankGroup,
+    first: BucketSender | None,
+    timeout: float,
+    phase: str,
+    act: Callable[[], None],
+) -> None:
+    """Run ``act`` here and vote; the first error of any rank is raised on all."""
+    failure: Exception | None = None
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - the trainer's code runs in here, too
+        failure = error
+    if first is not None:
+        failure = failure or first.failure
+    # The first rank may itself wait for the engine's ranks until its deadline.
+    group.vote(failure, 2 * timeout, phase)
+
+
+def write_boxes(
+    boxes: LocalBoxes,
+    wanted: Mapping[str, Sequence[tuple[BucketEntry, int]]],
+    into: Tensor,
+    stats: TransferStats,
+    watch: Watchdog,
+) -> None:
+    """Copy this rank's entries, by tensor, to where each lies in ``into``, uint8, and digest them.
+
+    A tensor is read once, however many entries are of it: reading casts.
+    """
+    for name in sorted(wanted, key=lambda name: not boxes.has_read(name)):
+        held = boxes.digest(name, stats, watch)
+        for entry, start in wanted[name]:
+            buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
+            nontemporal_copy(buffer, _values(held, entry))
 
 
 def _values(held: Mapping[Box, Tensor], entry: BucketEntry) -> Tensor:

@@ -32,6 +32,7 @@ from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard import BoxSending
 from rollout.weight_sync.trainer.session import UpdatePlan, UpdateSession
 from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
+from rollout.weight_sync.trainer.shared_buckets import SharedBuckets
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.through_first import ThroughFirst
@@ -103,7 +104,7 @@ class Sending:
             self.send_pieces(sink, watch)
             return
         assert self._layout is not None
-        size = self._options.bucket_bytes
+        size = min(self._options.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
         self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
@@ -166,10 +167,13 @@ class Sending:
         sink.add(piece.name, self._encoder.encode(piece, sink.bucket_bytes))
 
     def send_boxes(self, rounds: tuple[BucketHeader, ...], watch: Watchdog) -> None:
-        """Collective: this rank's boxes, straight to the engine's ranks, round by round."""
+        """Collective: this rank's boxes, straight to the engine's ranks, round by round; or into
+        memory that those share with all trainer ranks.
+        """
         assert self._boxes is not None
         assert self._plan.meet is not None
-        sending = BoxSending(
+        by = SharedBuckets if "longest" in self._plan.meet else BoxSending
+        sending = by(
             self._boxes, self._group, self._first, self._stats, self._options.timeout, watch
         )
         sending.run(rounds, self._plan.meet["offer"])

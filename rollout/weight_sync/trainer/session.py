@@ -51,7 +51,8 @@ class UpdatePlan:
     ``pieces``: "gathered", whole tensors come to the first rank; "shards", each rank sends what it
     holds; "boxes", and straight to the engine's ranks that want it. ``own_digests``: each rank
     digests what it holds, not the first one what was gathered. ``join``: how a rank opens a stream
-    of its own, where it has one. ``meet``: where ranks meet for boxes, and which of them go where.
+    of its own, where it has one. ``meet``: where ranks meet for boxes, and which of them go where;
+    or the memory that they write buckets to together, of ``longest`` bytes at most.
     """
 
     pieces: str
@@ -227,8 +228,9 @@ class Opener:
         source: Incoming,
     ) -> UpdateSession:
         options, transport = self.options, way.transport
-        boxes = self.layout if transport.senders == "all" else None
-        if boxes is not None:
+        shared = self._writes_together(transport, encoding)
+        boxes = self.layout if transport.senders == "all" or shared else None
+        if boxes is not None and not shared:
             encoding = self._whole(encoding, transport)
         streams = 1 if boxes is not None else self._streams(transport, encoding)
         opening = Opening(
@@ -247,7 +249,11 @@ class Opener:
             request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
             if boxes is not None:
-                meet = {"offer": dict(sender.offer), **self.plans.wants_for(begun, boxes)}
+                meet: dict[str, Any] = {"offer": dict(sender.offer)}
+                if shared:
+                    meet["longest"] = sender.buffers[0].numel()
+                else:
+                    meet |= self.plans.wants_for(begun, boxes)
                 plan = UpdatePlan(pieces="boxes", encoding=encoding, own_digests=True, meet=meet)
             else:
                 plan = self._plan(encoding, request, channel, streams)
@@ -333,6 +339,15 @@ class Opener:
             reason=f"{transport.name} carries whole boxes, straight from rank to rank: changes "
             "need another transport",
         )
+
+    def _writes_together(self, transport: Transport, encoding: Encoding) -> bool:
+        """Whether all trainer ranks write their own boxes to the memory that the engine maps."""
+        layout = self.layout
+        if layout is None or not (transport.shared and layout.divided and layout.num_hosts == 1):
+            return False
+        # Quantised rows, which ranks cut anywhere, would wait there for their other halves.
+        whole = encoding.name == "full" and not encoding.keeps
+        return whole and not self.info.quantized
 
     def _streams(self, transport: Transport, encoding: Encoding) -> int:
         """How many streams will carry the update: one of each trainer rank that can read its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, plan_rounds
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.transports.host import host_id
-from rollout.weights import TensorMeta
+from rollout.weights import Box, TensorMeta
 from rollout.wire.codec import from_plain, to_plain
 
 MAX_SHARD = 16 << 20  # bytes that a rank compares at once; no transport has shorter buckets
@@ -113,17 +113,25 @@ class PlanCache:
         self, boxes: ShardLayout, told: Mapping[str, Any], info: WeightInfo, bucket_bytes: int
     ) -> tuple[BucketHeader, ...]:
         """What every rank sends to whom; ``told``: what ``wants_for`` said on the first rank."""
+        if "wants" not in told:  # one receiver that takes everything
+            want: list[RankBoxes] = [{m.name: (Box.full(m.shape),) for m in boxes.metadata}]
+            return self._plan((boxes.digest, "", bucket_bytes), boxes, want)
         if told["wants"] is not None and told["digest"] != self.wants_digest:
             self.wants_digest, self._wants = told["digest"], from_plain(Wants, told["wants"])
         assert self.wants_digest == told["digest"]
-        key = (boxes.digest, self.wants_digest, bucket_bytes)
+        # An alias is sent to whoever takes its owner, to be compared with it.
+        want = [
+            {**rank, **{a: rank[o] for a, o in info.aliases.items() if o in rank}}
+            for rank in self._wants
+        ]
+        return self._plan((boxes.digest, self.wants_digest, bucket_bytes), boxes, want)
+
+    def _plan(
+        self, key: tuple[Any, ...], boxes: ShardLayout, want: Sequence[RankBoxes]
+    ) -> tuple[BucketHeader, ...]:
         if self._planned is None or self._planned[0] != key:
-            # An alias is sent to whoever takes its owner, to be compared with it.
-            want = [
-                {**rank, **{a: rank[o] for a, o in info.aliases.items() if o in rank}}
-                for rank in self._wants
-            ]
-            self._planned = (key, plan_rounds(boxes.metadata, boxes.have, want, bucket_bytes))
+            rounds = plan_rounds(boxes.metadata, boxes.have, want, key[-1])
+            self._planned = (key, rounds)
             self.num_planned += 1
         return self._planned[1]
 

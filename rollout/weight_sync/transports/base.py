@@ -156,6 +156,7 @@ class Transport:
 
     name: ClassVar[str]
     senders: ClassVar[Literal["one", "all"]] = "one"  # trainer ranks; "all" send their own boxes
+    shared: ClassVar[bool] = False  # its buffers may be written to by trainer ranks together
     in_process: ClassVar[bool] = False  # nothing is nearer to an engine in this process
     offered: ClassVar[bool] = True  # by every engine
     served_as: ClassVar[str] = ""  # its name at a service, where it is another

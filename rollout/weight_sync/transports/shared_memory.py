@@ -72,6 +72,7 @@ class SharedFile:
 
 class SharedMemory(Transport):
     name = "ipc"
+    shared = True
 
     def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
         return "same host, and its /dev/shm is this one"
@@ -81,7 +82,7 @@ class SharedMemory(Transport):
         return None if near else "the engine is on another host"
 
     def open(self, opening: Opening) -> Sender:
-        return IpcSender(opening.info, opening.bucket_bytes)
+        return IpcSender(opening.info, opening.bucket_bytes, opening.senders)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
         shared = offer_of(SharedFile, request)
@@ -101,7 +102,9 @@ class IpcSender(Sender):
 
     bytes_go = "memory"
 
-    def __init__(self, info: WeightInfo, bucket_bytes: int) -> None:
+    def __init__(self, info: WeightInfo, bucket_bytes: int, senders: int = 1) -> None:
+        """``senders``: trainer ranks that write; by the first ``send`` all have it mapped."""
+        self._alone = senders == 1
         needed = sum(meta.nbytes + _PAGE for meta in info.tensors)
         half = _pages(min(bucket_bytes, needed, MAX_HALF))
         _sweep()
@@ -113,9 +116,11 @@ class IpcSender(Sender):
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
-        self._forget()
+        if self._alone:
+            self._forget()
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
+        self._forget()
         half = self.buffers[header.index % 2][: header.nbytes]
         if half.data_ptr() != payload.data_ptr():
             half.copy_(payload)
@@ -141,8 +146,7 @@ class IpcSender(Sender):
                 "larger, bucket_bytes smaller, or use transport='broadcast'"
             ) from error
         memory[: _MARK.size] = _MARK.pack(_MAGIC, shared.secret.encode(), shared.half)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)[_PAGE:]
-        return whole[: shared.half], whole[shared.half :]
+        return _halves(memory, shared)
 
     def _forget(self) -> None:
         """Remove the name; the memory lives while somebody has it mapped."""
@@ -152,6 +156,20 @@ class IpcSender(Sender):
         with suppress(FileNotFoundError):
             os.unlink(SHARED_MEMORY / self.shared.name)
         os.close(fd)
+
+
+class SharedWriter:
+    """A trainer rank's mapping of the memory that the first one has created."""
+
+    def __init__(self, shared: SharedFile) -> None:
+        self._shared = shared
+        self.buffers: tuple[Tensor, ...] = ()
+
+    def connect(self) -> None:
+        self.buffers = _halves(_mapped(self._shared, writes=True), self._shared)
+
+    def close(self) -> None:
+        self.buffers = ()
 
 
 class IpcReceiver:
@@ -164,23 +182,8 @@ class IpcReceiver:
     def connect(self, timeout: float) -> None:
         shared = self._shared
         if problem := shared_problem(shared, self._limit):
-            raise self._refused(problem)
-        size = _PAGE + 2 * shared.half
-        try:
-            with _opened(shared.name) as fd:
-                if problem := _file_problem(fd, size):
-                    raise self._refused(problem)
-                # Private, so that no write of ours could reach the file; unwritten pages are the
-                # sender's own.
-                memory = mmap.mmap(
-                    fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-                )
-        except OSError as error:
-            raise self._refused(str(error)) from error
-        magic, secret, half = _MARK.unpack_from(memory)
-        known = hmac.compare_digest(secret, shared.secret.encode())
-        if magic.rstrip(b"\0") != _MAGIC or not known or half != shared.half:
-            raise self._refused("it is not marked as this update's")
+            raise _refused(shared, problem, f"rank {self._rank}")
+        memory = _mapped(shared, f"rank {self._rank}")
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
@@ -188,11 +191,6 @@ class IpcReceiver:
 
     def close(self) -> None:
         self._memory = None  # unmapped when the last view of it is gone
-
-    def _refused(self, why: str) -> TransferFailed:
-        return TransferFailed(
-            f"rank {self._rank}: the shared memory {self._shared.name!r:.100} is refused: {why}"
-        )
 
 
 def shared_problem(shared: SharedFile, bucket_bytes: int) -> str | None:
@@ -208,10 +206,40 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+def _mapped(shared: SharedFile, who: str = "", *, writes: bool = False) -> mmap.mmap:
+    """The sender's file, after checking whose it is; ``TransferFailed`` where it is another."""
+    size = _PAGE + 2 * shared.half
+    # Private for who reads, so that no write of theirs could reach the file; unwritten pages are
+    # the sender's own.
+    flags = mmap.MAP_SHARED if writes else mmap.MAP_PRIVATE
+    try:
+        with _opened(shared.name, os.O_RDWR if writes else os.O_RDONLY) as fd:
+            if problem := _file_problem(fd, size):
+                raise _refused(shared, problem, who)
+            memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise _refused(shared, str(error), who) from error
+    magic, secret, half = _MARK.unpack_from(memory)
+    known = hmac.compare_digest(secret, shared.secret.encode())
+    if magic.rstrip(b"\0") != _MAGIC or not known or half != shared.half:
+        raise _refused(shared, "it is not marked as this update's", who)
+    return memory
+
+
+def _refused(shared: SharedFile, why: str, who: str = "") -> TransferFailed:
+    said = f"the shared memory {shared.name!r:.100} is refused: {why}"
+    return TransferFailed(f"{who}: {said}" if who else said)
+
+
+def _halves(memory: mmap.mmap, shared: SharedFile) -> tuple[Tensor, ...]:
+    whole = torch.frombuffer(memory, dtype=torch.uint8)[_PAGE:]
+    return whole[: shared.half], whole[shared.half :]
+
+
 @contextmanager
-def _opened(name: str) -> Iterator[int]:
-    """A read-only descriptor of a file right in the shared-memory mount; follows no link."""
-    fd = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+def _opened(name: str, mode: int = os.O_RDONLY) -> Iterator[int]:
+    """A descriptor of a file right in the shared-memory mount; follows no link."""
+    fd = os.open(SHARED_MEMORY / name, mode | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         yield fd
     finally:

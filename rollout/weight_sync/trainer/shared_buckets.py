@@ -1,0 +1,93 @@
+"""Trainer ranks of one host write each bucket together, in memory that the engine's ranks map."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
+from rollout.weight_sync.trainer.bucket_sender import BucketSender
+from rollout.weight_sync.trainer.local_shards import LocalBoxes
+from rollout.weight_sync.trainer.lockstep import Watchdog
+from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.reshard import together, write_boxes
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.transports.shared_memory import SharedFile, SharedWriter
+from rollout.wire.codec import from_plain
+
+
+class SharedBuckets:
+    """Collective over the source's ranks: nothing is gathered, each byte is copied once.
+
+    ``first``: the first rank's way to the engine, None on the others. By the vote of bucket i all
+    of it is written, and bucket i - 1 has been taken by every engine rank, so that its half is
+    free; then the first rank announces it, as if it had packed it alone.
+    """
+
+    def __init__(
+        self,
+        boxes: LocalBoxes,
+        group: RankGroup,
+        first: BucketSender | None,
+        stats: TransferStats,
+        timeout: float,
+        watch: Watchdog,
+    ) -> None:
+        self._boxes, self._group, self._first = boxes, group, first
+        self._stats, self._timeout, self._watch = stats, timeout, watch
+        self._written = 0  # bytes
+
+    def run(self, rounds: tuple[BucketHeader, ...], offer: Mapping[str, Any]) -> None:
+        """Write everything; returns when it has been taken and all boxes are digested.
+
+        ``offer``: the first rank's, of the memory.
+        """
+        with ExitStack() as stack:
+            memory: BucketSender | SharedWriter | None = self._first
+            if memory is None:
+                writer = SharedWriter(from_plain(SharedFile, offer))
+                memory = stack.enter_context(closing(writer))
+            self._together("connect", memory.connect)
+            for header in map(whole, rounds):
+                half = memory.buffers[header.index % 2]
+                self._together(f"bucket {header.index}", partial(self._write, header, half))
+                if self._first is not None:
+                    told = replace(header, messages=())
+                    self._first.announce(told, half[: header.nbytes])
+            self._together("last buckets", self._flush)
+            digest_rest = partial(self._boxes.digest_all, self._stats, self._watch)
+            self._together("digests", digest_rest)
+            self._stats.wire_bytes = self._written
+
+    def _write(self, header: BucketHeader, into: Tensor) -> None:
+        """This rank's boxes of a bucket, each where the announcement says."""
+        started = time.perf_counter()
+        wanted: dict[str, list[tuple[BucketEntry, int]]] = {}
+        for message in header.messages:
+            if message.src == self._group.rank:
+                self._written += message.nbytes
+                for entry in message.entries:
+                    wanted.setdefault(entry.name, []).append((entry, entry.offset))
+        write_boxes(self._boxes, wanted, into, self._stats, self._watch)
+        self._stats.gather_seconds += time.perf_counter() - started
+        if self._first is not None and header.index:
+            self._first.taken(header.index - 1)
+
+    def _flush(self) -> None:
+        if self._first is not None:
+            self._first.flush()
+
+    def _together(self, phase: str, act: Callable[[], None]) -> None:
+        together(self._group, self._first, self._timeout, phase, act)
+
+
+def whole(header: BucketHeader) -> BucketHeader:
+    """A round to one rank that takes everything, with the entries that it sees."""
+    entries = tuple(entry for message in header.messages for entry in message.entries)
+    return replace(header, entries=entries, nbytes=max(m.stop for m in header.messages))
