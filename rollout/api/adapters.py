@@ -113,7 +113,8 @@ class MergedAdapters:
                 f"adapter cannot be merged into it; make the checkpoint live again, by a full "
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
-        own = frozenset() if adapter is None else frozenset(f"{m}.weight" for m in adapter.factors)
+        modules = () if adapter is None else adapter.spec.modules
+        own = frozenset(f"{module}.weight" for module in modules)
         wanted = changed | own
         known = {meta.name for meta in info.tensors}
         if unknown := sorted(wanted - known):

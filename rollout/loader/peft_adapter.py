@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box
-from rollout.weights.adapters import A, AdapterSpec, B, ModuleSpec
+from rollout.weights.adapters import DORA, LINEAR, MAGNITUDE, A, AdapterSpec, B, ModuleSpec
 from rollout.weights.files import open_weights
 
 MAX_RANK = 1024
@@ -26,7 +27,6 @@ ADAPTER_DIRECTORY = (
 _PREFIX = "base_model.model."
 # What changes the arithmetic, and is not done here: such an adapter is refused by the setting.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
@@ -47,10 +47,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """``factors``: A [rank, in] and B [out, rank] by module, as checkpoints name it."""
+    """``tensors``: what ``spec`` says of its modules, as an ``AdapterModel`` loads it."""
 
     spec: AdapterSpec
-    factors: Mapping[str, tuple[Tensor, Tensor]]
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def read(cls, path: Path) -> PeftAdapter:
@@ -60,29 +60,31 @@ class PeftAdapter:
         with closing(files):
             metas = files.metadata().values()
             found = {meta.name: files.read(meta.name, Box.full(meta.shape)) for meta in metas}
-        factors = _pairs(found, path)
+        ranks = _ranks(found, path, DORA if settings.get("use_dora") else LINEAR)
         modules = {
-            name: ModuleSpec(rank=len(down), scaling=_scaling(settings, name, len(down)))
-            for name, (down, _) in factors.items()
+            name: ModuleSpec(rank=rank, scaling=_scaling(settings, name, rank), kind=kind)
+            for name, (rank, kind) in ranks.items()
         }
-        return cls(AdapterSpec(modules=modules), factors)
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, as an ``AdapterModel`` loads it."""
-        for name, (down, up) in self.factors.items():
-            yield name + A, down
-            yield name + B, up
+        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
+        return cls(AdapterSpec(modules=modules), tensors)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The tensor ``name`` of a checkpoint with what is added to it, by PEFT's own arithmetic:
         the same bits as its ``merge()`` for float32 factors.
         """
         module = name.removesuffix(".weight")
-        if module not in self.factors:
+        spec = self.spec.modules.get(module)
+        if spec is None:
             return weight
-        down, up = self.factors[module]
-        delta = (up.float() @ down.float()) * self.spec.modules[module].scaling
-        return weight + delta.to(weight.dtype)
+        down, up = self.tensors[module + A], self.tensors[module + B]
+        delta = ((up.float() @ down.float()) * spec.scaling).to(weight.dtype)
+        if spec.kind == LINEAR:
+            return weight + delta
+        adapted = weight + delta
+        norms = torch.linalg.norm(adapted, dim=1)
+        magnitude = self.tensors[module + MAGNITUDE]
+        scaled: Tensor = adapted * (magnitude / norms)[:, None]
+        return scaled.to(weight.dtype)
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -118,8 +120,9 @@ def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def _pairs(found: Mapping[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    pairs = {}
+def _ranks(found: Mapping[str, Tensor], path: Path, kind: str) -> dict[str, tuple[int, str]]:
+    """Of each module its rank, and its ``ModuleSpec.kind``."""
+    ranks, known = {}, set[str]()
     for key, down in found.items():
         if key.endswith(A):
             stem = key.removesuffix(A)
@@ -128,12 +131,18 @@ def _pairs(found: Mapping[str, Tensor], path: Path) -> dict[str, tuple[Tensor, T
                 raise ConfigError(f"{path}: {key} has no {B[1:]} that fits it")
             if not 1 <= len(down) <= MAX_RANK:
                 raise ConfigError(f"{path}: {key} has rank {len(down)}, not 1 to {MAX_RANK}")
-            pairs[stem.removeprefix(_PREFIX)] = (down, up)
-    other = sorted(key for key in found if not key.endswith((A, B)))
-    if other or not pairs:
+            known |= {key, stem + B}
+            if kind == DORA:
+                magnitude = found.get(stem + MAGNITUDE)
+                if magnitude is None or magnitude.shape != up.shape[:1]:
+                    raise ConfigError(f"{path}: {key} has no {MAGNITUDE[1:]} that fits it")
+                known.add(stem + MAGNITUDE)
+            ranks[stem.removeprefix(_PREFIX)] = len(down), kind
+    other = sorted(found.keys() - known)
+    if other or not ranks:
         raise ConfigError(
-            f"{path} holds {other[0] if other else 'no factors'}: plain LoRA alone is read from "
-            "files (no embeddings, no stacked experts); send the trainer's PEFT model by "
-            "update_weights, which merges it"
+            f"{path} holds {other[0] if other else 'no factors'}: LoRA and DoRA of linears alone "
+            "are read from files (no embeddings, no stacked experts); send the trainer's PEFT "
+            "model by update_weights, which merges it"
         )
-    return pairs
+    return ranks

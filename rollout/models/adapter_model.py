@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,18 +17,19 @@ from rollout.models.slot_io import Regions, SlotIO
 from rollout.models.weight_load import WeightLoad, WholePlan
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
-from rollout.weights.adapters import A, AdapterSpec, B, digest_of_scalings
+from rollout.weights.adapters import DORA, MAGNITUDE, A, AdapterSpec, B, digest_of_scalings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLinear:
     """One slot of a linear: ``base``: by part, the slots of its weight that one source fills; a:
-    [parts, rank, inputs], b: [rank, outputs], scales: [parts].
+    [parts, rank, inputs], b: [rank, outputs], magnitudes: float32 [outputs], scales: [parts].
     """
 
     base: Sequence[Sequence[WeightSlot]]
     a: Tensor
     b: Tensor
+    magnitudes: Tensor
     scales: Tensor
 
 
@@ -55,23 +56,28 @@ class AdapterModel(Model):
         spec: AdapterSpec,
         linears: Mapping[str, AdaptedLinear],
         unused: Sequence[Tensor] = (),
+        note: Callable[[bool], None] = lambda loaded: None,
     ) -> None:
-        """``unused``: the scales of this slot in the linears that the adapter leaves alone."""
+        """``unused``: the scales of this slot in the linears that the adapter leaves alone.
+        ``note`` is told when a load begins, and when it has finished.
+        """
         super().__init__(build, 1)
+        self._note = note
         self.spec, self._linears, self._unused = spec, linears, unused
         slots: dict[str, list[WeightSlot]] = defaultdict(list)
         params: dict[str, ParamSpec] = {}
         self._storages: dict[str, Tensor] = {}
         for name, linear in linears.items():
-            a, b = f"{name}.lora_A", f"{name}.lora_B"
-            self._storages |= {a: linear.a, b: linear.b}
-            holes: dict[str, list[Box]] = {a: [], b: []}
+            a, b, magnitudes = (f"{name}{end}" for end in (".lora_A", ".lora_B", MAGNITUDE))
+            self._storages |= {a: linear.a, b: linear.b, magnitudes: linear.magnitudes}
+            holes: dict[str, list[Box]] = {a: [], b: [], magnitudes: []}
             for part in range(len(linear.base)):
                 for slot in self._slots(name, linear, part, holes):
                     slots[slot.source].append(slot)
             shape = tuple(linear.b.shape[::-1])
             params[a] = ParamSpec(tuple(linear.a.shape), PLAIN, tuple(holes[a]))
             params[b] = ParamSpec(shape, TRANSPOSED, tuple(holes[b]))
+            params[magnitudes] = ParamSpec(shape[:1], PLAIN, tuple(holes[magnitudes]))
         self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
         self.filled = tuple(slot for found in slots.values() for slot in found)
         self._regions: Regions | None = None
@@ -80,6 +86,7 @@ class AdapterModel(Model):
 
     def begin_load(self) -> WeightLoad:
         """Nothing of the slot counts before the load has finished, which fills all but padding."""
+        self._note(False)
         for scales in self._unused:
             scales.zero_()
         for linear in self._linears.values():
@@ -96,6 +103,7 @@ class AdapterModel(Model):
             for part, (base, *_) in enumerate(linear.base):
                 module = self.spec.modules.get(base.source.removesuffix(".weight"))
                 linear.scales[part] = 0.0 if module is None else module.scaling
+        self._note(True)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         raise NotImplementedError("an adapter is run by the linears that it lies beside")
@@ -123,6 +131,10 @@ class AdapterModel(Model):
             for part, (base, *_) in enumerate(linear.base)
         }
         held |= {f"unused {i}": each.abs().sum() for i, each in enumerate(self._unused)}
+        held |= {
+            name + MAGNITUDE: torch.ones(()) for name, of in self.spec.modules.items()
+            if of.kind == DORA
+        }  # fmt: skip
         values = torch.stack(list(held.values())).tolist() if held else []
         return digest_of_scalings(dict(zip(held, values, strict=True)))
 
@@ -137,7 +149,7 @@ class AdapterModel(Model):
     ) -> list[WeightSlot]:
         """Of one part of a linear; what they leave of the slot goes to ``holes``."""
         base = linear.base[part]
-        a, b = f"{name}.lora_A", f"{name}.lora_B"
+        a, b, magnitudes = (f"{name}{end}" for end in (".lora_A", ".lora_B", MAGNITUDE))
         _, rank, inputs = linear.a.shape
         first, last = base[0].put.starts[0], base[-1].put.stops[0]
         stem = base[0].source.removesuffix(".weight")
@@ -146,6 +158,9 @@ class AdapterModel(Model):
         if used < rank:
             holes[a].append(Box((part, used, 0), (part + 1, rank, inputs)))
             holes[b].append(Box((first, used), (last, rank)))
+        has_norms = module is not None and module.kind == DORA
+        if not has_norms:
+            holes[magnitudes].append(Box((first,), (last,)))
         if module is None:
             return []
         rows, columns = base[0].shape
@@ -154,10 +169,18 @@ class AdapterModel(Model):
             stem + A, (used, columns), Box((0, begin), (used, end)),
             a, Box((part, 0, 0), (part + 1, used, inputs)),
         )  # fmt: skip
-        return [down] + [
+        up = [
             WeightSlot(
                 stem + B, (rows, used), Box((s.take.starts[0], 0), (s.take.stops[0], used)),
                 b, Box((s.put.starts[0], 0), (s.put.stops[0], used)),
             )
             for s in base
         ]  # fmt: skip
+        norms = [
+            WeightSlot(
+                stem + MAGNITUDE, (rows,), Box(s.take.starts[:1], s.take.stops[:1]),
+                magnitudes, Box(s.put.starts[:1], s.put.stops[:1]),
+            )
+            for s in base if has_norms
+        ]  # fmt: skip
+        return [down, *up, *norms]

@@ -2,69 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollout.errors import ConfigError
-from rollout.kernels import lora_linear
 from rollout.models.adapter_model import AdaptedLinear, AdapterModel
-from rollout.models.forward import ForwardBatch
+from rollout.models.instance_adapters import BesideLinear, InstanceAdapters
 from rollout.models.layers.base import Layer
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.router import Router
+from rollout.models.linear_adapters import ActiveRows, LinearAdapters
 from rollout.models.model import Model
-from rollout.weights import WeightSlot
-from rollout.weights.adapters import AdapterSpec
+from rollout.weights.adapters import DORA, AdapterSpec
 
 LINEARS = (MergedColumnLinear, RowLinear, ReplicatedLinear)
-
-
-@dataclass(slots=True)
-class ActiveRows:
-    """The rows of the step at hand that have adapters; None: no row has one."""
-
-    rows: Tensor | None = None
-    tiles: Tensor | None = None
-
-
-class LinearAdapters:
-    """What all slots hold for one linear; ``add`` puts it behind the linear's own product.
-
-    a: [slots, parts, rank, inputs of this rank], b: [slots, rank, outputs of this rank], scales:
-    float32 [slots, parts]. A part is what one source of the linear's weight fills.
-    """
-
-    def __init__(
-        self, base: list[list[WeightSlot]], a: Tensor, b: Tensor, active: ActiveRows
-    ) -> None:
-        self.base, self.a, self.b, self._active = base, a, b, active
-        self.scales = torch.zeros(a.shape[:2], dtype=torch.float32, device=a.device)
-        self.bounds = (0, *(part[-1].put.stops[0] for part in base))
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Those of its parts, by the names in files."""
-        return tuple(part[0].source.removesuffix(".weight") for part in self.base)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no row of this step has an adapter."""
-        return self._active.rows is None
-
-    def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """``y`` [T, outputs], with what adapters make of the rows of ``x`` [T, inputs] in it."""
-        active = self._active
-        if active.rows is not None and active.tiles is not None:
-            lora_linear(
-                y, x, self.a, self.b, self.scales, self.bounds, active.rows, active.tiles
-            )  # fmt: skip
-        return y
 
 
 class AdapterSlots:
@@ -78,6 +35,8 @@ class AdapterSlots:
     def __init__(self, model: Model, count: int, rank: int) -> None:
         self.count, self.rank = count, rank
         self.active = ActiveRows()
+        self.dora: dict[int, tuple[int, AdapterSpec]] = {}  # slots with DoRA: which load, and its
+        self._loads = itertools.count()
         self._views: dict[int, AdapterModel] = {}  # the last of each slot
         self._build = model.build
         self.linears: dict[str, LinearAdapters] = {}
@@ -89,7 +48,8 @@ class AdapterSlots:
             dtype, device = model.build.dtype, model.build.device
             a = torch.zeros(count, len(base), rank, columns, dtype=dtype, device=device)
             b = torch.zeros(count, rank, rows, dtype=dtype, device=device)
-            self.linears[name] = LinearAdapters(base, a, b, self.active)
+            is_cut = isinstance(layer, RowLinear) and model.build.tp.size > 1
+            self.linears[name] = LinearAdapters(base, a, b, self.active, is_cut)
         if not self.linears:
             raise ConfigError(
                 f"max_adapters: {model.config.architecture} has no linears of rollout's own, "
@@ -98,7 +58,8 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        tensors = (t for each in self.linears.values() for t in (each.a, each.b))
+        of = self.linears.values()
+        tensors = (t for each in of for t in (each.a, each.b, each.magnitudes))
         return sum(prod(t.shape) * t.element_size() for t in tensors)
 
     @property
@@ -109,13 +70,10 @@ class AdapterSlots:
     def attach(self, model: Model) -> None:
         """Have an instance's linears add what the slots hold, in steps that begin here."""
         policy: Any = model.policy
-        policy.adapters = self
+        own = InstanceAdapters(self.active, self.linears, self.dora, self.attach)
+        policy.adapters = own
         for name, layer in _linears(model):
-            layer.adapters = self.linears[name]
-
-    def begin_step(self, batch: ForwardBatch) -> None:
-        """The next products are of this batch, whose tensors are on the slots' device."""
-        self.active.rows, self.active.tiles = batch.adapter_rows, batch.adapter_tiles
+            layer.adapters = BesideLinear(name, self.linears[name], own)
 
     def view(self, slot: int, spec: AdapterSpec) -> AdapterModel:
         """One slot as a model of ``spec``, to be loaded, read and digested.
@@ -135,10 +93,20 @@ class AdapterSlots:
         for name, each in self.linears.items():
             if not spec.modules.keys().isdisjoint(each.modules):
                 found[name] = AdaptedLinear(
-                    base=each.base, a=each.a[slot], b=each.b[slot], scales=each.scales[slot]
+                    base=each.base,
+                    a=each.a[slot],
+                    b=each.b[slot],
+                    magnitudes=each.magnitudes[slot],
+                    scales=each.scales[slot],
                 )
         unused = [each.scales[slot] for name, each in self.linears.items() if name not in found]
-        view = self._views[slot] = AdapterModel(self._build, spec, found, unused)
+
+        def note(loaded: bool) -> None:
+            self.dora.pop(slot, None)
+            if loaded and any(module.kind == DORA for module in spec.modules.values()):
+                self.dora[slot] = next(self._loads), spec
+
+        view = self._views[slot] = AdapterModel(self._build, spec, found, unused, note)
         return view
 
 

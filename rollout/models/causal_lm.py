@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.kernels.op import are_watched
-from rollout.models.adapter_slots import AdapterSlots
 from rollout.models.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.chunks import within_chunks
 from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.instance_adapters import InstanceAdapters
 from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
@@ -32,7 +32,7 @@ class CausalLM(Model):
     """
 
     gives_hidden_states = True
-    adapters: AdapterSlots | None = None
+    adapters: InstanceAdapters | None = None
 
     def __init__(
         self, build: Build, max_len: int, rotaries: Sequence[Rotary] | None = None
@@ -122,7 +122,7 @@ class CausalLM(Model):
     def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``."""
         if self.adapters is not None:
-            self.adapters.begin_step(batch)
+            self.adapters.begin_step(self, batch)
         turns = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embedding(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
@@ -169,6 +169,15 @@ class CausalLM(Model):
         for module in self.modules():
             if isinstance(module, Layer):
                 module.after_load()
+        self.contents_moved()
+
+    def contents_moved(self) -> None:
+        if self.adapters is not None:
+            self.adapters.weights_changed()
+
+    def derive_adapters(self) -> None:
+        if self.adapters is not None:
+            self.adapters.derive(self)
 
     def empty_like(self) -> Self:
         fresh = type(self)(self.build, self.max_len, self.rotaries)

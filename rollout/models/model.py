@@ -70,6 +70,12 @@ class Model(nn.Module):
         """Re-derive everything derived from parameters, in place; called after every load."""
         raise NotImplementedError
 
+    def contents_moved(self) -> None:
+        """The parameters hold what others held: what adapters make of them is derived anew."""
+
+    def derive_adapters(self) -> None:
+        """Derive what slots of adapters have to know of the parameters, both being there."""
+
     def begin_load(self) -> WeightLoad:
         """A streaming load into this instance, in place; ``after_load`` runs when it finishes."""
         return WeightLoad(

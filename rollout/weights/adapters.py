@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack, unpack
 
 from rollout.errors import ConfigError
-from rollout.wire.codec import Positive, Table, Text
+from rollout.wire.codec import ADDED, Positive, Table, Text
 
 FLOAT32_MAX = 3.4028234663852886e38
-A, B = ".lora_A.weight", ".lora_B.weight"  # behind a module's name: [rank, in], [out, rank]
+# Behind a module's name: [rank, in], [out, rank], and of DoRA [out].
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+LINEAR, DORA = "linear", "dora"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
-    """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one."""
+    """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one.
+
+    ``kind``: "linear", or "dora", of which each output has the norm that its magnitude says.
+    """
 
     rank: Positive
     scaling: float  # a finite float32
+    kind: Text = field(default=LINEAR, metadata=ADDED)
+
+    def tensors(self, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """All that it is made of, by name, beside a weight [rows, columns]."""
+        found: dict[str, tuple[int, ...]] = {
+            module + A: (self.rank, columns), module + B: (rows, self.rank)
+        }  # fmt: skip
+        if self.kind == DORA:
+            found[module + MAGNITUDE] = (rows,)
+        return found
 
     def __post_init__(self) -> None:
+        if self.kind not in (LINEAR, DORA):
+            raise ConfigError(f"an adapter of kind {self.kind!r:.40} is not served")
         if not abs(self.scaling) <= FLOAT32_MAX:
             raise ConfigError(f"an adapter's scaling (alpha / rank) is {self.scaling}")
 
@@ -40,7 +57,9 @@ class AdapterSpec:
     @property
     def scaling_digest(self) -> int:
         """What each rank's slot has to answer; see ``digest_of_scalings``."""
-        return digest_of_scalings({name: of.scaling for name, of in self.modules.items()})
+        found = {name: of.scaling for name, of in self.modules.items()}
+        found |= {name + MAGNITUDE: 1.0 for name, of in self.modules.items() if of.kind == DORA}
+        return digest_of_scalings(found)
 
     def check_modules(self, known: Collection[str]) -> None:
         """``ConfigError`` where it changes one beside which adapters cannot be served."""

@@ -19,8 +19,8 @@ ADAPTER = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B",
 # Derived from the configuration, never trained; some old checkpoints and models still carry it.
 DERIVED = frozenset({"inv_freq"})
 # Held in float32 by trainers, and read so here: steps of their training are lost in bfloat16. They
-# are added to scores, or say how a state goes on.
-WIDE = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "D"})
+# are added to scores, say how a state goes on, or are the norms of DoRA.
+WIDE = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "D", "lora_magnitude_vector"})
 
 
 def file_form(name: str) -> str:

@@ -88,13 +88,12 @@ def _items(
             for start in range(0, nbytes, PIECE):
                 box = Box((start,), (min(start + PIECE, nbytes),))
                 yield name, torch.uint8, (nbytes,), box, _read(of, rank, name, box, timeout)
-    dtype = of.info().dtype
     for adapter, found in adapters.items():
-        for name, tensor in found.items():
-            values, full = tensor.to(dtype), Box.full(tuple(tensor.shape))
+        for name, tensor in found.tensors.items():
+            full = Box.full(tuple(tensor.shape))
             name = qualified(adapter_component(adapter), name)
-            digests[name] = digest(values, full.shape, full)
-            yield name, dtype, full.shape, full, flat_bytes(values)
+            digests[name] = digest(tensor, full.shape, full)
+            yield name, tensor.dtype, full.shape, full, flat_bytes(tensor)
 
 
 def _read(of: Coordinator, rank: int, name: str, box: Box, timeout: float) -> Tensor:

@@ -15,7 +15,6 @@ from rollout.errors import VersionConflict
 from rollout.loader.peft_adapter import PeftAdapter
 from rollout.weight_sync.protocol.adapters import adapter_tensors
 from rollout.weights import Box, TensorMeta
-from rollout.weights.adapters import A, B
 from rollout.weights.components import own_name
 from rollout.wire.codec import to_plain
 
@@ -59,8 +58,7 @@ def live_adapters(
         tensors = {own_name(m.name): torch.empty(m.shape, dtype=m.dtype) for m in metas}
         for reply, values in replies:
             _place(reply["boxes"], values, tensors)
-        factors = {stem: (tensors[stem + A], tensors[stem + B]) for stem in spec.modules}
-        found[name] = PeftAdapter(spec, factors)
+        found[name] = PeftAdapter(spec, tensors)
     return found
 
 

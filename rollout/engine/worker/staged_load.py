@@ -105,7 +105,9 @@ class StagedLoad:
         if self._model is not None:
             report = self._model.finish(partial=request.partial, components=request.models)
             nbytes += report.nbytes
-        return nbytes + sum(load.finish().nbytes for load in self._loads.values())
+        nbytes += sum(load.finish().nbytes for load in self._loads.values())
+        self._instances.derive_adapters(live=self.live or self._model is None)
+        return nbytes
 
     def slots(self) -> Iterator[WeightSlot]:
         """All that is to be filled."""

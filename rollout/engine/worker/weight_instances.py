@@ -230,6 +230,7 @@ class ModelInstances:
         if kept is None or self._live is None:
             raise VersionConflict("this rank kept nothing of the weights that were overwritten")
         kept.exchange(self._live)
+        self._contents_moved()
         self._in_place, self._live_is = False, kept.leads_from
         self._forget()
 
@@ -358,7 +359,20 @@ class ModelInstances:
                 if name in parked:
                     parameter.data = parked.pop(name).to(self._device)
 
+    def derive_adapters(self, live: bool) -> None:
+        """Of the instance that is to be live; where its weights are elsewhere, the first step that
+        needs it does.
+        """
+        model = self._live if live else self._shadow
+        if model is not None and not self._parked and model.build.device == self._device:
+            model.policy.derive_adapters()
+
     # ---- helpers ----
+
+    def _contents_moved(self) -> None:
+        for model in (self._live, self._shadow):
+            if model is not None:
+                model.policy.contents_moved()
 
     def _swap(self) -> bool:
         """Exchange the two; whether that moved their contents."""
@@ -370,6 +384,7 @@ class ModelInstances:
         moves = live is not None and (held or elsewhere)
         if live is not None and moves:
             exchange(live, shadow)
+            self._contents_moved()
         else:
             self._live, self._shadow = shadow, live
         if self._device.type == "cuda":
@@ -430,6 +445,7 @@ class ModelInstances:
     def _exchange_kept(self) -> bool:
         assert self._kept is not None
         self._kept.exchange(self.live)
+        self._contents_moved()
         self._live_is = self._kept.leads_from
         return True
 

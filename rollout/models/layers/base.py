@@ -74,12 +74,14 @@ class Build:
 
 
 class Adapters(Protocol):
-    """What may lie beside a linear; see ``adapter_slots.LinearAdapters``."""
+    """What may lie beside a linear; see ``instance_adapters.BesideLinear``."""
 
     @property
     def is_idle(self) -> bool: ...
 
     def add(self, y: Tensor, x: Tensor) -> Tensor: ...
+
+    def scale(self, y: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
 class Layer(nn.Module):
@@ -148,7 +150,13 @@ class Layer(nn.Module):
         ``gated``: of quantised ones alone, where no row has an adapter.
         """
         y = self._product(x, bias, gated)
-        return y if self.adapters is None else self.adapters.add(y, x)
+        return self.adapted(y, x, bias)
+
+    def adapted(self, y: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``y``, which was made of ``x`` and has ``bias`` in it, as adapters have it, in place."""
+        if self.adapters is None or self.adapters.is_idle:
+            return y
+        return self.adapters.scale(self.adapters.add(y, x), bias)
 
     @property
     def is_adapted(self) -> bool:

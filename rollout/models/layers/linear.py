@@ -213,6 +213,8 @@ class RowLinear(Layer):
         sums = segment_sums(x, storage_of(self, "weight"), self.segments // self.build.tp.size)
         if self.adapters is not None and not self.adapters.is_idle:
             sums[0] += self.adapters.add(torch.zeros_like(sums[0], dtype=x.dtype), x)
+            for lane in sums:
+                self.adapters.scale(lane)
         return sums
 
     def _in_order(self, x: Tensor) -> Tensor:
@@ -222,12 +224,13 @@ class RowLinear(Layer):
         weight, here = storage_of(self, "weight"), self.segments // tp.size
         if tp.size == 1:
             y = batch_invariant_linear(x, weight, self.bias, spec.layout, (rows, columns), here)
-            return y if self.adapters is None else self.adapters.add(y, x)
+            return self.adapted(y, x, self.bias)
         shape = (rows, columns)
         sums = batch_invariant_linear(x, weight, None, spec.layout, shape, here, wide=True)
         if self.adapters is not None and not self.adapters.is_idle:
             # Of ranks' parts of the adapter's inputs: this sum does depend on how many they are.
             sums += self.adapters.add(torch.zeros_like(sums, dtype=x.dtype), x)
+            self.adapters.scale(sums)
         return finish_sums(tp.tree_sum(sums), self.bias, x.dtype)
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -6,13 +6,15 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from rollout.errors import ConfigError, VersionConflict, WeightMismatch
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weights import TensorMeta
-from rollout.weights.adapters import A, AdapterSpec, B
+from rollout.weights.adapters import LINEAR, AdapterSpec
 from rollout.weights.components import adapter_component, qualified
+from rollout.weights.names import weight_dtype
 
 _MOST = 8  # modules named in one error
 
@@ -39,7 +41,10 @@ def held_adapters(info: WeightInfo) -> tuple[HeldAdapter, ...]:
 
 def adapter_digest(name: str, version: int, spec: AdapterSpec, tensors: int) -> int:
     """64 bits over all that ``name@version`` is; ``tensors``: the digest of its factors."""
-    modules = sorted((module, of.rank, of.scaling) for module, of in spec.modules.items())
+    modules: list[tuple[Any, ...]] = sorted(
+        (module, of.rank, of.scaling, *([] if of.kind == LINEAR else [of.kind]))
+        for module, of in spec.modules.items()
+    )
     text = json.dumps([name, version, tensors, modules])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -117,9 +122,10 @@ def adapter_tensors(
         if meta is None or len(meta.shape) != 2:
             problems.append(f"adapter {name!r} changes {module}, which is no linear layer here")
             continue
-        rows, columns = meta.shape
-        for end, shape in ((A, (of.rank, columns)), (B, (rows, of.rank))):
-            found.append(TensorMeta(qualified(component, module + end), meta.dtype, shape))
+        found += [
+            TensorMeta(qualified(component, each), weight_dtype(each, meta.dtype), shape)
+            for each, shape in of.tensors(module, *meta.shape).items()
+        ]
     if problems:
         more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         raise WeightMismatch(

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.weight_sync.trainer.sources.lora import DORA as DORA_VARIANT
+from rollout.weight_sync.trainer.sources.lora import MAGNITUDE as MAGNITUDES
 from rollout.weight_sync.trainer.sources.lora import MergePlan, is_peft, join, type_name
 from rollout.weight_sync.trainer.sources.names import submodules
-from rollout.weights.adapters import A, AdapterSpec, B, ModuleSpec
+from rollout.weights.adapters import DORA, LINEAR, MAGNITUDE, A, AdapterSpec, B, ModuleSpec
 from rollout.weights.components import adapter_component
 from rollout.weights.names import placed, unwrapped
 
@@ -101,7 +103,8 @@ class AdapterPlan(MergePlan):
             return
         variant = getattr(layer, "lora_variant", {}).get(adapter)
         plain = is_peft(layer, "LoraLayer") and type_name(layer) == "Linear"
-        if not plain or variant is not None or getattr(layer, "fan_in_fan_out", False):
+        dora = type(variant).__name__ == DORA_VARIANT
+        if not plain or not (variant is None or dora) or getattr(layer, "fan_in_fan_out", False):
             kind = type(layer if variant is None else variant).__name__
             raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
         if layer.lora_bias.get(adapter):
@@ -111,9 +114,12 @@ class AdapterPlan(MergePlan):
             raise ConfigError(f"{to}: the engine has no such module; leave it out of the adapter")
         stem = weight.removesuffix(".weight")
         self._modules[stem] = ModuleSpec(
-            rank=int(layer.r[adapter]), scaling=float(layer.scaling[adapter])
+            rank=int(layer.r[adapter]),
+            scaling=float(layer.scaling[adapter]),
+            kind=DORA if dora else LINEAR,
         )
-        for role, end in (("lora_A", A), ("lora_B", B)):
+        parts = [("lora_A", A), ("lora_B", B)]
+        for role, end in [*parts, (MAGNITUDES, MAGNITUDE)] if dora else parts:
             raw = f"{join(path, role)}.{adapter}.weight"
             self.owners[raw] = stem + end
             self.factors[raw] = getattr(layer, role)[adapter].weight

@@ -127,7 +127,7 @@ class DetectedAdapter(Detected):
         prefixes = prefixes or {}
         if isinstance(self.obj, PeftAdapter):
             naming = Naming({}, dtype, lambda raw: placed(raw, prefixes))
-            return PlainSource(dict(self.obj.items()), naming, group)
+            return PlainSource(dict(self.obj.tensors), naming, group)
         plan = self._plan(prefixes)
         if self.kind == "plain":
             return PlainSource(plan.named, Naming({}, dtype, lambda name: name), group)

@@ -1,0 +1,61 @@
+"""What lies beside one linear in the slots of adapters, for all instances of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.kernels import lora_linear
+from rollout.weights import WeightSlot
+
+
+@dataclass(slots=True)
+class ActiveRows:
+    """The rows of the step at hand that have adapters; None: no row has one.
+
+    ``normed``: those of DoRA, and the slot of each.
+    """
+
+    rows: Tensor | None = None
+    tiles: Tensor | None = None
+    normed: tuple[Tensor, Tensor] | None = None
+
+
+class LinearAdapters:
+    """What all slots hold for one linear; ``add`` puts it behind the linear's own product.
+
+    a: [slots, parts, rank, inputs of this rank], b: [slots, rank, outputs of this rank],
+    magnitudes: float32 [slots, outputs of this rank], scales: float32 [slots, parts]. A part is
+    what one source of the linear's weight fills. ``is_cut``: ranks have parts of the inputs.
+    """
+
+    def __init__(
+        self,
+        base: list[list[WeightSlot]],
+        a: Tensor,
+        b: Tensor,
+        active: ActiveRows,
+        is_cut: bool,
+    ) -> None:
+        self.base, self.a, self.b, self._active, self.is_cut = base, a, b, active, is_cut
+        made: dict[str, Any] = {"dtype": torch.float32, "device": a.device}
+        self.magnitudes = torch.zeros(a.shape[0], b.shape[2], **made)
+        self.scales = torch.zeros(a.shape[:2], **made)
+        self.bounds = (0, *(part[-1].put.stops[0] for part in base))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those of its parts, by the names in files."""
+        return tuple(part[0].source.removesuffix(".weight") for part in self.base)
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """``y`` [T, outputs], with what adapters make of the rows of ``x`` [T, inputs] in it."""
+        active = self._active
+        if active.rows is not None and active.tiles is not None:
+            lora_linear(
+                y, x, self.a, self.b, self.scales, self.bounds, active.rows, active.tiles
+            )  # fmt: skip
+        return y
