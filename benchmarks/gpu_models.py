@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from rollout.distributed import Rendezvous, RendezvousServer, TensorParallel, jo
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
@@ -35,6 +36,7 @@ from rollout.wire.codec import from_plain, to_plain
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 BF16, BLOCK = torch.bfloat16, 32
+T = TypeVar("T")
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
@@ -132,21 +134,28 @@ class Model:
         self.kv.free()
         del self.model
 
-    def decode(self, batch: int, context: int) -> float:
-        """Seconds of a step in the wall clock: inputs, replay (dry: a plain forward), sampling."""
+    def decode(self, batch: int, context: int, draws: bool = True) -> float:
+        """Seconds of a step in the wall clock: inputs, replay (dry: a plain forward), sampling.
+
+        ``draws``: the sampler is captured, too.
+        """
         inputs = self._decode_batch(batch, context)
-        step: Callable[[], Tensor]
+        sampler, settings = make_sampler(DEVICE), greedy(batch)
+        step: Callable[[], SamplerOutput]
         graphs = None
         if CUDA:
-            graphs = DecodeGraphs(self._forward, [batch], inputs.block_tables.shape[1], DEVICE)
-            step = lambda: _logits(graphs.run(inputs))  # noqa: E731
+            blocks = inputs.block_tables.shape[1]
+            graphs = DecodeGraphs(self._forward, [batch], blocks, DEVICE, draws=draws)
+            if draws:
+                step = lambda: _there(graphs.draw(inputs, settings))  # noqa: E731
+            else:
+                step = lambda: sampler.sample(_there(graphs.run(inputs)), settings)  # noqa: E731
         else:
-            step = lambda: self._forward(inputs)  # noqa: E731
-        sampler, settings = make_sampler(DEVICE), greedy(batch)
+            step = lambda: sampler.sample(self._forward(inputs), settings)  # noqa: E731
         times = []
         for turn in range(13 if CUDA else 1):
             began = time.perf_counter()
-            sampler.sample(step(), settings).to_host()()
+            step().to_host()()
             if turn > 2 or not CUDA:
                 times.append(time.perf_counter() - began)
         if graphs is not None:
@@ -273,7 +282,7 @@ def greedy(rows: int) -> SamplingMetadata:
     )
 
 
-def _logits(found: Tensor | None) -> Tensor:
+def _there(found: T | None) -> T:
     if found is None:
         raise AssertionError("a decode batch was not replayed")
     return found
@@ -322,11 +331,10 @@ def engine_run(report: Any, name: str) -> None:
             "max_model_len": 512,
             "kv_cache_bytes": (1 << 24) if report.dry else 8 << 30,
         }
-        with Rollout(str(folder), executor="multiprocess", **settings) as engine:
+        apart = {**settings, "executor": "multiprocess"}
+        with Rollout(str(folder), async_scheduling=False, **apart) as engine:
             in_turn = _generation(report, engine, f"engine {name}")
-        with Rollout(
-            str(folder), executor="multiprocess", async_scheduling=True, **settings
-        ) as engine:
+        with Rollout(str(folder), async_scheduling=True, **apart) as engine:
             if _generation(report, engine, f"engine {name}, steps begun ahead") != in_turn:
                 raise AssertionError("steps begun ahead gave other tokens")
         began = time.perf_counter()

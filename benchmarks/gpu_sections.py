@@ -192,6 +192,8 @@ def decode(name: str) -> Callable[[Any], None]:
                 seconds = model.decode(batch, context)
                 bound = (model.read_bytes + batch * context * model.kv_bytes) / report.copy
                 report.add(f"{name} decode, batch {batch}", seconds * 1e3, "ms/step")
+                apart = model.decode(batch, context, draws=False)
+                report.add(f"{name} decode, batch {batch}, sampler apart", apart * 1e3, "ms/step")
                 rate = 1 / seconds
                 report.add(f"{name} decode, batch {batch}", rate, "steps/s", "memory", 1 / bound)
             tokens = 8 if report.dry else 2048

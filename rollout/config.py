@@ -237,15 +237,18 @@ class EngineConfig:
         1 << 30, "bytes of all files of that directory's journal: the oldest go", least=1
     )
     cuda_graphs: str = _setting(
-        "auto", "capture decode steps on a GPU: auto, on or off", "auto", "on", "off"
+        "auto",
+        "capture decode steps on a GPU: auto, on, off, or forward (as auto, without the sampler)",
+        *("auto", "on", "off", "forward"),
     )
     cuda_graph_sizes: tuple[int, ...] = _setting(
         (), "batch size to capture; may be repeated (default: some up to max_num_seqs)"
     )
-    async_scheduling: bool = _setting(
-        False,
-        "give the ranks step N+1 while N runs, as long as all requests decode and none waits; what "
-        "arrives, is aborted or commits may wait for two steps then",
+    async_scheduling: bool | None = _setting(
+        None,
+        "give the ranks step N+1 while N runs, as long as all that run decode and nobody can be "
+        "admitted; what arrives, is aborted or commits may wait for two steps then (default: on a "
+        "GPU)",
     )
     max_staleness: int | None = _setting(
         None,
@@ -279,6 +282,10 @@ class EngineConfig:
             object.__setattr__(self, "quantization", "none")
         if isinstance(self.cuda_graphs, bool):
             object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(
+                f"async_scheduling must be True, False or None, got {self.async_scheduling!r:.80}"
+            )
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(f.default, bool) and not isinstance(value, bool):
@@ -323,6 +330,10 @@ class EngineConfig:
         if self.executor != "auto":
             return self.executor
         return "inline" if self.tensor_parallel_size == 1 else "multiprocess"
+
+    def runs_ahead(self, device_type: str) -> bool:
+        """Whether ranks on devices of this type get step N+1 while N runs."""
+        return device_type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     @property
     def resolved_num_threads(self) -> int:

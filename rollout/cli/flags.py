@@ -193,7 +193,7 @@ def _kind(hint: Any) -> dict[str, Any]:
     plain = [hint]
     if isinstance(hint, UnionType):
         plain = [kind for kind in get_args(hint) if kind is not type(None)]
-    if hint is bool:
+    if plain[0] is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(plain[0]) is Mapping and get_args(plain[0])[1] is Any:
         return {"type": _json_object, "metavar": "JSON"}

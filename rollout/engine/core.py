@@ -192,9 +192,10 @@ class EngineCore:
             self.scheduler, self.outputs, self.pins, self.adapters,
             config.max_staleness, config.on_stale,
         )  # fmt: skip
+        device = str(self.rank_info[0]["device"]).partition(":")[0]
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
-            step_timeout=config.timeout, runs_ahead=config.async_scheduling,
+            step_timeout=config.timeout, runs_ahead=config.runs_ahead(device),
             first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
             grammars=self.grammars, encoder=self._encoder, serving=self.serving, pins=self.pins,
         )  # fmt: skip

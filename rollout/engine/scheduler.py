@@ -47,6 +47,7 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._lanes = {False: _Lane(), True: _Lane()}  # of live weights; of pinned sequences
         self._turn = False  # whose step was the last
+        self._refused: tuple[Sequence | None, int] = None, 0  # for want of blocks, and those free
         self._unforked: dict[int, list[Sequence]] = {}  # first sample's seq_id -> the others
         self._waiting: dict[int, Sequence] = {}
 
@@ -97,15 +98,17 @@ class Scheduler:
         """The step after ``last``, which is still being computed; no entries: wait for it.
 
         Only where its tokens decide nothing but who has ended: all that runs draws a token in
-        ``last``, nobody waits to be admitted or is pinned, and there are blocks. A sequence that
-        turns out to have ended is computed once in vain.
+        ``last``, nobody is pinned, nobody waits who could be admitted now or once ``last`` has
+        brought the ends that it is sure to bring, and there are blocks. A sequence that turns out
+        to have ended is computed once in vain; who waits for its place comes a step later.
         """
         batch = ScheduledBatch(
             version=self.blocks.version, number=last.number + 1, previous_rows=[]
         )
         rows = last.rows_running
-        waits = self._next_heap(False) is not None or self.pin is not None
-        if self.frozen or len(rows) < len(self.running) or waits:
+        waits = self._next_heap(False)
+        held = self.frozen or self.pin is not None
+        if held or len(rows) < len(self.running) or (waits and not self._is_full(waits)):
             return batch
         going_on = []
         for row in rows:
@@ -117,6 +120,8 @@ class Scheduler:
                 return batch  # what a step saves is booked before the next
             if seq.num_tokens + 1 < seq.max_len:
                 going_on.append((row, seq))
+            elif waits:
+                return batch  # its place is taken in the next step
         if all(self.blocks.grow(seq, coming=1) for _, seq in going_on):
             batch.entries = [ScheduledEntry(seq, 1) for _, seq in going_on]
             batch.previous_rows = [row for row, _ in going_on]
@@ -245,6 +250,7 @@ class Scheduler:
                 put_off.append((heap, seq))
                 continue
             if not self._make_space(seq, found):
+                self._refused = seq, self.blocks.num_free
                 break
             heapq.heappop(heap)
             del self._waiting[seq.seq_id]
@@ -263,6 +269,15 @@ class Scheduler:
             if self.running or not self._drop_holder(keep=seq):
                 return False
         return True
+
+    def _is_full(self, waits: list[tuple[int, Sequence]]) -> bool:
+        """Whether the top of this heap cannot be admitted until somebody ends.
+
+        Where it found no blocks, none will do before more of them are free than there were then.
+        """
+        seq, free = self._refused
+        full = len(self.running) >= self._max_seqs
+        return full or (waits[0][1] is seq and self.blocks.num_free <= free)
 
     def _next_heap(self, pinned: bool) -> list[tuple[int, Sequence]] | None:
         """The heap of a lane whose top is the oldest sequence that may be admitted."""

@@ -74,12 +74,26 @@ def test_what_was_asked_for_waits_for_the_step_that_was_begun(start: Start, toy:
     sink.results()
 
 
-def test_whoever_waits_is_admitted_before_a_step_is_begun(start: Start, toy: ToyExecutor) -> None:
-    core = start(toy, max_num_seqs=2)
-    calls = [request(str(i), max_tokens=40) for i in range(3)]
-    sink = halted(core, toy, *calls, under_way=1)
+@pytest.mark.parametrize("room", [{"max_num_seqs": 2}, {"num_kv_blocks": 30}], ids=str)
+def test_steps_are_begun_ahead_while_those_who_wait_find_no_room(
+    start: Start, toy: ToyExecutor, room: dict[str, int]
+) -> None:
+    core = start(toy, **room)
+    calls = [request(str(i), [i] * 40, max_tokens=12) for i in range(3)]
+    sink = halted(core, toy, *calls, under_way=2)
+    assert core.scheduler.num_waiting == 1
     toy.gate.set()
     sink.results()
+
+
+def test_a_place_that_is_sure_to_be_free_is_waited_for(start: Start, toy: ToyExecutor) -> None:
+    """Then no step runs with it empty."""
+    core = start(toy, max_num_seqs=1)
+    sink = Sink(2)
+    core.submit([request("a", max_tokens=9), request("b", max_tokens=9)], sink, stream=False)
+    sink.results()
+    assert core.loop.steps_ahead > 0
+    assert core.counters.steps == toy.steps == 2 * 9
 
 
 def test_a_sequence_that_ends_unforeseen_is_computed_once_in_vain(start: Start, toy) -> None:

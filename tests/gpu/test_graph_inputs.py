@@ -9,12 +9,8 @@ import torch
 
 from rollout import kernels
 from rollout.config import EngineConfig
-from rollout.engine.worker.cuda_graphs import (
-    DecodeInputs,
-    is_decode,
-    padded_sizes,
-    wants_graphs,
-)
+from rollout.engine.worker.cuda_graphs import padded_sizes, wants_graphs
+from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
 from rollout.models.forward import ForwardBatch

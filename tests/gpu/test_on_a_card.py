@@ -13,8 +13,9 @@ import torch
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
-from rollout.engine.worker import weight_instances
+from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
+from rollout.engine.worker.draw_graphs import DrawGraphs
 from rollout.errors import ChecksumMismatch
 from rollout.weight_sync.protocol.delta import Committed, decode
 from rollout.weight_sync.protocol.messages import BucketEntry
@@ -117,12 +118,81 @@ def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> 
         assert alone.outputs[0].token_ids == ours[0]
 
 
-@pytest.mark.parametrize("executor", ["inline", "multiprocess"])
-def test_steps_begun_ahead_draw_the_same(tiny_qwen3: Path, executor: str) -> None:
-    with _engine(tiny_qwen3) as in_turn:
-        wanted = _tokens(in_turn)
-    with _engine(tiny_qwen3, executor=executor, async_scheduling=True) as ahead:
-        assert _tokens(ahead) == wanted
+# One call of each that a captured draw takes, and one with a row that needs another sampler.
+DRAWS = (
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.3, "seed": 3},
+        {"temperature": 0.8, "top_p": 0.7, "top_k": 40, "min_p": 0.02, "seed": 4},
+    ],
+    [{"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 6, "logprobs": 2}],
+)
+
+
+def _drawn(engine: Rollout) -> list[Any]:
+    found = []
+    for call in DRAWS:
+        params = [SamplingParams(max_tokens=3, ignore_eos=True, **one) for one in call]
+        outputs = engine.generate(PROMPTS[: len(call)], params)
+        found += [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn_outside(tiny_qwen3: Path) -> list[Any]:
+    """By the sampler, in turn, from captured logits."""
+    settings = {"cuda_graphs": "forward", "async_scheduling": False, "staging": "none"}
+    with _engine(tiny_qwen3, **settings) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.delattr(DrawGraphs, "replay")
+        return _drawn(engine)
+
+
+def test_a_captured_draw_gives_the_samplers_bits(
+    tiny_qwen3: Path, drawn_outside: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and logprobs, with steps begun ahead, and beside steps that it does not take."""
+    sizes, replay = [], DrawGraphs.replay
+
+    def noted(graphs: DrawGraphs, size: int, count: int) -> Any:
+        sizes.append((size, count))
+        return replay(graphs, size, count)
+
+    monkeypatch.setattr(DrawGraphs, "replay", noted)
+    with _engine(tiny_qwen3, cuda_graphs="on", staging="none") as engine:
+        assert _drawn(engine) == drawn_outside
+        assert engine._async.backend.core.loop.steps_ahead > 0
+    assert sizes == [(4, 3)] * 2  # the first token of each came with its prompt
+
+
+def test_where_the_draw_cannot_be_captured_the_rest_is(
+    tiny_qwen3: Path,
+    drawn_outside: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, sample = [], draw_graphs.sample
+
+    def waits(*args: Any) -> Any:
+        made.append(args)
+        tokens, scores = sample(*args)
+        if len(made) > 2:  # it runs, but not when it is captured
+            tokens.tolist()
+        return tokens, scores
+
+    monkeypatch.setattr(draw_graphs, "sample", waits)
+    with _engine(tiny_qwen3, cuda_graphs="on") as engine:
+        assert _drawn(engine) == drawn_outside
+    told = [line for line in caplog.records if "the sampler is not captured" in line.message]
+    assert len(told) == 1  # for both sets
+
+
+def test_steps_begun_ahead_in_another_process_draw_the_same(
+    tiny_qwen3: Path, drawn_outside: list[Any]
+) -> None:
+    with _engine(tiny_qwen3, executor="multiprocess", staging="none") as ahead:
+        assert ahead._async.backend.core.loop.runs_ahead
+        found = [token_ids for token_ids, _ in _drawn(ahead)]
+    assert found == [token_ids for token_ids, _ in drawn_outside]
 
 
 def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path, trained: Any) -> None:
@@ -150,16 +220,16 @@ def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
     tiny_qwen3: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two sets give the same bits: tokens, and all three logprobs of each."""
-    replays, run = [], DecodeGraphs.run
+    replays, replay = [], DecodeGraphs._replay
 
-    def noted(graphs: DecodeGraphs, batch: Any) -> Any:
+    def noted(graphs: DecodeGraphs, *args: Any) -> Any:
         replays.append(id(graphs))
-        return run(graphs, batch)
+        return replay(graphs, *args)
 
     def no_exchange(*_: Any) -> None:
         raise AssertionError("contents were exchanged")
 
-    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    monkeypatch.setattr(DecodeGraphs, "_replay", noted)
     monkeypatch.setattr(weight_instances, "exchange", no_exchange)
     with _engine(tiny_qwen3, cuda_graphs="on") as engine:
         before = engine.generate(PROMPTS, GREEDY)

@@ -130,7 +130,7 @@ class RankHost:
         tp = TensorParallel(int(said["rank"]), int(said["size"]))
         worker = Worker(config, tp, _opened(said["shared_fd"]), self._device)
         staging = JobThread("rollout-staging")
-        replies = JobThread("rollout-replies") if config.async_scheduling else None
+        replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
         payloads = PayloadViews(_opened(said["payload_fd"]))
         try:
             RankLoop(

@@ -23,8 +23,8 @@ _CLOSE_WAIT = 2.0  # seconds for a stage call under way to end
 class InlineExecutor:
     """Runs a call in the thread that makes it, under one lock; stage calls on a thread of theirs.
 
-    With ``async_scheduling`` calls run on a thread of the rank's, and a step's reply is waited for
-    on another, while the next one begins.
+    Where steps are begun ahead, calls run on a thread of the rank's, and a step's reply is waited
+    for on another, while the next one begins.
 
     ``on_death`` is never called: the rank lives as long as this process.
     """
@@ -41,9 +41,11 @@ class InlineExecutor:
             )
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config
-        self._worker: Worker | None = Worker(config, TensorParallel())
+        worker = Worker(config, TensorParallel())
+        self._worker: Worker | None = worker
         self._staging = JobThread("rollout-staging")
-        self._main = JobThread("rollout-rank") if config.async_scheduling else None
+        ahead = config.runs_ahead(worker.device.type)
+        self._main = JobThread("rollout-rank") if ahead else None
         self._replies = JobThread("rollout-replies")
         self._lock = threading.Lock()
 

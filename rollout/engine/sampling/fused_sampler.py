@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.memory import to_device
-from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, SamplingMetadata
+from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, Floats, SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.sampling.sampler import Sampler, uniforms
 from rollout.generation import GREEDY_BELOW
@@ -35,7 +35,7 @@ class FusedSampler:
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         """As ``Sampler.sample``."""
-        if _is_special(sampling):
+        if is_special(sampling):
             return self._others.sample(logits, sampling)
         settings = to_device(torch.from_numpy(_settings(sampling)), logits.device)
         numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
@@ -50,22 +50,26 @@ class FusedSampler:
         return SamplerOutput(tokens, raw, processed[:count], log_kept[:count], none.int(), none)
 
 
-def _is_special(sampling: SamplingMetadata) -> bool:
+def is_special(sampling: SamplingMetadata) -> bool:
     """Whether a row has what no kernel does, or there is none."""
     edited = any(map(len, (*sampling.processed_rows, sampling.kept_rows)))
     edited = edited or len(sampling.target_temperatures) > 0
     return edited or not sampling.num_rows or int(sampling.num_top.max()) > 0
 
 
+def row_numbers(sampling: SamplingMetadata) -> Floats:
+    """float32 [S, 3], as ``sample`` takes them: temperature (0 greedy), top_p, min_p."""
+    numbers = sampling.numbers[:, [TEMPERATURE, TOP_P, MIN_P]]
+    numbers[numbers[:, 0] < GREEDY_BELOW, 0] = 0
+    return numbers
+
+
 def _settings(sampling: SamplingMetadata) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """float64 [R, 6]: given token or -1, temperature (0 greedy), top_p, min_p, top_k, draw."""
     count = sampling.num_sampled
     table = np.zeros((sampling.num_rows, 6))
-    temperature = sampling.numbers[:, TEMPERATURE]
     table[:count, 0], table[count:, 0] = -1, sampling.targets
-    table[:count, 1] = np.where(temperature < GREEDY_BELOW, 0, temperature)
-    table[:count, 2], table[count:, 2] = sampling.numbers[:, TOP_P], 1
-    table[:count, 3] = sampling.numbers[:, MIN_P]
+    table[:count, 1:4], table[count:, 2] = row_numbers(sampling), 1
     table[:count, 4] = sampling.top_k
     table[:count, 5] = uniforms(sampling.seeds, sampling.counters)
     return table

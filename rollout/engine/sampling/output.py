@@ -26,6 +26,8 @@ class SamplerOutput:
     it, in their order. ``experts``: of the places in the KV cache that the step was asked about.
     ``kept_counts`` and ``kept_ids``: of the rows that draw and ask how many tokens were left to
     each, and those, one row's after the other's; 0 where that was the whole vocabulary.
+    ``packed``: where a captured step has put all that its rows, which all draw, have: a token, and
+    raw, processed and log_kept_mass in the two words behind it.
     """
 
     tokens: Tensor  # [R] int64
@@ -38,6 +40,7 @@ class SamplerOutput:
     kept_counts: Tensor | None = None  # [K] int32
     kept_ids: Tensor | None = None  # [sum of kept_counts] int32
     experts: Tensor | None = None  # [E, sparse layers, experts of a token] uint8 or int16
+    packed: Tensor | None = None  # [R, 3] int64
 
     @classmethod
     def cat(cls, parts: list[SamplerOutput]) -> SamplerOutput:
@@ -64,21 +67,19 @@ class SamplerOutput:
         device = self.tokens.device
         if device.type == "cpu":
             return lambda: self
+        if self.packed is not None and self.experts is None:
+            words = _to_host(self.packed)
+            return lambda: _unpacked(words())
         named, experts = self._columns(), None
         if (kept := named.pop("experts", None)) is not None:  # bytes, and many: as they are
             experts = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
             experts.copy_(kept, non_blocking=True)
         columns = list(named.values())
         packed = torch.cat([column.double().flatten() for column in columns])  # exact for all
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
-        cuda: Any = torch.cuda  # parts of it have no types
-        copied = cuda.Event()
-        copied.record(cuda.current_stream(device))
+        on_host = _to_host(packed)
 
         def wait() -> SamplerOutput:
-            copied.synchronize()
-            parts = torch.split(host, [column.numel() for column in columns])
+            parts = torch.split(on_host(), [column.numel() for column in columns])
             pairs = zip(parts, columns, strict=True)
             found = [part.view(c.shape).to(c.dtype) for part, c in pairs]
             return SamplerOutput(**dict(zip(named, found, strict=True)), experts=experts)
@@ -126,3 +127,25 @@ class SamplerOutput:
     def _columns(self) -> dict[str, Tensor]:
         columns = {name: getattr(self, name) for name in (*_ROWS, *_SIDE)}
         return {name: column for name, column in columns.items() if column is not None}
+
+
+def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start the copy of a GPU's tensor; the result waits for it, in any thread."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    cuda: Any = torch.cuda  # parts of it have no types
+    copied = cuda.Event()
+    copied.record(cuda.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
+
+
+def _unpacked(words: Tensor) -> SamplerOutput:
+    """``packed`` on the host as columns."""
+    raw, processed, log_kept = words.view(torch.float32)[:, 2:5].unbind(1)
+    none = raw.new_empty(len(words), 0)
+    return SamplerOutput(words[:, 0], raw, processed, log_kept, none.int(), none)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
     worker = Worker(config, TensorParallel(rank, size), options.shared_fd)
-    replies = JobThread("rollout-replies") if config.async_scheduling else None
+    replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
     payloads = PayloadViews(options.payload_fd)
     RankLoop(sock, worker, staging, payloads, replies, end=os._exit).run()
 

@@ -19,7 +19,7 @@ from rollout.engine.found_model import FoundModel
 from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
-from rollout.engine.sampling.fused_sampler import make_sampler
+from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.state_cache import StateCache, StateShape
@@ -103,6 +103,8 @@ class ModelRunner:
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         self.kv = KVCache(shape, self.device, self.states)
         self.sampler = make_sampler(self.device, self.config.deterministic)
+        fused = tp.rank == 0 and isinstance(self.sampler, FusedSampler)
+        self._captures_draws = fused and config.cuda_graphs != "forward"
         self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
@@ -172,6 +174,10 @@ class ModelRunner:
         logits, whose hidden states are wanted.
         """
         count, policy, first = sampling.num_rows, model.policy, self.tp.rank == 0
+        if first and sums is None and (graphs := self._graphs_for(batch, model)) is not None:
+            drawn = graphs.draw(batch, sampling)
+            if drawn is not None:
+                return drawn
         if isinstance(policy, CausalLM) and count > (step := self._logits_at_once):
             states = policy.hidden_states(self._to_device(batch), self.kv.layers)
             parts = []
@@ -214,14 +220,18 @@ class ModelRunner:
         """Logits of an instance for ``batch`` (CPU), on this rank's device; valid until the next
         call, as a captured graph may have made them. Collective over the ranks.
         """
-        if self._captures and batch.visual is None:
-            self.capture()  # again, after a sleep
-            graphs = self._graphs.get(model)
-            found = None if graphs is None else graphs.run(batch)
-            if found is not None:
-                return found
+        graphs = self._graphs_for(batch, model)
+        found = None if graphs is None else graphs.run(batch)
+        if found is not None:
+            return found
         logits: Tensor = model(self._to_device(batch), self.kv.layers)
         return logits
+
+    def _graphs_for(self, batch: ForwardBatch, model: Model) -> DecodeGraphs | None:
+        if not self._captures or batch.visual is not None:
+            return None
+        self.capture()  # again, after a sleep
+        return self._graphs.get(model)
 
     def capture(self) -> None:
         """Capture decode steps over both instances, or the live one alone where the shadow lies
@@ -240,13 +250,16 @@ class ModelRunner:
         config, pages, experts = self.config, self.kv.layers, self.kv.experts
         longest = min(model.max_len, self.kv.num_blocks * config.block_size)
         with torch.inference_mode():
-            return DecodeGraphs(
+            graphs = DecodeGraphs(
                 lambda batch: model(replace(batch, expert_pages=experts), pages),
                 self._graph_sizes,
                 -(-longest // config.block_size),
                 self.device,
                 next(iter(self._graphs.values()), None),
+                draws=self._captures_draws,
             )
+        self._captures_draws = graphs.draws is not None  # else it would fail again
+        return graphs
 
     @property
     def _flips(self) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.kernels.op import watch_ops
 from rollout.models.causal_lm import CausalLM
 
@@ -117,6 +118,7 @@ class RankProfile:
         spans.replace(runner, "step", self._step(spans.timed("step", _to_its_end(runner.step))))
         spans.time(runner, "forward")
         spans.time(runner.sampler, "sample")
+        spans.time(DecodeGraphs, "draw", "forward")  # one replay behind the other
         if runner.tp.size > 1:
             spans.time(type(runner.tp), "all_reduce")
             spans.time(type(runner.tp), "all_gather")

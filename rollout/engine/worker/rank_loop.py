@@ -3,8 +3,8 @@
     reader thread --+-- stage_* --> staging thread --+--> replies, in any order,
        (socket)     +-- the rest -> main thread -----+    matched by the call's id
 
-With ``async_scheduling`` a thread of its own replies to steps, while the main thread begins the
-next one.
+Where steps are begun ahead (``async_scheduling``) a thread of its own replies to steps, while the
+main thread begins the next one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""The draw behind a captured decode step, captured as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rollout.engine.sampling.fused_sampler import is_special
+from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.sampling.output import SamplerOutput
+from rollout.engine.worker.decode_inputs import DecodeInputs
+from rollout.kernels import sample
+
+_cuda: Any = torch.cuda  # parts of it have no types
+_WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate their workspaces
+T = TypeVar("T")
+
+
+def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
+    """A graph of what ``run`` does, and what it gave: memory that every replay writes."""
+    # Of high priority, which its kernels keep in every replay: an update's copies give way.
+    side = _cuda.Stream(priority=-1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Thread-local: NCCL's watchdog and the staging thread may call CUDA meanwhile.
+    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        found = run()
+    return graph, found
+
+
+class DrawGraphs:
+    """``FusedSampler`` by replay: its kernels over the logits of each captured size, the settings
+    and random numbers out of ``inputs``, and tokens and logprobs into one memory.
+
+    A graph of its own behind that of the forward pass: a step that needs another sampler does not
+    pay for it, a rank that does not sample has none, and where it cannot be captured the others
+    still are. ``logits``: [size, vocabulary] by size, written by each replay of the pass before.
+    """
+
+    def __init__(self, logits: Mapping[int, Tensor], inputs: DecodeInputs, pool: Any) -> None:
+        device = next(iter(logits.values())).device
+        self._inputs = inputs
+        self._given = torch.full((inputs.rows,), -1, dtype=torch.int64, device=device)
+        # A row: its token, and three float32 in the words behind it.
+        self._packed = torch.zeros(inputs.rows, 3, dtype=torch.int64, device=device)
+        self._captured = {size: capture(self._draw(rows), pool) for size, rows in logits.items()}
+
+    @staticmethod
+    def takes(sampling: SamplingMetadata) -> bool:
+        """Whether rows that all draw have nothing that another sampler is for."""
+        return sampling.num_sampled == sampling.num_rows and not is_special(sampling)
+
+    def replay(self, size: int, count: int) -> SamplerOutput:
+        """What the first ``count`` rows of a step of ``size`` draw; on the device, valid until the
+        next call. The inputs hold their settings, and the logits are there.
+        """
+        graph, (tokens, scores) = self._captured[size]
+        graph.replay()
+        raw, processed, log_kept = scores[:count].unbind(1)
+        none = scores.new_empty(count, 0)
+        return SamplerOutput(
+            tokens[:count],
+            *(raw, processed, log_kept, none.int(), none),
+            packed=self._packed[:count],
+        )
+
+    def drop(self) -> None:
+        for graph, _ in self._captured.values():
+            graph.reset()
+        self._captured = {}
+
+    def _draw(self, logits: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        size = len(logits)
+        numbers, top_k, draws = self._inputs.settings(size)
+
+        def run() -> tuple[Tensor, Tensor]:
+            tokens, scores = sample(logits, self._given[:size], numbers, top_k, draws)
+            self._packed[:size, 0].copy_(tokens)
+            self._packed.view(torch.float32)[:size, 2:5].copy_(scores)
+            return tokens, scores
+
+        return run
