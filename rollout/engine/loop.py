@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
+from rollout.engine.batch_encoder import BatchEncoder
 from rollout.engine.executors import Executor
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.output import OutputProcessor
@@ -92,7 +93,7 @@ class StepLoop:
         self._executor = executor
         self._scheduler = scheduler
         self._outputs = outputs
-        self._block_size = block_size
+        self.encoder = BatchEncoder(block_size)
         self._step_timeout, self._first_timeout = step_timeout, first_timeout
         self._longest = 0.0  # seconds, of the steps so far
         self._most_tokens = self._most_patches = 0  # in one of them
@@ -298,7 +299,7 @@ class StepLoop:
         if not batch.entries:
             return None
         try:
-            args, tensors = encode_batch(batch, self._block_size)
+            args, tensors = self.encoder.encode(batch)
             if self._encoder is not None:
                 chain = self._scheduler.blocks.chain_of(batch.version)
                 images, pixels = self._encoder.plan(batch, chain)
@@ -344,7 +345,7 @@ class StepLoop:
     def _begin_ahead(self, batch: ScheduledBatch) -> _Begun | None:
         """What cannot be encoded waits for its turn, when its sequences may be ended."""
         try:
-            args, tensors = encode_batch(batch, self._block_size)
+            args, tensors = self.encoder.encode(batch)
         except Exception:
             log.exception("a step could not be begun ahead")
             return None
@@ -355,7 +356,7 @@ class StepLoop:
         found: dict[str, Exception] = {}
         for row, entry in enumerate(batch.entries):
             try:
-                encode_batch(batch.rows([row]), self._block_size)
+                encode_batch(batch.rows([row]), self.encoder.block_size)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this entry's
                 found[entry.sequence.request_id] = error
         return found

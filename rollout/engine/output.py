@@ -59,6 +59,7 @@ class OutputProcessor:
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
         self._nan_version = -1  # the last one that gave NaN
+        self._booked = -1.0  # when the last step's tokens were
 
     def add(self, states: list[RequestState]) -> None:
         """Take over all requests of one call and queue their samples, in order."""
@@ -77,7 +78,7 @@ class OutputProcessor:
         """
         if batch.previous_rows is not None:
             batch, output = _of_the_running(batch, output)
-        drawing = [entry.sequence for entry in batch.entries if entry.samples]
+        drawing = batch.drawing
         if output.hidden is not None:
             self._book_hidden(batch, output.hidden)
         if len(output.processed) < len(output.tokens):
@@ -85,26 +86,38 @@ class OutputProcessor:
         _book_experts(batch, output)
         self._scheduler.advance(batch)
         self._end_answerless(batch)
-        now, no_tokens = time.monotonic(), self._counters.nan_logits
+        no_tokens = self._counters.nan_logits
+        self._book_tokens(drawing, output, batch.version)
+        self._counters.steps += 1
+        self._counters.pinned_steps += batch.version != self._scheduler.blocks.version
+        self._counters.generation_tokens += len(drawing) - (self._counters.nan_logits - no_tokens)
+
+    def _book_tokens(self, drawing: list[Sequence], output: SamplerOutput, version: int) -> None:
         columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)
-        kept = iter(output.kept())
         drawn = zip(*(column[: len(drawing)].tolist() for column in columns), strict=True)
+        kept, samples = iter(output.kept()), self._samples
+        now, before, followed = time.monotonic(), self._booked, 0
         for row, (seq, (token, raw, processed, mass)) in enumerate(
             zip(drawing, drawn, strict=True)
         ):
             left = None if seq.kept is None else next(kept)
-            if seq.seq_id not in self._samples:
+            found = samples.get(seq.seq_id)
+            if found is None:
                 continue  # of a call that ended a moment ago, with another of its samples
-            state, sample = self._samples[seq.seq_id]
-            if isnan(raw) or isnan(processed):
-                self._end_for_nan(state, sample, batch.version)
+            state, sample = found
+            if isnan(raw + processed):  # neither is plus infinity
+                self._end_for_nan(state, sample, version)
                 continue
-            seq.append(token, batch.version, raw, processed, mass)
+            seq.append(token, version, raw, processed, mass)
             if seq.kept is not None and left is not None:
                 seq.kept.append(left)
             if seq.top is not None:
                 seq.top.append(output.top(row, seq.params.logprobs or 0))
-            self._observe(state, sample, now)
+            if sample.last_time == before:
+                followed += 1
+            else:
+                self._observe(state, sample, now)
+            sample.last_time = now
             try:
                 ended = sample.check_stop(self._eos_ids)
             except Exception as error:  # its text, most likely; the others' tokens are good
@@ -116,9 +129,9 @@ class OutputProcessor:
                 self._close(state, sample)
             elif state.call.stream:
                 self._changed[state.request.request_id] = state
-        self._counters.steps += 1
-        self._counters.pinned_steps += batch.version != self._scheduler.blocks.version
-        self._counters.generation_tokens += len(drawing) - (self._counters.nan_logits - no_tokens)
+        if followed:
+            self._counters.inter_token.observe(now - before, followed)
+        self._booked = now
 
     def complete(self, seq: Sequence) -> None:
         """End a sample whose grammar has come to its end."""
@@ -261,7 +274,6 @@ class OutputProcessor:
         elif not state.first_token:
             state.first_token = now
             self._counters.time_to_first_token.observe(now - state.arrived)
-        sample.last_time = now
 
     def _close(self, state: RequestState, sample: Sample, live: int | None = None) -> None:
         """One sample has ended; the request with its last one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-import rollout.engine.loop as loop_module
 from rollout.engine.sequence import ScheduledBatch
 from rollout.engine.tokenizer import Detokenizer
 from rollout.engine.worker.profile import DECODE, PREFILL, Spans
@@ -52,7 +51,7 @@ class EngineProfile:
         spans.replace(core.loop, "runs_ahead", False)  # a step's parts follow one another
         spans.time(core.loop, "_step", "step")
         spans.replace(core.scheduler, "schedule", self._look(core.scheduler.schedule))
-        spans.time(loop_module, "encode_batch", "build")
+        spans.time(core.loop.encoder, "encode", "build")
         spans.time(core.outputs, "step", "book")
         spans.replace(core.outputs, "publish", self._end(core.outputs.publish))
         spans.time(Detokenizer, "feed", "detokenise")

@@ -138,21 +138,21 @@ class Sample:
 
     def check_stop(self, eos_ids: frozenset[int]) -> bool:
         """Look at the newest token: does it end the sample? Sets the finish and stop reasons."""
-        seq, params = self.sequence, self.sequence.params
-        token, count = seq.token_ids[-1], seq.output_len
-        if token in seq.stop_ids and count >= params.min_tokens:
-            by_eos = token in eos_ids and not params.ignore_eos
+        seq = self.sequence
+        token = seq.token_ids[-1]
+        if token in seq.stop_ids and seq.output_len >= seq.params.min_tokens:
+            by_eos = token in eos_ids and not seq.params.ignore_eos
             self._end("stop", None if by_eos else token)
             return True
-        if self.text is not None and self.stepwise:
+        if self.stepwise and self.text is not None:
             before = len(self.text.text)
             self.text.feed((token,))
-            if params.stop and count >= params.min_tokens:
+            if seq.params.stop and seq.output_len >= seq.params.min_tokens:
                 stop = self.text.cut_at_stop(before)
                 if stop is not None:
                     self._end("stop", stop)
                     return True
-        if seq.num_tokens >= seq.max_len:
+        if len(seq.token_ids) >= seq.max_len:
             self._end("length", None)
             return True
         return False

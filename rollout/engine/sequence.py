@@ -243,7 +243,7 @@ class Sequence:
         self.processed.append(processed)
         self.log_kept_mass.append(mass)
         self.cumulative_logprob += raw
-        self.weight_versions.extend(self.stamp(version), 1)
+        self.weight_versions.extend(version if self.adapter is None else self.stamp(version), 1)
 
     def advance(self, count: int, version: int) -> None:
         """The KV of the next ``count`` positions was computed by ``version``."""
@@ -339,6 +339,16 @@ class ScheduledBatch:
     version: int = 0
     number: int = 0
     previous_rows: list[int] | None = None
+
+    @property
+    def drawing(self) -> list[Sequence]:
+        """Of the entries that sample, in their order."""
+        return [
+            seq
+            for entry in self.entries
+            if (seq := entry.sequence).draws
+            and seq.num_computed + entry.num_new == len(seq.token_ids)
+        ]
 
     @property
     def rows_running(self) -> list[int]:

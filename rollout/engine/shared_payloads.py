@@ -25,7 +25,7 @@ from torch import Tensor
 from rollout.errors import TransferFailed
 from rollout.wire.frames import dtype_name, view_at
 
-MIN_SHARED = 1 << 20  # bytes; what is shorter is as fast through a socket
+MIN_SHARED = 1 << 17  # bytes; what is shorter is as fast through a socket
 MAX_ROOMS = 2 << 30  # bytes of all rooms: of what a peer has announced, not yet sent
 _IDLE = 1.0  # seconds without a tensor after which the memory is given back
 

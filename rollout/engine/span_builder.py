@@ -19,9 +19,10 @@ class SpanBuilder:
         """The next ``count`` positions were computed by ``version``."""
         if count <= 0:
             return
-        if not self._versions or self._versions[-1] != version:
+        versions = self._versions
+        if not versions or versions[-1] != version:
             self._starts.append(self.length)
-            self._versions.append(version)
+            versions.append(version)
         self.length += count
 
     @property

@@ -23,6 +23,7 @@ from rollout.errors import TransferFailed
 
 MAX_HEADER = 256 << 20
 MAX_PAYLOAD = 16 << 30  # a bucket is at most 8 GiB
+_AT_ONCE = 512  # buffers of one call; systems take 1024 at most
 _SKIPPED = 1 << 16  # bytes at once, of what there is no memory for
 _PREFIX = struct.Struct("<IQ")
 # RuntimeError: nested too deep, or sizes that no tensor can have.
@@ -36,6 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,6 +68,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
+    if tensor.dtype in _OF_NUMPY and tensor.is_contiguous() and not tensor.requires_grad:
+        return memoryview(tensor.numpy().ravel().data).cast("B")  # steps have many short ones
     return memoryview(flat_bytes(tensor).numpy().data).cast("B")
 
 
@@ -111,12 +115,16 @@ def view_at(
 ) -> Tensor:
     """The tensor that a row describes, as it lies in ``payload``; ``ValueError`` if none can."""
     dtype = dtype_from_name(name)
-    if any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != nbytes:
+    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != nbytes:
         raise ValueError(f"{name} {shape} is not {nbytes} bytes")
     if offset < 0 or offset + nbytes > len(payload):
         raise ValueError(f"tensor at {offset}+{nbytes} lies outside {len(payload)} bytes")
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
+    if dtype in _OF_NUMPY and not offset % dtype.itemsize:
+        count = nbytes // dtype.itemsize
+        flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.reshape(shape)
     raw = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes, offset=offset)
     if offset % dtype.itemsize:  # a view of another dtype must be aligned
         raw = raw.clone()
@@ -127,8 +135,12 @@ def send_frame(
     sock: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write one frame; the caller holds the socket's send lock."""
-    for part in encode(header, tensors):
-        sock.sendall(part)
+    parts = [memoryview(part).cast("B") for part in encode(header, tensors)]
+    sent = sock.sendmsg(parts[:_AT_ONCE])  # all of it, mostly: the peer wakes up once
+    for part in parts:
+        if sent < len(part):
+            sock.sendall(part[sent:])
+        sent = max(0, sent - len(part))
 
 
 def recv_frame(sock: socket.socket) -> Frame | None:

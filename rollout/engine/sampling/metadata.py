@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,12 +134,18 @@ class SamplingMetadata:
         return self.mask_rows, self.allowed[:, 0], self.edit_rows, self.history_rows
 
     def tensors(self) -> dict[str, Tensor]:
-        """The arrays as tensors that share their memory."""
-        return {f.name: torch.from_numpy(getattr(self, f.name)) for f in fields(self)}
+        """The arrays as tensors that share their memory; what is empty stays out."""
+        arrays = ((name, getattr(self, name)) for name in _EMPTY)
+        return {name: torch.from_numpy(array) for name, array in arrays if array.size}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> SamplingMetadata:
-        return cls(**{f.name: tensors[f.name].numpy() for f in fields(cls)})
+        return cls(
+            **{
+                name: tensors[name].numpy() if name in tensors else empty
+                for name, empty in _EMPTY.items()
+            }
+        )
 
     def rows(self, start: int, stop: int) -> SamplingMetadata:
         """The settings of rows ``start <= row < stop`` alone, renumbered from 0."""
@@ -173,6 +180,17 @@ class SamplingMetadata:
             target_temperatures=self.target_temperatures[scored],
             kept_rows=self.kept_rows[kept] - start,
         )
+
+
+def _empty(name: str) -> NDArray[Any]:
+    floats = ("numbers", "edit_values", "target_temperatures")
+    shape = {"numbers": (0, 6), "allowed": (0, 2), "mask_bits": (0, 0)}.get(name, (0,))
+    dtype = np.float32 if name in floats else np.int32 if name == "mask_bits" else np.int64
+    return np.empty(shape, dtype)
+
+
+#: what a field of ``SamplingMetadata`` is where it holds nothing
+_EMPTY = {f.name: _empty(f.name) for f in fields(SamplingMetadata)}
 
 
 def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
