@@ -189,9 +189,12 @@ def test_where_the_draw_cannot_be_captured_the_rest_is(
 def test_steps_begun_ahead_in_another_process_draw_the_same(
     tiny_qwen3: Path, drawn_outside: list[Any]
 ) -> None:
-    with _engine(tiny_qwen3, executor="multiprocess", staging="none") as ahead:
-        assert ahead._async.backend.core.loop.runs_ahead
+    """As is the default, also while the third prompt waits for a place."""
+    settings = {"max_num_seqs": 2, "cuda_graph_sizes": (2,), "staging": "none"}
+    with _engine(tiny_qwen3, executor="multiprocess", **settings) as ahead:
         found = [token_ids for token_ids, _ in _drawn(ahead)]
+        loop = ahead._async.backend.core.loop
+        assert loop.steps_ahead > 2 + 2  # while it runs alone, and the two of the second call
     assert found == [token_ids for token_ids, _ in drawn_outside]
 
 
