@@ -9,6 +9,7 @@ from rollout.errors import EngineError
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
+from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
@@ -115,8 +116,10 @@ class Backend(Protocol):
         """A fleet's coordinator says how long this member may serve, and asks where it stands."""
         ...
 
-    def send_to(self, request: SendTo) -> UpdateReceipt:
-        """Bring another engine to what is live here; its receipt."""
+    def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
+        """Bring another engine to what is live here; its receipt. ``shown``: a certificate, where
+        the other asks for one.
+        """
         ...
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:

@@ -46,6 +46,7 @@ from rollout.generation import (
 )
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
+from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
@@ -270,8 +271,8 @@ class EmbeddedBackend:
             waiting=core.scheduler.num_waiting,
         )
 
-    def send_to(self, request: SendTo) -> UpdateReceipt:
-        return send_live(self.coordinator, request)
+    def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
+        return send_live(self.coordinator, request, shown)
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         return self.update_once(readable(path, self.config.weight_dirs, self.info()), options)

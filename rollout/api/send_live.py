@@ -7,21 +7,35 @@ from rollout.engine.updates.live_form import check_equal, send_live_form
 from rollout.engine.updates.live_weights import live_adapters, live_weights
 from rollout.errors import SourceFailed, VersionConflict
 from rollout.rpc.client import RolloutClient
+from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.weight_sync.protocol.membership import SendTo
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 
-def send_live(coordinator: Coordinator, request: SendTo) -> UpdateReceipt:
+def send_live(
+    coordinator: Coordinator, request: SendTo, shown: ServerTls | None = None
+) -> UpdateReceipt:
     """The receipt of the other's commit. ``VersionConflict`` where ``request.version`` is not live
-    here; ``UpdateInProgress`` where an update of this engine has waited for it.
+    here; ``UpdateInProgress`` where an update of this engine has waited for it. ``shown``: our own
+    certificate, where the other asks for one.
     """
-    peer = RolloutClient(request.address, request.token or None, request.timeout)
+    tls = _tls(request, shown)
+    peer = RolloutClient(request.address, request.token or None, request.timeout, tls)
     try:
         there = peer.info()  # before any lease: who does not answer keeps no update waiting
         return _send(coordinator, request, peer, there)
     finally:
         peer.close()
+
+
+def _tls(request: SendTo, shown: ServerTls | None) -> ClientTls | None:
+    if not request.tls_ca:
+        return None
+    return ClientTls(
+        ca=request.tls_ca, server_name=request.tls_server_name or None,
+        cert=None if shown is None else shown.cert, key=None if shown is None else shown.key,
+    )  # fmt: skip
 
 
 def _send(
@@ -50,6 +64,7 @@ def _send(
                 connect=lambda: peer,
                 options=UpdateOptions(
                     version=request.version, encoding="full", timeout=request.timeout,
+                    transport="grpc_stream" if request.tls_ca else "auto",  # through that port
                     label=info.label, adapters_after=after, merged=info.merged,
                 ),
             )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.cli.client import client_tls
 from rollout.cli.flags import Row, add_rows, engine_flags, environment
 from rollout.cli.service import LISTENING, Up, listening_of, run_service
 from rollout.config import timeout_problem
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollout.config import EngineConfig
     from rollout.fleet.backend import FleetBackend
     from rollout.fleet.fleet import Fleet
+    from rollout.rpc.tls import ClientTls
     from rollout.server.service import Listening
 
 REPLICAS: tuple[Row, ...] = (
@@ -36,6 +38,12 @@ FLEET: tuple[Row, ...] = (
     ("--record", "DIR", ".rollout-fleet", "where the fleet's promises are kept, on a local disk"),
     ("--engine-token", "TOKEN", None, "control token of the engines (default: "
      "ROLLOUT_ENGINE_TOKEN)"),
+    ("--engine-tls-ca", "PEM", None,
+     "reach engines over TLS; the authority that signed their certificates"),
+    ("--engine-tls-cert", "PEM", None, "certificate to show them, where they ask for one"),
+    ("--engine-tls-key", "PEM", None, "its key"),
+    ("--engine-tls-server-name", "NAME", None,
+     "what their certificates are made out to, where those are not their addresses"),
 )  # fmt: skip
 
 
@@ -83,7 +91,7 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
     from rollout.fleet.backend import FleetBackend
 
     token = args.engine_token or environment("ENGINE_TOKEN")
-    fleet = _fleet(args.record, args)
+    fleet = _fleet(args.record, args, client_tls(args, "engine_tls"))
     backend = FleetBackend(fleet, weight_dirs=args.weight_dir, start_timeout=args.start_timeout)
     for address in args.engine:
         fleet.add(address, token)
@@ -121,13 +129,13 @@ def serve_fleet(args: argparse.Namespace) -> int:
     return asyncio.run(run_service(args, serving_engines(at, args)))
 
 
-def _fleet(record: str, args: argparse.Namespace) -> Fleet:
+def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) -> Fleet:
     from rollout.fleet.fleet import Fleet
     from rollout.fleet.record import Record
 
     if args.lease <= 0:
         raise ConfigError("--lease must be a positive number of seconds")
-    return Fleet(Record(record, args.lease), quorum=args.quorum, lease=args.lease)
+    return Fleet(Record(record, args.lease), quorum=args.quorum, lease=args.lease, tls=tls)
 
 
 @contextlib.asynccontextmanager

@@ -41,6 +41,7 @@ from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingPa
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.status import is_typed
+from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
@@ -286,7 +287,7 @@ class FleetBackend:
     def serve(self, grant: Grant) -> Standing:
         raise ConfigError("a fleet is no member of another")
 
-    def send_to(self, request: SendTo) -> UpdateReceipt:
+    def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
         raise ConfigError("a fleet is no member of another: ask one of its engines")
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:

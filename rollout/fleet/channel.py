@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rollout.errors import ConfigError, VersionConflict
+from rollout.errors import ConfigError, DeadlineExceeded, VersionConflict
 from rollout.fleet.actions import Adapters
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.link import Link
@@ -26,6 +29,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import served
 from rollout.weights.components import adapter_component, component_of
 
+JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
 AHEAD = 2  # buckets under way to every member
 
 
@@ -106,6 +110,11 @@ class FleetChannel:
         if self._asked is not None:
             raise VersionConflict("a channel carries one update; open another")
         self._check(request)
+        if request.base is not None and (late := self.fleet.kept_out()):
+            raise VersionConflict(  # who sends changes sends everything then
+                f"{', '.join(late)}: updates follow each other too closely to bring it up to date; "
+                "whole weights do so by themselves"
+            )
         self._asked = request
         version = self._turn(request)
         self._begun = (
@@ -123,8 +132,9 @@ class FleetChannel:
                 # What is unloaded has no version to go back to.
                 reversible = request.adapters_after is None
                 version = self._of.begin(
-                    update_id, request.version, request.timeout, reversible=reversible
-                )
+                    update_id, request.version, request.timeout, reversible=reversible,
+                    joins=self._is_whole(request),
+                )  # fmt: skip
             except VersionConflict:
                 if (found := find(update_id)) is None:
                     raise
@@ -233,20 +243,50 @@ class FleetChannel:
         sealed = total(self._seal.digests.values())
         self._updates.add(_Committed(begun=self._begun, sealed=sealed, receipt=receipt))
 
+    def _is_whole(self, request: UpdateRequest) -> bool:
+        """Whether it brings all that a member holds."""
+        components = {component_of(name) for name in self._names}
+        adapters = self.fleet.adapters or request.adapters
+        builds_on = request.base is not None or request.encoding != "full" or request.partial
+        return not adapters and not builds_on and components <= set(request.components)
+
+    def _begin_joining(self, part: _Part, request: UpdateRequest) -> None:
+        """On a member that does not serve: it keeps the others waiting for a bounded time alone."""
+        info = part.link.control.info()
+        self.fleet.check_kind(info)
+        begun: Future[Begun] = Future()
+        limit = min(JOIN_WAIT, request.timeout)
+        wanted = replace(request, adapters_after={} if info.adapters else None)
+
+        def begin() -> None:
+            try:
+                begun.set_result(part.channel.begin(wanted))
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                begun.set_exception(error)
+
+        threading.Thread(target=begin, name="rollout-fleet-join", daemon=True).start()
+        try:
+            begun.result(limit)
+        except FutureTimeout:
+            part.channel.close()
+            raise DeadlineExceeded(f"it was not free for the update within {limit:g} s") from None
+
     def _begin_part(self, part: _Part) -> None:
         request = self._live()
         if (base := request.base) is not None:
             info = part.link.client.info()
             base = info.epoch, info.version
-        part.channel.begin(
-            replace(
-                request,
-                base=base,
-                # The trainer's own stream ends here: one of ours brings each member its bytes.
-                transport=request.transport if request.transport == "ipc" else "inline",
-                offer=request.offer if request.transport == "ipc" else {},
-            )
+        request = replace(
+            request,
+            base=base,
+            # The trainer's own stream ends here: one of ours brings each member its bytes.
+            transport=request.transport if request.transport == "ipc" else "inline",
+            offer=request.offer if request.transport == "ipc" else {},
         )
+        if part.link.joins:
+            self._begin_joining(part, request)
+        else:
+            part.channel.begin(request)
 
     def _live(self) -> UpdateRequest:
         if self._request is None:

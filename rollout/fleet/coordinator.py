@@ -36,6 +36,7 @@ from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
 DRIFT = 0.05  # how much faster one machine's clock may run than another's
+KEPT_OUT = (2, 6)  # attempts to bring a member up to date, from and below which it is kept out
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # seconds before a member is brought up to date again
 
 
@@ -157,7 +158,7 @@ class Coordinator:
             if self.update is not None and self.update.phase is not Phase.STAGING:
                 return []  # about to be something else: it is looked at again
             member.holds, member.why, member.status = True, "", Status.SERVING
-            member.fails = 0
+            member.fails, member.behind = 0, False
             # Its clock was read some time ago: the next grant is of use, which this one may not be.
             member.serves_until = max(member.serves_until, now + self._counted)
             return [self._ask(member, now)]
@@ -187,6 +188,7 @@ class Coordinator:
                 actions.append(self._ask(member, now))
         update = self.update
         if update is not None and update.phase is Phase.COMMITTING:
+            actions += self._lose_late_joiners(update, now)
             if now - update.told >= self.lease / 4:
                 actions += self._tell_commits(update, now)
             actions += self._settle(now)
@@ -207,11 +209,14 @@ class Coordinator:
         *,
         back: bool = False,
         reversible: bool = True,
+        joins: bool = False,
     ) -> tuple[list[str], int]:
         """The members that take part, and the version that the update will have.
 
         ``back``: it is a rollback, to the digest that was promised before the last commit.
-        ``reversible``: a rollback may follow it.
+        ``reversible``: a rollback may follow it. ``joins``: it brings all that a member holds, so
+        that those take part, too, which are behind and do not serve: however close one update
+        follows another, nobody is kept out.
         """
         if not self.idle:
             raise UpdateInProgress("another update of this fleet is under way")
@@ -236,9 +241,18 @@ class Coordinator:
                 f"needs {self.quorum}: {self.whys() or 'none was added'}"
             )
         reversible = reversible and not back
+        if joins:
+            members += [m.name for m in self.members.values() if self._may_join(m, now)]
         left = dict.fromkeys(members, False)
         self.update = Update(update_id, version, left, back=back, reversible=reversible)
         return members, version
+
+    def kept_out(self, now: float) -> list[str]:
+        """Members that several others could not bring up to date, as where one update follows the
+        next: they need one that is whole. One that has had its chances needs something else.
+        """
+        tried = (m for m in self.members.values() if self._may_join(m, now))
+        return [m.name for m in tried if KEPT_OUT[0] <= m.fails < KEPT_OUT[1]]
 
     # What is said of an update names it: what comes late is of another.
 
@@ -281,7 +295,7 @@ class Coordinator:
             return []
         update = self.update
         assert update is not None, "nothing was to be written"
-        update.phase = Phase.COMMITTING
+        update.phase, update.written = Phase.COMMITTING, now
         update.left = dict.fromkeys(update.left, False)
         actions = self._tell_commits(update, now)
         for member in self.members.values():
@@ -314,6 +328,8 @@ class Coordinator:
             update.left[name] = True
             if (member := self.members.get(name)) is not None:
                 member.holds = True
+                if member.status is not Status.SERVING:
+                    member.asked = float("-inf")  # it may as soon as it has been asked
         elif final:
             return self._lose(name, why, now)
         return self._settle(now)
@@ -381,7 +397,11 @@ class Coordinator:
 
     def _fill(self, member: Member, now: float) -> list[Action]:
         """From a member that no update keeps busy, which it would give way to."""
+        member.behind = True
         taken = () if self.update is None else self.update.left
+        if member.name in taken:
+            member.why = "it takes part in the update under way"
+            return []
         donors = [name for name in self.serving if name not in taken]
         if now < member.not_before:
             return []
@@ -392,6 +412,24 @@ class Coordinator:
         donor = donors[member.fails % len(donors)]
         member.busy, member.why = True, "it is being brought up to date"
         return [Fill(member.name, donor, self.promise.version)]
+
+    def _lose_late_joiners(self, update: Update, now: float) -> list[Action]:
+        """Those that do not serve have no lease by whose end the others would know of them."""
+        if now - update.written < self.lease:
+            return []
+        serving = set(self.serving)
+        late = [name for name, done in update.left.items() if not done and name not in serving]
+        return [a for name in late for a in self._lose(name, "it did not commit in time", now)]
+
+    def _may_join(self, member: Member, now: float) -> bool:
+        """Whether a member can take part in an update that does not serve: it is there, and behind;
+        who is bringing it up to date gives way to the update.
+        """
+        standing = member.standing
+        if standing is None or standing.prepared or member.status is Status.SERVING:
+            return False
+        heard = member.busy or now - member.heard < 2 * self.lease
+        return member.behind and heard and standing.version < self.promise.version
 
     def _decision(self, name: str, update_id: str, now: float) -> Tell:
         """Of an update that a member was left with: what the record says, and else no."""

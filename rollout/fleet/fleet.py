@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rollout.errors import (
@@ -28,9 +28,10 @@ from rollout.fleet.member_log import MemberLog
 from rollout.fleet.record import Record
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
+from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
 from rollout.weight_sync.protocol.digests import MASK, total
-from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import WeightInfo
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ _UNHEARD = (DeadlineExceeded, EngineClosed, EngineOverloaded, TransferFailed)
 class Fleet:
     """Thread-safe. ``quorum``: members that must hold a version for it to commit; None is 2, or 1
     where there is one member. ``lease``: seconds for which a member that hears nothing serves on.
+    ``tls``: how members are reached that speak it.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class Fleet:
         *,
         quorum: int | None = None,
         lease: float = LEASE,
+        tls: ClientTls | None = None,
     ) -> None:
         if lease <= 0 or (quorum is not None and quorum < 1):
             raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
-        self.lease = lease
+        self.lease, self._tls = lease, tls
         self._record, self._quorum = record, quorum
         self._held_as = ""  # the quantisation of all
         self._telling: set[tuple[str, str]] = set()  # (member, update) that is being told
@@ -84,15 +87,27 @@ class Fleet:
     # ---- members ----
 
     def add(
-        self, address: str, token: str | None = None, name: str | None = None, *, ask: bool = False
+        self,
+        address: str,
+        token: str | None = None,
+        name: str | None = None,
+        *,
+        tls_server_name: str | None = None,
+        ask: bool = False,
     ) -> str:
         """A member at "host:port" of its gRPC server, under ``name`` (default: the address).
 
         Under the name of another it takes that one's place. It serves once it is known to hold what
         the fleet serves, and it need not be there yet; with ``ask`` whoever answers there now has
-        to be an engine. ``ConfigError`` for a bad address, and for an engine that is a member.
+        to be an engine. ``tls_server_name``: what its certificate is made out to, where that is not
+        what the others' are. ``ConfigError`` for a bad address, and for an engine that is a member.
         """
-        link = Link.to(address, token, name or address, self.lease)
+        tls = self._tls
+        if tls_server_name is not None:
+            if tls is None:
+                raise ConfigError("tls_server_name needs a fleet that reaches its members over TLS")
+            tls = replace(tls, server_name=tls_server_name)
+        link = Link.to(address, token, name or address, self.lease, tls)
         try:
             if ask:
                 self._meet(link)
@@ -250,18 +265,27 @@ class Fleet:
         *,
         back: bool = False,
         reversible: bool = True,
+        joins: bool = False,
     ) -> tuple[list[Link], int]:
         """Once no other is under way; ``UpdateInProgress`` where that takes ``timeout`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._may_begin or self._closing.is_set(), timeout)
             self._check_open()
             names, version = self._state.begin(
-                update_id, version, time.monotonic(), back=back, reversible=reversible
-            )
+                update_id, version, time.monotonic(), back=back, reversible=reversible,
+                joins=joins,
+            )  # fmt: skip
+            for link in self._links.values():
+                link.joins = link.name in names and link.name not in self._state.serving
             self._ended[update_id] = Future()
             while len(self._ended) > KEPT:
                 self._ended.pop(next(iter(self._ended)))
             return [self._links[name] for name in names], version
+
+    def kept_out(self) -> list[str]:
+        """Members that need a whole update; see the coordinator's."""
+        with self._changed:
+            return self._state.kept_out(time.monotonic())
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -439,7 +463,7 @@ class Fleet:
             return
         try:
             before = link.control.info()
-            self._check_kind(before)
+            self.check_kind(before)
             models = total(link.client.digests(link.client.timeout).values())
             found = _Found.of(link.control.info(), models)
             if found != _Found.of(before, models):
@@ -451,7 +475,7 @@ class Fleet:
         if self._links.get(name) is link:
             self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
 
-    def _check_kind(self, info: WeightInfo) -> None:
+    def check_kind(self, info: WeightInfo) -> None:
         """``ConfigError`` where its weights are held in other bits than those of the first member:
         digests are of what was sent.
         """
@@ -470,11 +494,7 @@ class Fleet:
             if link is None or donor is None:
                 raise TransferFailed("its donor has left the fleet")
             log.info("member %s gets version %d of %s", name, action.version, donor.name)
-            request = SendTo(
-                address=link.client.address, token=link.token or "", version=action.version,
-                timeout=FILL_TIMEOUT,
-            )  # fmt: skip
-            receipt = donor.client.send_to(request)
+            receipt = donor.client.send_to(link.sending(action.version, FILL_TIMEOUT))
             adapters = total(adapter.digest for adapter in receipt.adapters.values())
             found = _Found.of(link.control.info(), (receipt.digest - adapters) & MASK)
         except RolloutError as error:

@@ -10,7 +10,7 @@ from rollout.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
 GRACE = 15.0  # seconds for members that are being looked at when there are enough already
-SAYS = 30.0  # seconds between lines of the log
+SAYS = (5.0, 30.0)  # seconds until the first line of the log, and between others
 
 
 def gather(fleet: Fleet, timeout: float) -> None:
@@ -20,7 +20,9 @@ def gather(fleet: Fleet, timeout: float) -> None:
     ``DeadlineExceeded`` after ``timeout`` seconds says why each does not serve.
     """
     deadline = time.monotonic() + timeout
-    while not fleet.wait(lambda: _lacking(fleet) <= 0, min(SAYS, _left(deadline))):
+    first, pause = SAYS
+    while not fleet.wait(lambda: _lacking(fleet) <= 0, min(first, _left(deadline))):
+        first = pause
         if not _left(deadline):
             raise DeadlineExceeded(
                 f"{_count(fleet)} after {timeout:g} s: {fleet.whys() or 'none was added'}; look at "

@@ -11,7 +11,8 @@ from typing import Self
 from rollout.errors import ConfigError, EngineClosed, RolloutError
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
-from rollout.weight_sync.protocol.membership import Grant, Standing
+from rollout.rpc.tls import ClientTls
+from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
 from rollout.weight_sync.protocol.messages import UpdateReceipt
 
 LOOK_AGAIN = 30.0  # seconds until it is looked at once more why it does not answer
@@ -27,6 +28,8 @@ class Link:
     client: RolloutClient
     control: RolloutClient
     token: str | None
+    tls: ClientTls | None = None
+    joins: bool = False  # by the update under way: it does not serve yet
     calls: int = 0
     met: bool = False  # whether ``client`` knows what it can do
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
@@ -34,18 +37,32 @@ class Link:
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
     _looked: float = float("-inf")
-    _problem: str | None = None
+    _problem: str = ""
 
     @classmethod
-    def to(cls, address: str, token: str | None, name: str, lease: float) -> Self:
-        """Lazy: nothing is sent yet. ``ConfigError`` where ``address`` is not host:port."""
+    def to(
+        cls, address: str, token: str | None, name: str, lease: float, tls: ClientTls | None
+    ) -> Self:
+        """Lazy: nothing is sent yet. ``ConfigError`` where ``address`` is not host:port, or a file
+        of ``tls`` cannot be read.
+        """
         split_address(address)
+        soon = max(lease / 2, 0.5)
         return cls(
             name,
-            RolloutClient(address, token, keeps_epoch=False),  # the fleet judges epochs itself
-            RolloutClient(address, token, timeout=max(lease / 2, 0.5), keeps_epoch=False),
-            token,
-        )
+            RolloutClient(address, token, tls=tls, keeps_epoch=False),  # the fleet judges epochs
+            RolloutClient(address, token, timeout=soon, tls=tls, keeps_epoch=False),
+            token, tls,
+        )  # fmt: skip
+
+    def sending(self, version: int, timeout: float) -> SendTo:
+        """What another member is told that is to bring this one to its ``version``."""
+        tls = self.tls
+        return SendTo(
+            address=self.client.address, token=self.token or "", version=version, timeout=timeout,
+            tls_ca="" if tls is None else tls.ca_text,
+            tls_server_name="" if tls is None else tls.server_name or "",
+        )  # fmt: skip
 
     def ask(self, grant: Grant) -> Standing:
         """Where it stands. Raises what its answer was, or why there is none; ``ConfigError`` where
@@ -55,9 +72,10 @@ class Link:
             standing = self.control.serve(grant)
         except EngineClosed as error:
             if time.monotonic() - self._looked > LOOK_AGAIN:
-                self._problem = self.control.problem()
+                # Its words are those of clients; a front has flags of their own for its engines.
+                self._problem = (self.control.problem() or "").replace("--tls-", "--engine-tls-")
                 self._looked = time.monotonic()
-            if self._problem is None:
+            if not self._problem:
                 raise
             raise ConfigError(f"cannot talk to {self.client.address}: {self._problem}") from error
         self._looked = float("-inf")

@@ -41,6 +41,7 @@ class Member:
     serves_until: float = float("-inf")
     holds: bool = False
     busy: bool = False
+    behind: bool = False  # it needs what is live, from another or by the next update
     fails: int = 0  # attempts in a row to bring it up to date
     not_before: float = float("-inf")  # the next of them
     why: str = NEW
@@ -53,10 +54,10 @@ class Member:
 
 @dataclass(slots=True)
 class Update:
-    """``left``: members that take part still, and whether each has voted (once written: has
-    committed). ``lost``: why the others do not. ``wanted``: the trainer asks for the commit.
-    ``back``: it is a rollback. ``reversible``: one may come after it. ``digest``: of all that is
-    held then, and of it ``adapters``.
+    """``left``: members that take part still, whether they serve or join by it, and whether each
+    has voted (once written: has committed). ``lost``: why the others do not. ``wanted``: the
+    trainer asks for the commit. ``back``: it is a rollback. ``reversible``: one may come after it.
+    ``digest``: of all that is held then, and of it ``adapters``.
     """
 
     update_id: str
@@ -69,6 +70,7 @@ class Update:
     digest: int = 0
     adapters: Adapters = ()
     lost: dict[str, str] = field(default_factory=dict)
+    written: float = float("-inf")
     told: float = float("-inf")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -12,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -108,9 +110,14 @@ class Replicas:
         environment = child_environment(settings)
         process = subprocess.Popen(
             [*self._command, *self._own_flags(name)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment, start_new_session=True,  # Ctrl-C is ours to tell them of
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", env=environment,
+            start_new_session=True,  # Ctrl-C is ours to tell them of
         )  # fmt: skip
+        assert process.stderr is not None
+        threading.Thread(
+            target=pass_on, args=(name, process.stderr), name=f"rollout-{name}-log", daemon=True
+        ).start()
         with self._lock:
             self._processes[name] = process
         if self._closing.is_set() and process.stdin is not None:
@@ -156,6 +163,14 @@ class Replicas:
                     continue
                 self._fleet.add(address, self._token, name)
                 break
+
+
+def pass_on(name: str, lines: TextIO) -> None:
+    """The lines of a replica's log on our own, each behind its name; until there are no more."""
+    with lines, contextlib.suppress(ValueError, OSError):  # ours may be closed before theirs
+        for line in lines:
+            sys.stderr.write(f"{name}: {line.removesuffix(chr(10))}\n")
+            sys.stderr.flush()
 
 
 def _name(index: int) -> str:

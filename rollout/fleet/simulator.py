@@ -322,7 +322,7 @@ class Simulation:
         try:
             if state is None or self.faults.stopped(life):
                 return False
-            names, version = state.begin(update_id, None, self.now, back=back)
+            names, version = state.begin(update_id, None, self.now, back=back, joins=not back)
         except RolloutError:
             return False
         digest = state.promise.before if back else self.rng.getrandbits(60) | 1

@@ -56,12 +56,13 @@ class Transaction:
         *,
         back: bool = False,
         reversible: bool = True,
+        joins: bool = False,
     ) -> int:
         """The version that it will make, once no other is under way; ``back``: it is a rollback,
-        which may follow what is ``reversible``.
+        which may follow what is ``reversible``; ``joins``: members that are behind join by it.
         """
         links, version = self._fleet.begin(
-            update_id, version, timeout, back=back, reversible=reversible
+            update_id, version, timeout, back=back, reversible=reversible, joins=joins
         )
         self.links = {link.name: link for link in links}
         self.update_id, self.version, self.timeout = update_id, version, timeout
@@ -86,8 +87,9 @@ class Transaction:
         else:
             results = {name: _error_of(fn, link) for name, link in self.links.items()}
         failed = {n: e for n, e in results.items() if isinstance(e, BaseException)}
-        refused = {n: e for n, e in failed.items() if begins and isinstance(e, REFUSALS)}
-        self._errors = {**refused, **self._errors, **failed}
+        of_members = {n: e for n, e in failed.items() if not self.links[n].joins}
+        refused = {n: e for n, e in of_members.items() if begins and isinstance(e, REFUSALS)}
+        self._errors = {**refused, **self._errors, **of_members}
         if refused:
             self._fleet.give_up(self.update_id, said(refused))
             self._fail(Ended(self.update_id, False, said(refused)))

@@ -46,7 +46,7 @@ from rollout.rpc.convert import (
 )
 from rollout.rpc.http_port import http_problem
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
-from rollout.rpc.tls import ClientTls
+from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
@@ -274,7 +274,7 @@ class RolloutClient:
     def serve(self, grant: Grant) -> Standing:
         return from_json(Standing, self._ask("Serve", document(grant), self.timeout).json)
 
-    def send_to(self, request: SendTo) -> UpdateReceipt:
+    def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
         """Have this engine bring another to its live version; the other's receipt."""
         limit = max(MAX_READ, 10 * request.timeout)  # each wait there has its own
         return from_json(UpdateReceipt, self._ask("SendTo", document(request), limit).json)

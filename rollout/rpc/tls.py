@@ -45,7 +45,8 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTls:
-    """PEM files of a client: the ``ca`` its server must be signed by, and its own certificate.
+    """PEM files of a client: the ``ca`` its server must be signed by (or the PEM text itself), and
+    its own certificate.
 
     ``cert`` and ``key`` are needed where the server asks for them (its ``client_ca``).
     ``server_name``: what the server's certificate is made out to, where that is not the address.
@@ -66,6 +67,11 @@ class ClientTls:
             None if self.key is None else _read(self.key, "key"),
             None if self.cert is None else _read(self.cert, "certificate"),
         )
+
+    @property
+    def ca_text(self) -> str:
+        """The authority's certificates in PEM; ``ConfigError`` where they cannot be read."""
+        return _read(self.ca, "authority").decode(errors="replace")
 
     @property
     def options(self) -> tuple[tuple[str, str], ...]:
@@ -126,13 +132,15 @@ def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:
         found.check_hostname = False
         found.verify_mode = ssl.CERT_NONE
         return found
-    found.load_verify_locations(tls.ca)
+    found.load_verify_locations(cadata=tls.ca_text)
     if tls.cert is not None:
         found.load_cert_chain(tls.cert, tls.key)
     return found
 
 
 def _read(path: str, what: str) -> bytes:
+    if path.lstrip().startswith("-----BEGIN"):
+        return path.encode()
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -54,6 +54,28 @@ def test_containers_are_started_with_flags_that_there_are() -> None:
     assert found == 2
 
 
+def test_engines_with_tls_and_their_front_are_started_with_flags_that_there_are() -> None:
+    """What kustomize would make of the overlay, as far as arguments and the schema go."""
+    parser = make_parser()
+    overlay = yaml.safe_load((KUBERNETES / "fleet-tls" / "kustomization.yaml").read_text())
+    engine, front = (yaml.safe_load(patch["patch"]) for patch in overlay["patches"])
+    [container] = engine["spec"]["template"]["spec"]["containers"]
+    args = parser.parse_known(container["args"])
+    assert (args.tls_cert, args.insecure) == ("/tls/tls.crt", False)
+    assert parser.parse_known(base_args("engine/engine.yaml")).insecure
+    added = [each["value"] for each in front if each["path"].endswith("/args/-")]
+    args = parser.parse_known([*base_args("fleet/front.yaml"), *added])
+    assert (args.engine_tls_ca, len(args.engine)) == ("/engine-tls/ca.crt", 3)
+    assert args.engine_tls_server_name == engine["metadata"]["name"]
+
+
+def base_args(name: str) -> list[str]:
+    documents = yaml.safe_load_all((KUBERNETES / name).read_text())
+    [found] = [d for d in documents if d["kind"] == "StatefulSet"]
+    args: list[str] = found["spec"]["template"]["spec"]["containers"][0]["args"]
+    return args
+
+
 def test_the_fronts_engines_are_those_of_the_set() -> None:
     patch = (KUBERNETES / "fleet" / "kustomization.yaml").read_text()
     count = int(re.search(r"path: /spec/replicas\n\s+value: (\d+)", patch)[1])
@@ -63,18 +85,20 @@ def test_the_fronts_engines_are_those_of_the_set() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-@pytest.mark.parametrize("name", ["engine", "fleet", "monitoring"])
+@pytest.mark.parametrize("name", ["engine", "fleet", "fleet-tls", "monitoring"])
 def test_kustomize_builds_it(name: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "k")
     for file in ("tls.crt", "tls.key"):  # whoever applies it brings them
-        (tmp_path / "k" / "fleet" / file).write_text("a certificate")
+        for folder in ("fleet", "fleet-tls"):
+            (tmp_path / "k" / folder / file).write_text("a certificate")
+    (tmp_path / "k" / "fleet-tls" / "ca.crt").write_text("an authority")
     built = subprocess.run(
         ["kubectl", "kustomize", str(tmp_path / "k" / name)],
         capture_output=True, text=True, timeout=60, check=True,
     ).stdout  # fmt: skip
     kinds = [document["kind"] for document in yaml.safe_load_all(built)]
     assert kinds
-    if name == "fleet":
+    if name.startswith("fleet"):
         assert kinds.count("StatefulSet") == 2
         assert "PodDisruptionBudget" in kinds
 

@@ -172,8 +172,8 @@ NOT_RUN = {
     "the service of these pages serves a dense model": 1,
     "it takes minutes": 4,
     "it takes half a minute": 1,
-    "it needs two engines": 1,
-    "it needs a cluster": 4,
+    "it needs two engines": 2,
+    "it needs a cluster": 5,
     "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "
     "these lines with plain torch in its place": 1,

@@ -1,5 +1,10 @@
 """A fleet over engines of this process, and the verbs over it."""
 
+import subprocess
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 from rollout import AsyncRollout, Rollout
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
@@ -20,3 +25,26 @@ class Front:
 
     def close(self):
         self.rollout.shutdown()
+
+
+@contextmanager
+def front_process(record, *engines, grpc_port=0):
+    """``rollout fleet`` over engines: its process, and its HTTP and gRPC addresses."""
+    words = [sys.executable, "-m", "rollout", "fleet", "--port", "0", "--exit-with-stdin"]
+    words += ["--grpc-port", str(grpc_port), "--record", str(record), "--start-timeout", "120"]
+    words += [word for engine in engines for word in ("--engine", engine)]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            line = process.stdout.readline().split()
+            assert line[:1] == ["ready"], line
+            http, grpc = (word.partition("=")[2] for word in line[1:])
+            yield SimpleNamespace(process=process, http=http, grpc=grpc)
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise

@@ -196,6 +196,76 @@ def test_what_was_asked_during_a_commit_does_not_fence_who_has_committed() -> No
     assert fleet.serving == ["a", "b"]
 
 
+def test_who_is_behind_joins_by_the_next_whole_update_however_close_they_follow() -> None:
+    """Each update ends what another sends it: it would be behind for ever."""
+    fleet = serving("a", "b")
+    joined = stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    assert [type(action) for action in joined] == [Fill]
+    now = 0.1
+    assert fleet.begin("adapters", None, now)[0] == ["a", "b"], "they bring what it lacks alone"
+    fleet.give_up("adapters", "of no use", now)
+    fleet.begin("u5", None, now, joins=True)
+    fleet.unfilled("c", "its donor went on", now)
+    for name in "abc":
+        fleet.voted("u5", name, 88, now)
+    [write] = fleet.commit("u5", now)
+    written = fleet.written(write.promise, now)
+    assert [action.member for action in written if type(action) is Tell] == ["a", "b", "c"]
+    for name in "abc":
+        last = fleet.decided("u5", name, "", now)
+    assert Ended("u5", True) in last
+    assert fleet.begin("u6", None, now)[0] == ["a", "b"]  # at once
+    [ask] = asked(fleet, "c", now)
+    granted = stand(fleet, "c", [ask], now, version=5)
+    assert fleet.serving == ["a", "b", "c"]
+    assert [action.grant.until for action in granted] == [50.0 + LEASE]
+
+
+def test_who_is_kept_out_needs_a_whole_update_and_has_some_chances() -> None:
+    fleet = serving("a", "b")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    found = []
+    for _ in range(8):
+        fleet.unfilled("c", "an update went first", 0.1)
+        found.append(fleet.kept_out(0.1))
+    assert found == [[], *[["c"]] * 4, [], [], []]
+    assert fleet.kept_out(9.0) == []  # not heard of
+
+
+def test_a_joiner_that_goes_silent_behind_its_vote_does_not_hold_up_the_commit() -> None:
+    fleet = serving("a", "b")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    fleet.begin("u5", None, 0.0, joins=True)
+    fleet.unfilled("c", "its donor went on", 0.0)
+    for name in "abc":
+        fleet.voted("u5", name, 88, 0.0)
+    [write] = fleet.commit("u5", 0.0)
+    fleet.written(write.promise, 0.0)
+    for name in "ab":
+        fleet.decided("u5", name, "", 0.0)
+    assert not any(isinstance(action, Ended) for action in fleet.tick(LEASE / 2))
+    [ended] = [action for action in fleet.tick(LEASE + 0.05) if isinstance(action, Ended)]
+    assert (ended.committed, dict(ended.lost)) == (True, {"c": "it did not commit in time"})
+    assert told(stand(fleet, "c", asked(fleet, "c", 9.0), 9.0, version=3, prepared="u5")) == [
+        ("c", "u5", True)
+    ]
+
+
+def test_who_is_not_heard_of_or_refuses_keeps_no_update_waiting() -> None:
+    fleet = serving("a", "b")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    fleet.begin("u5", None, 0.1, joins=True)
+    fleet.lost("u5", "c", "it was not free", 0.2)
+    for name in "ab":
+        fleet.voted("u5", name, 88, 0.2)
+    assert [type(action) for action in fleet.commit("u5", 0.2)] == [Write]
+    fleet.unwritten("full", 0.2)
+    fleet.unfilled("c", "no answer", 0.3)
+    assert fleet.begin("u6", None, 0.3, joins=True)[0] == ["a", "b", "c"]
+    fleet.give_up("u6", "", 0.3)
+    assert fleet.begin("u7", None, 9.0, joins=True)[0] == ["a", "b"]
+
+
 def test_an_answer_to_an_end_of_serving_says_nothing_of_a_later_grant() -> None:
     fleet = serving("a", "b", "c")
     ends, now = [], 0.0

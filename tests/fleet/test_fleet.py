@@ -214,22 +214,47 @@ def test_a_member_that_joins_gets_the_live_weights_from_another_first(
         late.shutdown()
 
 
-def test_a_member_that_is_bringing_up_another_is_in_the_update_of_that_moment(
+def test_an_update_of_the_moment_ends_what_a_joiner_is_sent_and_brings_it_up_itself(
     front, engines, trained, checkpoint
 ):
+    changes = {"encoding": "delta", "timeout": 12.0}
+    front.rollout.update_weights(trained, **changes)
+    donors = [engine._async.backend.coordinator for engine in engines]
+    with Rollout(checkpoint, **ENGINE) as late, ThreadPoolExecutor(1) as pool:
+        there = late._async.backend.coordinator
+        there.acquire(None, 30)  # so that what it is sent has to wait
+        name = front.fleet.add(late.address)
+        eventually(lambda: "staging" in [donor.state for donor in donors])
+        front.fleet._state.members[name].fails = 3  # as if others had tried
+        update = pool.submit(front.rollout.update_weights, trained, **changes)
+        eventually(lambda: not front.fleet._state.idle)
+        time.sleep(0.2)
+        there.free(None)
+        receipt = update.result(60)
+        assert receipt.details["members"] == dict.fromkeys([*front.names, name], "committed")
+        assert "too closely" in receipt.details["encoding_reason"]
+        for _ in range(2):  # at once, and it is there
+            receipt = front.rollout.update_weights(trained)
+            assert receipt.details["members"][name] == "committed"
+        front.fleet.wait_serving(4, 60.0)
+        assert late.weight_info().version == 4
+        assert late.check_weights(trained).equal
+
+
+def test_a_joiner_that_is_not_free_is_left_out_of_the_update(front, engines, trained, checkpoint):
     front.rollout.update_weights(trained)
     donors = [engine._async.backend.coordinator for engine in engines]
     with Rollout(checkpoint, **ENGINE) as late:
         there = late._async.backend.coordinator
-        there.acquire(None, 30)  # so that what it is sent has to wait
-        front.fleet.add(late.address)
+        there.acquire(None, 30)
+        name = front.fleet.add(late.address)
         eventually(lambda: "staging" in [donor.state for donor in donors])
-        receipt = front.rollout.update_weights(trained, timeout=12.0)
+        members = front.rollout.update_weights(trained, timeout=3.0).details["members"]
+        assert members.pop(name).startswith("fenced: it was not free for the update within")
+        assert members == dict.fromkeys(front.names, "committed")
         there.free(None)
-        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
         front.fleet.wait_serving(4, 60.0)
         assert late.weight_info().version == 2
-        assert late.check_weights(trained).equal
 
 
 def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, engines, trained):

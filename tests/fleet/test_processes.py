@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from adapted_models import adapted, shaken
+from fleet_front import front_process
 from serving import alive, descendants, serve
 from shared_engines import eventually
 
@@ -86,7 +85,10 @@ def test_a_replica_that_was_killed_comes_back_with_the_adapters(checkpoint):
 def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_path):
     with serve(checkpoint, *FLAGS) as one, serve(checkpoint, *FLAGS) as two:
         record = tmp_path / "record"
-        with front(record, one.grpc, two.grpc) as (http, grpc), Rollout.connect(grpc) as client:
+        with (
+            front_process(record, one.grpc, two.grpc) as front,
+            Rollout.connect(front.grpc) as client,
+        ):
             client.update_weights(trained)
             two.process.send_signal(signal.SIGSTOP)
             begun = time.monotonic()
@@ -96,38 +98,17 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
                 assert time.monotonic() - begun < 20
             finally:
                 two.process.send_signal(signal.SIGCONT)
-            wait_serving(http, 2)
+            wait_serving(front.http, 2)
             assert client.update_weights(trained).version >= 2
             with serve(checkpoint, *FLAGS) as three:
-                members(http, "POST", {"address": three.grpc, "name": "third"})
-                wait_serving(http, 3)
+                members(front.http, "POST", {"address": three.grpc, "name": "third"})
+                wait_serving(front.http, 3)
                 assert "third" in client.update_weights(trained).details["members"]
-                members(http, "DELETE", query="?name=third")
+                members(front.http, "DELETE", query="?name=third")
             with pytest.raises(urllib.error.HTTPError):
-                members(http, "DELETE", query="?name=third")
+                members(front.http, "DELETE", query="?name=third")
 
 
 def command(pid):
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return file.read()
-
-
-class front:  # noqa: N801
-    """``rollout fleet`` over engines, as (HTTP address, gRPC address)."""
-
-    def __init__(self, record, *engines):
-        words = [sys.executable, "-m", "rollout", "fleet", "--port", "0", "--grpc-port", "0"]
-        words += ["--record", str(record), "--exit-with-stdin"]
-        words += [word for engine in engines for word in ("--engine", engine)]
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self):
-        line = self.process.stdout.readline().split()
-        assert line[0] == "ready", line
-        return line[1].removeprefix("http="), line[2].removeprefix("grpc=")
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.communicate(timeout=30)

@@ -82,7 +82,7 @@ async def serve(
         interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
         options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", largest)),
     )
-    weights, health = WeightSyncService(rollout), HealthService(rollout)
+    weights, health = WeightSyncService(rollout, tls), HealthService(rollout)
     add_service(server, "Generation", GenerationService(rollout, tokens))
     add_service(server, "Control", ControlService(rollout))
     _add_weights(server, weights)

@@ -13,6 +13,7 @@ import grpc
 from rollout.errors import EngineClosed, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
+from rollout.rpc.tls import ServerTls
 from rollout.server.grpc.services import (
     abort_with,
     answers,
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 
 
 class WeightSyncService:
-    def __init__(self, rollout: AsyncRollout) -> None:
+    def __init__(self, rollout: AsyncRollout, tls: ServerTls | None = None) -> None:
+        """``tls``: what it is served with, which it shows to engines that it sends weights to."""
+        self._tls = tls
         self._rollout, self._held, self._verbs = rollout, HeldUpdates(), Verbs(rollout)
         self._open: set[UpdateStream] = set()
 
@@ -64,8 +67,8 @@ class WeightSyncService:
 
     @answers
     async def SendTo(self, request: Any) -> Any:  # noqa: N802
-        wanted, backend = from_json(SendTo, request.json), self._rollout.backend
-        return document(await self._rollout.threads.run(lambda: backend.send_to(wanted)))
+        wanted, backend, tls = from_json(SendTo, request.json), self._rollout.backend, self._tls
+        return document(await self._rollout.threads.run(lambda: backend.send_to(wanted, tls)))
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802

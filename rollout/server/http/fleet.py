@@ -17,13 +17,16 @@ routes = Routes()
 
 
 class MemberBody(BaseModel):
-    """``address``: "host:port" of the engine's gRPC server. ``token``: its control token."""
+    """``address``: "host:port" of the engine's gRPC server. ``token``: its control token.
+    ``tls_server_name``: what its certificate is made out to, where that is not what others' are.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     address: Annotated[str, Field(max_length=300)]
     token: Annotated[str, Field(max_length=4096)] | None = None
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    tls_server_name: Annotated[str, Field(min_length=1, max_length=300)] | None = None
 
 
 @routes.on("GET", "/fleet/members", Access.GENERATION, at_once=True)
@@ -37,7 +40,11 @@ async def members(rollout: Engine) -> dict[str, Any]:
 async def add_member(rollout: Engine, body: MemberBody) -> dict[str, Any]:
     """It gets the live weights from another member, and then requests; it may come up later."""
     fleet = _fleet(rollout)
-    name = await asyncio.to_thread(lambda: fleet.add(body.address, body.token, body.name, ask=True))
+    name = await asyncio.to_thread(
+        lambda: fleet.add(
+            body.address, body.token, body.name, tls_server_name=body.tls_server_name, ask=True
+        )
+    )
     return {"name": name, "members": fleet.members()}
 
 

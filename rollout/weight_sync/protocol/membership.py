@@ -7,9 +7,9 @@ counts, which starts when it has *received* that reading.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rollout.wire.codec import Count, Digest, Seconds, Text
+from rollout.wire.codec import ADDED, Count, Digest, Seconds, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,17 @@ class Standing:
 class SendTo:
     """Bring the engine at ``address`` ("host:port") to what is live here, as ``version``.
 
-    ``token``: the other's, "" for none. ``timeout`` bounds each wait, in seconds.
+    ``token``: the other's, "" for none. ``timeout`` bounds each wait, in seconds. ``tls_ca``: it
+    speaks TLS, with a certificate of this authority (PEM), made out to ``tls_server_name`` where
+    that is not "". Who sends shows its own server's certificate.
     """
 
     address: Text
     token: Text = ""
     version: Count
     timeout: Seconds
+    tls_ca: Text = field(default="", metadata=ADDED)
+    tls_server_name: Text = field(default="", metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
