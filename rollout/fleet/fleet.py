@@ -112,7 +112,8 @@ class Fleet:
             if ask:
                 self._meet(link)
             with self._changed:
-                self._check_address(link, renewed=name is not None)
+                if name is None:  # else it may be where another was: who it is tells its epoch
+                    self._check_address(link)
                 old = self._links.get(link.name)
                 self._links[link.name] = link
                 self._set_quorum()
@@ -365,11 +366,10 @@ class Fleet:
             if twin := self._state.twin(link.name, standing.epoch):
                 raise _is_member(link, twin)
 
-    def _check_address(self, link: Link, *, renewed: bool) -> None:
+    def _check_address(self, link: Link) -> None:
         where = split_address(link.client.address)
         for other in self._links.values():
-            same = split_address(other.client.address) == where
-            if same and not (renewed and other.name == link.name):
+            if split_address(other.client.address) == where:
                 raise _is_member(link, other.name)
 
     @staticmethod
