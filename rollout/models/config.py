@@ -119,8 +119,9 @@ class ModelConfig:
             values = with_kinds(values, file)
         if arch.delta is not None and arch.delta.by_row:
             values = with_linear(values, file)
-        given = {ours: values[theirs] for ours, theirs in arch.fields.items() if theirs in values}
-        read = Reader({**values, **given}, file)
+        called = {ours: theirs for ours, theirs in arch.fields.items() if theirs in values}
+        given = {ours: values[theirs] for ours, theirs in called.items()}
+        read = Reader({**values, **given}, file, called)
         _refuse_unsupported(read)
         heads = read.count("num_attention_heads")
         kv_heads = read.count("num_key_value_heads", heads)
@@ -419,7 +420,7 @@ def _read_activation(read: Reader, arch: Arch) -> str:
         raise ConfigError(f"{read.file}: {name} {given!r} is not relu2, which is all there is here")
     if arch.squared:
         return "relu2"
-    if given not in ACTIVATIONS:
+    if not isinstance(given, str) or given not in ACTIVATIONS:
         raise ConfigError(f"{read.file}: {name} {given!r} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[given]
 

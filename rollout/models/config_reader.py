@@ -11,19 +11,34 @@ from rollout.errors import ConfigError
 from rollout.models.arch import Switch
 from rollout.wire.frames import dtype_from_name
 
+MOST = 1 << 31  # of what is counted; and of what there is a row for here
+MOST_ROWS = {"num_hidden_layers": 10_000}
+LARGEST = 3.4e38  # of numbers: a float32's
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Reader:
-    """Typed reads of one config dict whose errors name the field and the file."""
+    """Typed reads of one config dict whose errors name the field and the file.
 
-    def __init__(self, values: Mapping[str, Any], file: str) -> None:
+    ``called``: what the file calls fields that have another name here.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], file: str, called: Mapping[str, str] | None = None
+    ) -> None:
         self.values, self.file = values, file
+        self._called = called or {}
+
+    def wrong(self, name: str, kind: str, value: Any) -> ConfigError:
+        """That ``name`` must be ``kind``."""
+        called = self._called.get(name, name)
+        return ConfigError(f"{self.file}: {called} must be {kind}, got {shown(value)}")
 
     def required(self, name: str) -> Any:
         value = self.values.get(name)
         if value is None:
-            raise ConfigError(f"{self.file}: field {name!r} is missing; the model needs it")
+            called = self._called.get(name, name)
+            raise ConfigError(f"{self.file}: field {called!r} is missing; the model needs it")
         return value
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
@@ -31,13 +46,18 @@ class Reader:
         value = default if value is None and default is not None else self.required(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive integer" if least else "an integer, 0 or more"
-            raise ConfigError(f"{self.file}: {name} must be {kind}, got {value!r}")
+            raise self.wrong(name, kind, value)
+        if value > (most := MOST_ROWS.get(name, MOST)):
+            raise self.wrong(name, f"at most {most}", value)
         return value
 
-    def number(self, name: str) -> float:
+    def number(self, name: str, above: float | None = None) -> float:
+        """A finite one, above ``above``."""
         value = self.required(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"{self.file}: {name} must be a number, got {value!r}")
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known or not -LARGEST <= value <= LARGEST or (above is not None and value <= above):
+            kind = "a number" if above is None else f"a number above {above:g}"
+            raise self.wrong(name, kind, value)
         return float(value)
 
     def factor(self, name: str | None) -> float:
@@ -51,20 +71,20 @@ class Reader:
         if value is None:
             return (1.0,) * count
         if not isinstance(value, list) or len(value) != count:
-            raise ConfigError(f"{self.file}: {name} must be {count} numbers, got {value!r}")
+            raise self.wrong(str(name), f"{count} numbers", value)
         return tuple(Reader({str(name): one}, self.file).number(str(name)) for one in value)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Empty where the file has none."""
         value = self.values.get(name) or {}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self.file}: {name} must be an object, got {value!r}")
+            raise self.wrong(name, "an object", value)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self.file}: {name} must be true or false, got {value!r}")
+            raise self.wrong(name, "true or false", value)
         return default if value is None else value
 
     def switch(self, switch: Switch) -> bool:
@@ -73,12 +93,22 @@ class Reader:
     def names(self, name: str) -> list[str]:
         value = self.required(name)
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise ConfigError(f"{self.file}: {name} must be a list of names, got {value!r}")
+            raise self.wrong(name, "a list of names", value)
         return value
 
     def dtype(self) -> torch.dtype:
-        value = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
+        field = "dtype" if self.values.get("dtype") else "torch_dtype"
+        value = self.values.get(field) or "float32"
         name = str(value).removeprefix("torch.")
         if name not in DTYPES:
-            raise ConfigError(f"{self.file}: dtype {value!r} is not one of {', '.join(DTYPES)}")
+            raise ConfigError(
+                f"{self.file}: {field} {shown(value)} is not one of {', '.join(DTYPES)}"
+            )
         return dtype_from_name(name)
+
+
+def shown(value: Any) -> str:
+    """``value`` as an error shows it, however large it is."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.100}"

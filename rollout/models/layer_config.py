@@ -192,14 +192,15 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     default = arch.rope_theta
     if arch.local_rope is not None and layers == SLIDES:
         name, default = arch.local_rope
-        given = dict(given.get(layers) or {"rope_theta": values.get(name)})
+        inner = Reader(given, file).mapping(layers)
+        given = dict(inner or {"rope_theta": values.get(name)})
     elif any(isinstance(value, Mapping) for value in given.values()):
         if not isinstance(given.get(layers), Mapping):
-            raise ConfigError(f"{file}: the rope parameters say nothing of {layers}")
+            raise ConfigError(f"{file}: rope_parameters say nothing of {layers}")
         given = dict(given[layers])
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = ROPE_ALIASES.get(kind, kind)
-    if kind not in ROPE_NEEDS:
+    kind = ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_NEEDS)}")
     for name in ROPE_NEEDS[kind]:
         if given.get(name) is None:
@@ -207,15 +208,13 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     theta = given.pop("rope_theta", None)
     if theta is None and not (arch.local_rope is not None and layers == SLIDES):
         theta = values.get("rope_theta")
-    theta = float(default if theta is None else theta)
-    partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial is None and arch.partial_rotary is not None and values.get("rotary_dim"):
-        partial = read.count("rotary_dim") / read.count("head_dim")
-    if partial is None:
-        partial = 1.0 if arch.partial_rotary is None else arch.partial_rotary
+    theta = Reader({"rope_theta": default if theta is None else theta}, file).number(
+        "rope_theta", above=0
+    )
+    partial = _read_share(read, arch, given)
     if kind == "default":
         # transformers ignores the factor for most architectures' unscaled rotary; so do we.
-        share = 1.0 if arch.partial_rotary is None else float(partial)
+        share = 1.0 if arch.partial_rotary is None else partial
         axes = _read_axes(read, arch, given, share)
         return RopeConfig(kind=kind, theta=theta, partial=share, axes=axes)
     # A top-level value wins over the one inside, as in transformers.
@@ -223,10 +222,32 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     own = own or given.get("original_max_position_embeddings")
     given["original_max_position_embeddings"] = own or read.count("max_position_embeddings")
     scaling = {name: given[name] for name in sorted(given) if name not in NO_SCALING}
-    if wrong := [name for name, value in scaling.items() if isinstance(value, str)]:
-        raise ConfigError(f"{file}: {wrong[0]} must be a number, got {scaling[wrong[0]]!r}")
-    axes = _read_axes(read, arch, given, float(partial))
-    return RopeConfig(kind=kind, theta=theta, partial=float(partial), scaling=scaling, axes=axes)
+    _check_scaling(scaling, file)
+    axes = _read_axes(read, arch, given, partial)
+    return RopeConfig(kind=kind, theta=theta, partial=partial, scaling=scaling, axes=axes)
+
+
+def _read_share(read: Reader, arch: Arch, given: dict[str, Any]) -> float:
+    """What share of each head turns; taken out of ``given``."""
+    partial = given.pop("partial_rotary_factor", read.values.get("partial_rotary_factor"))
+    if partial is None and arch.partial_rotary is not None and read.values.get("rotary_dim"):
+        partial = read.count("rotary_dim") / read.count("head_dim")
+    if partial is None:
+        partial = 1.0 if arch.partial_rotary is None else arch.partial_rotary
+    share = Reader({"partial_rotary_factor": partial}, read.file).number("partial_rotary_factor", 0)
+    if share > 1:
+        raise ConfigError(f"{read.file}: partial_rotary_factor must be at most 1, got {partial!r}")
+    return share
+
+
+def _check_scaling(scaling: Mapping[str, Any], file: str) -> None:
+    """Of parameters of rope: numbers, switches, and of two of them lists of numbers."""
+    for name, value in scaling.items():
+        if value is None or isinstance(value, bool):
+            continue
+        lists = name in ROPE_NEEDS["longrope"] and isinstance(value, list | tuple)
+        for one in value if lists else [value]:
+            Reader({name: one}, file).number(name)
 
 
 def _read_axes(read: Reader, arch: Arch, given: Mapping[str, Any], share: float) -> tuple[int, ...]:
@@ -239,10 +260,11 @@ def _read_axes(read: Reader, arch: Arch, given: Mapping[str, Any], share: float)
     sections = given.get("mrope_section") or MROPE_SECTIONS[arch.mrope]
     whole = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
     pairs = int(whole * share)
-    if len(sections) != 3 or sum(sections) != pairs // 2:
+    known = isinstance(sections, list | tuple) and all(type(n) is int and n >= 0 for n in sections)
+    if not known or len(sections) != 3 or sum(sections) != pairs // 2:
         raise ConfigError(
-            f"{read.file}: mrope_section {list(sections)} must be three counts that add up to half "
-            f"of the {pairs} dimensions of a head that turn"
+            f"{read.file}: mrope_section {sections!r:.100} must be three counts that add up to "
+            f"half of the {pairs} dimensions of a head that turn"
         )
     if arch.mrope == "sections":
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.models.arch import MambaArch
-from rollout.models.config_reader import Reader
+from rollout.models.config_reader import Reader, shown
 
 # What files call a kind of layer -> what transformers 5 calls it.
 KINDS = {
@@ -81,10 +81,10 @@ def read_mamba(read: Reader, arch: MambaArch) -> MambaConfig:
         raise ConfigError(
             f"{read.file}: {arch.heads} {heads} must be a multiple of {arch.groups} {groups}"
         )
-    activation = read.values.get("mamba_hidden_act") or read.values.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
+    name = "mamba_hidden_act" if read.values.get("mamba_hidden_act") else "hidden_act"
+    if (activation := read.values.get(name) or "silu") not in ("silu", "swish"):
         raise ConfigError(
-            f"{read.file}: the activation of Mamba layers is {activation!r}, not silu"
+            f"{read.file}: {name} of Mamba layers must be silu, got {shown(activation)}"
         )
     dim = read.values.get(arch.dim)
     if dim == "auto":
@@ -130,18 +130,25 @@ def _read_steps(read: Reader, arch: MambaArch) -> tuple[float, float]:
 
 def with_kinds(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     """``values`` whose ``layer_types`` are transformers', however the file says them."""
-    given = values.get("layer_types") or values.get("layers_block_type")
+    own = "layer_types" if values.get("layer_types") else "layers_block_type"
+    given = values.get(own)
     pattern = values.get("hybrid_override_pattern")
     if given is None and isinstance(pattern, str):
         given = [LETTERS.get(letter, letter) for letter in pattern]
     if given is None:
         layers = Reader(values, file).count("num_hidden_layers")
-        attending = values.get("attn_layer_indices") or ()
+        attending = values.get("attn_layer_indices") or []
+        if not isinstance(attending, list) or any(type(layer) is not int for layer in attending):
+            raise ConfigError(
+                f"{file}: attn_layer_indices must be a list of layers, got {attending!r:.100}"
+            )
         given = ["attention" if layer in attending else "mamba" for layer in range(layers)]
-    if not isinstance(given, list) or (unknown := [k for k in given if k not in KINDS]):
-        what = unknown[0] if isinstance(given, list) else given
+    kinds = given if isinstance(given, list) else [given]
+    unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in KINDS]
+    if unknown or not isinstance(given, list):
+        what = unknown[0] if unknown else given
         raise ConfigError(
-            f"{file}: a kind of layer is {what!r}, which is not one of {', '.join(KINDS)}"
+            f"{file}: {own} has {what!r:.100}, which is not one of {', '.join(KINDS)}"
         )
     counted = {"num_hidden_layers": len(given), **values}
     return {**counted, "layer_types": [KINDS[kind] for kind in given]}

@@ -104,7 +104,8 @@ def _read_step(read: Reader, arch: MoEArch) -> int:
 
 def _read_dense(read: Reader, arch: MoEArch) -> tuple[int, ...]:
     kinds = read.values.get("mlp_layer_types")
-    if arch.first_dense and isinstance(kinds, list):
+    if arch.first_dense and kinds is not None:
+        kinds = read.names("mlp_layer_types")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if arch.first_dense:
         return tuple(range(read.count(arch.first_dense, least=0)))

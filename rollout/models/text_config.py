@@ -39,7 +39,7 @@ def text_config(values: Mapping[str, Any], arch: Arch, file: str) -> tuple[Arch,
     if not isinstance(nested, Mapping):
         raise ConfigError(f"{file}: field 'text_config' is missing; the text model needs it")
     kind = nested.get("model_type") or next(iter(arch.texts))
-    if kind not in arch.texts:
+    if not isinstance(kind, str) or kind not in arch.texts:
         raise ConfigError(
             f"{file}: text_config.model_type {kind!r} is not one of {', '.join(arch.texts)}"
         )

@@ -193,8 +193,8 @@ def test_what_recurrent_states_cannot_do_yet_is_refused_by_name(tmp_path: Path) 
     ("changed", "said"),
     [
         ({"mamba_n_groups": 3}, "mamba_n_heads 8 must be a multiple of mamba_n_groups 3"),
-        ({"hidden_act": "gelu"}, "the activation of Mamba layers is 'gelu', not silu"),
-        ({"layer_types": ["mamba", "attention", "hybrid"]}, "kind of layer is 'hybrid'"),
+        ({"hidden_act": "gelu"}, "hidden_act of Mamba layers must be silu, got 'gelu'"),
+        ({"layer_types": ["mamba", "attention", "hybrid"]}, "layer_types has 'hybrid'"),
         ({"time_step_limit": [0.1, None]}, "time_step_limit must be two numbers"),
     ],
 )
