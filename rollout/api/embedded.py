@@ -59,7 +59,7 @@ from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
-from rollout.weights import TensorMeta
+from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_plain
 from rollout.wire.version import ServerInfo, Speaks
@@ -373,6 +373,7 @@ class EmbeddedBackend:
             metadata=[from_plain(TensorMeta, row) for row in reply["tensors"]],
             aliases=reply["aliases"],
             prefixes=reply["prefixes"],
+            spelled=[from_plain(WeightSlot, row) for row in reply["spelled"]],
             quantized=reply["quantized"],
             adaptable=reply["adaptable"],
             grid=QuantizationGrid.of(self.config.quantization),

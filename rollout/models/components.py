@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Self
 
@@ -96,7 +97,14 @@ def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
         {f"{c}.{name}": spec for c, table in tables.items() for name, spec in table.params.items()},
         {a: b for c, t in tables.items() for a, b in qualified_names(c, t.aliases).items()},
         ignored=tuple(dict.fromkeys(chain(*(table.ignored for table in tables.values())))),
-        spellings=Spellings.of({name: found[0].shape for name, found in slots.items() if found}),
+        spellings=Spellings.of(
+            {name: found[0].shape for name, found in slots.items() if found},
+            [
+                replace(s, source=qualified(c, s.source), param=qualified(c, s.param))
+                for c, table in tables.items()
+                for s in table.spellings.told
+            ],
+        ),
         prefixes={
             a: b for c, t in tables.items() for a, b in qualified_names(c, t.prefixes).items()
         },

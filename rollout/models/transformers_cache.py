@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
@@ -24,14 +25,16 @@ Shape = tuple[int, ...]
 class Kept:
     """What one layer of the modules keeps: one entry of the engine's cache.
 
-    "keys" and values of ``heads`` heads and ``dims`` of each; the "index" of its keys; "states":
-    shapes of one sequence's ``inputs`` of convolutions and of its recurrent ``states``, by number.
+    "keys" and values of ``heads`` heads and ``dims`` of each; the "index" of its keys, which may
+    remember so many ``positions`` of each; "states": shapes of one sequence's ``inputs`` of
+    convolutions and of its recurrent ``states``, by number.
     """
 
     layer: int
     kind: Literal["keys", "index", "states"]
     heads: int = 1
     dims: tuple[int, int] = (0, 0)
+    positions: int = 0
     inputs: tuple[tuple[int, Shape], ...] = ()
     states: tuple[tuple[int, Shape], ...] = ()
 
@@ -69,9 +72,11 @@ def what_is_kept(cache: Any) -> tuple[Kept, ...]:
             dims = keys.shape[-1], layer.values.shape[-1]
             found.append(Kept(layer=index, kind="keys", heads=keys.shape[1], dims=dims))
         if (keys := getattr(layer, "indexer_keys", None)) is not None:
-            if getattr(layer, "indexer_position_ids", None) is not None:
-                raise ConfigError("an index that keeps positions is not served")
-            found.append(Kept(layer=index, kind="index", dims=(keys.shape[-1], 0)))
+            places = getattr(layer, "indexer_position_ids", None)  # [positions, 1, T]
+            if places is not None and places.dim() != 3:
+                raise ConfigError("an index keeps positions otherwise than as rows of them")
+            rows = 0 if places is None else places.shape[0]
+            found.append(Kept(layer=index, kind="index", dims=(keys.shape[-1], 0), positions=rows))
         if not hasattr(layer, "conv_states"):
             continue
         inputs, states = (
@@ -112,6 +117,9 @@ class SequenceCache:
                 _page_keys(layer, pages)
             else:
                 _page_index(layer, pages)
+                if each.positions and past:  # of text, whose positions are where its tokens lie
+                    places = torch.arange(past, device=batch.positions.device)
+                    layer.indexer_position_ids = places.expand(each.positions, 1, past)
 
     def put_back(self) -> None:
         """States to their slot, once the pass is over."""

@@ -318,19 +318,16 @@ def _table(model: nn.Module) -> WeightTable:
     for name, own in held.items():
         if name not in files and (owner := taken.get((own, Box.full(params[own].shape)))):
             aliases |= {name: owner} if name != own else {}
-    known = Spellings.of({name: found[0].shape for name, found in slots.items()})
-    renames = {
-        param: name
-        for (param, put), name in taken.items()
-        if param not in files and put == Box.full(params[param].shape)
-    }
     left = [name for name in model.state_dict() if name not in held]
     return WeightTable(
         slots,
         params,
         aliases,
         ignored=(*IGNORED, *(tuple(name.split(".")) for name in left)),
-        spellings=replace(known, renames={**known.renames, **renames}),
+        spellings=Spellings.of(
+            {name: found[0].shape for name, found in slots.items()},
+            [slot for found in slots.values() for slot in found],
+        ),
     )
 
 

@@ -12,14 +12,23 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.weights import Box, LazyTensor, Shape, SparsePatch, TensorPiece, WeightValue
-from rollout.weights.fused_rows import FusedRows, fused_rows, patch_of
+from rollout.weights import (
+    Box,
+    LazyTensor,
+    Shape,
+    SparsePatch,
+    TensorPiece,
+    WeightSlot,
+    WeightValue,
+)
+from rollout.weights.fused_boxes import FusedBoxes, from_slots, patch_of
+from rollout.weights.fused_rows import FusedRows, fused_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +170,21 @@ class Spellings:
     """Other names of a model's file-form tensors: ``renames`` one to one, ``fused`` in one.
 
     ``cut``: file-form tensors that may come cut elsewhere than they are (``FusedRows.even``).
+    ``told``: slots of those that no name shows; the engine tells a sender of them.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
-    fused: Mapping[str, FusedExperts | FusedRows] = field(default_factory=dict)
+    fused: Mapping[str, FusedExperts | FusedBoxes] = field(default_factory=dict)
     cut: Mapping[str, FusedRows] = field(default_factory=dict)
+    told: tuple[WeightSlot, ...] = ()
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Shape]) -> Spellings:
+    def of(cls, shapes: Mapping[str, Shape], slots: Sequence[WeightSlot] = ()) -> Spellings:
         """The spellings transformers 5 uses for the file-form tensors ``shapes`` (all of them).
 
         Derived from whole name components and shapes alone, so that a sender and an engine that
-        know the same tensors agree without a word.
+        know the same tensors agree without a word; and from ``slots`` of whole tensors of the files
+        in those of memory (``param``), of which they have to speak.
         """
         layers: dict[str, dict[str, dict[int, Shape]]] = defaultdict(lambda: defaultdict(dict))
         renames: dict[str, str] = {}
@@ -187,7 +199,7 @@ class Spellings:
                 if parts[-3:-1] == ["block_sparse_moe", "gate"]:  # of Phi-MoE
                     renames[".".join((*memory.split(".")[:-2], "router", parts[-1]))] = name
             renames |= dict.fromkeys(_others(name, shapes), name)
-        fused: dict[str, FusedExperts | FusedRows] = {
+        fused: dict[str, FusedExperts | FusedBoxes] = {
             one.name: one
             for prefix, linears in layers.items()
             for one in _fuse(prefix, linears)
@@ -195,7 +207,11 @@ class Spellings:
         }
         rows = [one for one in fused_rows(shapes) if one.name not in shapes]
         fused |= {one.name: one for one in rows}
-        return cls(renames, fused, {part: one for one in rows for part, _, _ in one.parts})
+        cut = {part: one for one in rows for part, _ in one.held}
+        known = {*renames, *fused}
+        others, boxed = from_slots((s for s in slots if s.param not in known), shapes)
+        told = tuple(slot for slot in slots if slot.param in others or slot.param in boxed)
+        return cls({**renames, **others}, {**fused, **boxed}, cut, told)
 
     def __bool__(self) -> bool:
         return bool(self.renames or self.fused)
@@ -243,7 +259,7 @@ class Splitter:
                 raise WeightMismatch(f"{name}: was sent twice")
             # A caller may reuse a tensor's memory for the next one.
             waiting[name] = value.detach().clone() if isinstance(value, Tensor) else value
-            if len(waiting) == len(rows.parts):
+            if len(waiting) == len(rows.held):
                 yield from rows.joined(self._waiting.pop(rows.name))
             return
         fused = self._spellings.fused.get(name)
@@ -257,13 +273,13 @@ class Splitter:
         """At the end of the stream: of parts that still wait, which, and for what."""
         return [
             f"{', '.join(waiting)}: cut evenly, of which nothing can be made without "
-            f"{', '.join(name for name, _, _ in rows.parts if name not in waiting)}; send all of "
+            f"{', '.join(name for name, _ in rows.held if name not in waiting)}; send all of "
             "them in one update"
             for rows in {id(rows): rows for rows in self._spellings.cut.values()}.values()
             if (waiting := self._waiting.get(rows.name))
         ]
 
-    def meet(self, fused: FusedExperts | FusedRows, shape: Shape) -> None:
+    def meet(self, fused: FusedExperts | FusedBoxes, shape: Shape) -> None:
         """Judge the layout of a fused tensor beside its sibling's."""
         transposed = fused.is_transposed(shape)
         self._met[fused.name] = shape
@@ -409,7 +425,7 @@ def _part(
         return LazyTensor(box.shape[1:], value.dtype, _reader(value, stored, transposed))
     if transposed:
         raise WeightMismatch(f"{name}: a patch of a transposed tensor is not supported")
-    return patch_of(value, box, box.shape[1:])
+    return patch_of(name, value, box, box.shape[1:])
 
 
 def _reader(value: LazyTensor, stored: Box, transposed: bool) -> Callable[[Box], Tensor]:

@@ -81,8 +81,8 @@ class WeightSlot:
     of the logical parameter. Both hold the same number of elements in the same row-major order.
     """
 
-    source: str
+    source: Text
     shape: Shape
     take: Box
-    param: str
+    param: Text
     put: Box

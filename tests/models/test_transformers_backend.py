@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import transformers_sweep
 from tiny_models import randomize
 from transformers import ArceeConfig, ArceeForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
@@ -118,6 +119,36 @@ def test_modules_that_attend_by_themselves_are_given_their_pages_and_states(
                     raw = torch.tensor(output.outputs[0].logprobs.raw)
                     assert torch.allclose(raw, theirs, atol=1e-4)
         assert engine.check_weights(models[1]).equal
+
+
+@pytest.mark.parametrize(("model_type", "head_dim"), [("bailing_hybrid", 16), ("longcat_flash", 8)])
+def test_names_of_memory_that_no_name_of_the_files_shows_are_told_to_the_sender(
+    tmp_path: Path, model_type: str, head_dim: int
+) -> None:
+    """Convolutions of several tensors of the files in one, and experts of unequal number."""
+    architecture = dict(transformers_sweep.model_types())[model_type]
+    sizes = {"num_key_value_heads": 4, "head_dim": head_dim}
+    first, second = (
+        transformers_sweep.write(architecture, tmp_path / name, seed, sizes)
+        for seed, name in enumerate("ab")
+    )
+    with Rollout(str(tmp_path / "b"), **ENGINE) as fresh:
+        wanted = outcome(fresh)
+    with Rollout(str(tmp_path / "a"), **ENGINE) as engine:
+        files = {meta.name for meta in engine.weight_info().tensors}
+        assert {name for name, _ in second.named_parameters()} - files  # are there any?
+        with pytest.raises(WeightMismatch, match="unknown"):
+            engine.update_weights({**first.state_dict(), "pigeons": torch.zeros(3)}, timeout=20)
+        assert engine.update_weights(second, timeout=20).version == 1
+        assert outcome(engine) == wanted
+        assert engine.check_weights(second).equal
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.view(-1)[::7] += 0.25
+        receipt = engine.update_weights(second, encoding="delta", timeout=20)
+        assert receipt.version == 2
+        assert engine.check_weights(second).equal
+        assert outcome(engine) != wanted
 
 
 def test_modules_that_keep_a_state_themselves_are_refused(tmp_path: Path) -> None:

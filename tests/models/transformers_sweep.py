@@ -30,6 +30,10 @@ from rollout.loader import open_checkpoint
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
 from rollout.models.model import Model
+from rollout.weight_sync.protocol.fit import check_metadata
+from rollout.weight_sync.source import WeightSource
+from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights import TensorMeta
 
 # Of the fields that a config class has, whichever name it gives them.
 SIZES: dict[str, Any] = {
@@ -82,8 +86,26 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 1},
-    "qwen4_exp": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "cpmant": {"dim_head": 16, "dim_ff": 48, "position_bias_num_buckets": 8, "prompt_length": 4},
+    "phi4_multimodal_audio": {"num_blocks": 1, "ext_pw_out_channel": 64, "nemo_conv_channels": 64},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    },
+    "reformer": {
+        "axial_pos_embds": False,
+        "attention_head_size": 16,
+        "feed_forward_size": 48,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 16,
+    },
+    "xlnet": {"n_head": 4, "d_head": 16, "n_layer": 2, "d_inner": 48},
+    "xlstm": {"num_heads": 4, "num_blocks": 2, "qk_dim_factor": 1.0},
     "zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},
     "zamba2": {
         "num_hidden_layers": 4,
@@ -172,13 +194,30 @@ def judge(model_type: str, architecture: str, where: Path) -> Row:
     why = "" if matches else f"logprobs differ by {apart:.2g}"
     try:
         shadow = live.empty_like()
-        shadow.load_weights([(n, v) for n, v in changed.state_dict().items()])
+        shadow.load_weights(sent(changed, shadow))
         fresh = load(config, where / "b")
     except RolloutError as error:
         return row(how, f"{why} {error}", matches)
     pairs = zip(run(shadow, sequences), run(fresh, sequences), strict=True)
     updates = all(torch.equal(a, b) for a, b in pairs)
     return row(how, why, matches, updates)
+
+
+def sent(trained: Any, to: Model) -> WeightSource:
+    """What an update sends of a trainer's module to an engine that runs ``to``."""
+    table = to.table
+    wanted = [TensorMeta(name, torch.float32, table.shape_of(name)) for name in table.slots]
+    source = detect(trained).source(
+        aliases=table.aliases,
+        dtype=torch.float32,
+        tensors=wanted,
+        prefixes=table.prefixes,
+        spelled=table.spellings.told,
+    )
+    metadata = source.metadata()
+    assert metadata is not None
+    check_metadata(metadata, {meta.name: meta for meta in wanted}, table.aliases)
+    return source
 
 
 def write(architecture: str, where: Path, seed: int, changes: dict[str, Any]) -> Any:

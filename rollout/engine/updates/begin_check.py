@@ -22,7 +22,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import Accepted
-from rollout.weights import TensorMeta
+from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.components import (
     adapter_component,
     adapter_of,
@@ -44,6 +44,7 @@ def check_request(
     device: str,
     wanted: Mapping[str, TensorMeta],
     aliases: Mapping[str, str],
+    spelled: Sequence[WeightSlot] = (),
 ) -> Accepted:
     """Raise what is wrong with any field: ``ConfigError``, or ``WeightMismatch`` for metadata.
 
@@ -90,6 +91,7 @@ def check_request(
             aliases,
             partial=request.partial,
             components=request.components,
+            spelled=spelled,
         )
     return accepted
 

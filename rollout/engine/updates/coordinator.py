@@ -45,7 +45,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
-from rollout.weights import TensorMeta
+from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, component_of
 
 T = TypeVar("T")
@@ -83,6 +83,7 @@ class Coordinator:
         memory: Mapping[str, int] | None = None,
         devices: tuple[str, ...] = (),
         prefixes: Mapping[str, str] | None = None,
+        spelled: Sequence[WeightSlot] = (),
         quantized: Sequence[str] = (),
         adaptable: Sequence[str] = (),
         grid: QuantizationGrid | None = None,
@@ -95,6 +96,7 @@ class Coordinator:
         self._max_adapters, self._max_lora_rank = max_adapters, max_lora_rank
         self.metadata = {meta.name: meta for meta in metadata}
         self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
+        self.spelled = tuple(spelled)
         self.quantized, self.grid, self._adaptable = tuple(quantized), grid, frozenset(adaptable)
         self.num_ranks = num_ranks
         self.state = "idle"
@@ -149,6 +151,7 @@ class Coordinator:
             prepared="" if self.prepared is None else self.prepared.update_id,
             fence=self.fence,
             prefixes=self.prefixes,
+            spelled=self.spelled,
             grid=self.grid,
             quantized=self.quantized,
             max_adapters=self._max_adapters,
@@ -391,6 +394,7 @@ class Coordinator:
             device=self._device,
             wanted=wanted,
             aliases=self.aliases,
+            spelled=self.spelled,
         )
 
     def check(self, request: UpdateRequest) -> int:

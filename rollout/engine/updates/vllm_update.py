@@ -62,7 +62,8 @@ class VllmUpdate:
         named = ((placed(m.name, self._of.prefixes), m) for m in tensors)
         taken = (TensorMeta(name, m.dtype, m.shape) for name, m in named if name is not None)
         sent = [*self._sent, *(meta for meta in taken if is_weight(meta.name))]
-        check_metadata(sent, self._of.metadata, self._of.aliases, partial=True)
+        of = self._of
+        check_metadata(sent, of.metadata, of.aliases, partial=True, spelled=of.spelled)
         self._sent = sent
         first = self._num_buckets
         for header in _headers(tensors, packing, first):
@@ -82,7 +83,8 @@ class VllmUpdate:
 
     def missing(self) -> Sequence[str]:
         """What the tensors sent so far lack, a line each."""
-        return differences(self._sent, self._of.metadata, self._of.aliases)
+        of = self._of
+        return differences(self._sent, of.metadata, of.aliases, spelled=of.spelled)
 
     def names(self) -> frozenset[str]:
         """What was sent so far, in file form."""

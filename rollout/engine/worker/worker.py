@@ -272,6 +272,7 @@ class Worker:
             "tensors": [to_plain(meta) for meta in runner.metadata],
             "aliases": dict(runner.table.aliases),
             "prefixes": dict(runner.table.prefixes),
+            "spelled": [to_plain(slot) for slot in runner.table.spellings.told],
             "dtype": dtype_name(runner.dtype),
             "quantized": list(dict.fromkeys(slot.source for slot in runner.table.quantized)),
             "adaptable": [] if runner.adapters is None else sorted(runner.adapters.modules),

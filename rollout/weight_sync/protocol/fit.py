@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rollout.errors import WeightMismatch
-from rollout.weights import CASTABLE, TensorMeta
+from rollout.weights import CASTABLE, TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.fused_experts import Spellings, nearest
 
@@ -22,14 +22,16 @@ def differences(
     *,
     partial: bool = False,
     components: Sequence[str] = (POLICY,),
+    spelled: Sequence[WeightSlot] = (),
 ) -> list[str]:
     """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor.
 
-    Judged in file form: a tensor under another spelling of ``wanted`` (fused experts) counts as
-    those that it holds. Of the ``components``, and those that are sent, nothing may be missing.
+    Judged in file form: a tensor under another spelling of ``wanted`` (fused experts; ``spelled``,
+    those that no name shows) counts as those that it holds. Of the ``components``, and those that
+    are sent, nothing may be missing.
     """
     problems: list[str] = []
-    sent = _in_file_form(sent, wanted, problems)
+    sent = _in_file_form(sent, wanted, spelled, problems)
     counts = Counter(meta.name for meta in sent)
     problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]
     for meta in sent:
@@ -53,9 +55,12 @@ def differences(
 
 
 def _in_file_form(
-    sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta], problems: list[str]
+    sent: Sequence[TensorMeta],
+    wanted: Mapping[str, TensorMeta],
+    spelled: Sequence[WeightSlot],
+    problems: list[str],
 ) -> list[TensorMeta]:
-    spellings = Spellings.of({name: meta.shape for name, meta in wanted.items()})
+    spellings = Spellings.of({name: meta.shape for name, meta in wanted.items()}, spelled)
     found = []
     for meta in sent:
         try:
@@ -74,6 +79,7 @@ def check_metadata(
     *,
     partial: bool = False,
     components: Sequence[str] = (POLICY,),
+    spelled: Sequence[WeightSlot] = (),
 ) -> None:
     """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
     whole = {n: meta for n, meta in wanted.items() if component_of(n) in components}
@@ -81,7 +87,9 @@ def check_metadata(
         return
     known = list(dict.fromkeys(map(component_of, wanted)))
     check_components((*components, *(component_of(meta.name) for meta in sent)), known)
-    problems = differences(sent, wanted, aliases, partial=partial, components=components)
+    problems = differences(
+        sent, wanted, aliases, partial=partial, components=components, spelled=spelled
+    )
     if problems:
         more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         raise WeightMismatch(

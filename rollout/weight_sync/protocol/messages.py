@@ -22,7 +22,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights import Box, Shape, TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_of
 from rollout.weights.quantization import SCHEMES
@@ -94,6 +94,9 @@ class WeightInfo:
     components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
     # What names may begin with: ``weights.names.placed``.
     prefixes: Table[Text] = field(default_factory=dict, metadata=ADDED)
+    # Tensors (``param``) that a trainer may have in memory in the place of those that they hold,
+    # where no name tells (``weights.fused_experts.Spellings``).
+    spelled: Many[WeightSlot] = field(default=(), metadata=ADDED)
     # How linears are held, whatever is sent; the tensors of which changes travel whole.
     grid: QuantizationGrid | None = field(default=None, metadata=ADDED)
     quantized: Many[Text] = field(default=(), metadata=ADDED)

@@ -106,7 +106,9 @@ def _foreseen(
             "comes; pass a dict, a list or the module to have it checked"
         ]
     wanted = {meta.name: meta for meta in info.tensors}
-    return metadata, differences(metadata, wanted, info.aliases, components=found.components)
+    return metadata, differences(
+        metadata, wanted, info.aliases, components=found.components, spelled=info.spelled
+    )
 
 
 def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:

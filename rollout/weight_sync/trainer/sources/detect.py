@@ -30,7 +30,7 @@ from rollout.weight_sync.trainer.sources.kinds import (
 )
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import Incoming
-from rollout.weights import TensorMeta
+from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import (
     POLICY,
@@ -93,6 +93,7 @@ class Detected:
         tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
         prefixes: Mapping[str, str] | None = None,
+        spelled: Sequence[WeightSlot] = (),
     ) -> WeightSource:
         """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
 
@@ -102,7 +103,8 @@ class Detected:
         them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
         returned as it is where there is nothing to split. A PEFT model's adapters are merged
         weight by weight; ``partial`` leaves out what they do not change. ``prefixes``: what the
-        engine knows before names (``weights.names.placed``). Tables of several components are in
+        engine knows before names (``weights.names.placed``); ``spelled``: the names in memory that
+        it tells of (``WeightInfo``). Tables of several components are in
         qualified names. Raises ``ConfigError`` naming the layer that cannot be merged;
         ``SourceFailed`` when there is no tensor.
         """
@@ -121,6 +123,11 @@ class Detected:
                         ],
                         partial=partial,
                         prefixes=own_names(_model_of(component), prefixes or {}),
+                        spelled=[
+                            replace(slot, source=own_name(slot.source), param=own_name(slot.param))
+                            for slot in spelled
+                            if component_of(slot.param) == component
+                        ],
                     )
                     for component, part in self.parts
                 },
@@ -131,7 +138,7 @@ class Detected:
         else:
             group = group if group is not None else self.rank_group(timeout)
             source = self._merged(aliases, dtype, group, partial, prefixes or {})
-        spellings = Spellings.of({meta.name: meta.shape for meta in tensors})
+        spellings = Spellings.of({meta.name: meta.shape for meta in tensors}, spelled)
         if not spellings:
             return source
         from rollout.weight_sync.trainer.sources.fused_experts import (
@@ -163,6 +170,7 @@ class Detected:
             tensors=info.tensors,
             partial=partial,
             prefixes=info.prefixes,
+            spelled=info.spelled,
         )
         return Incoming(
             *(source, info.dtype, info.tensors, info.aliases, self.components, adapters),

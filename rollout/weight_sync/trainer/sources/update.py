@@ -25,7 +25,7 @@ from rollout.weight_sync.trainer.sources.detect import Detected, combined, detec
 from rollout.weight_sync.trainer.sources.kinds import bare_module, ranks_of_whole
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.names import Naming
-from rollout.weights import TensorMeta
+from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_component
 from rollout.weights.names import placed
@@ -119,6 +119,7 @@ class DetectedAdapter(Detected):
         tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
         prefixes: Mapping[str, str] | None = None,
+        spelled: Sequence[WeightSlot] = (),
     ) -> WeightSource:
         """As ``Detected.source``; of a model's settings ``prefixes`` alone are of use."""
         from rollout.weight_sync.trainer.sources.plain import PlainSource
