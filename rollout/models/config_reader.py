@@ -97,8 +97,11 @@ class Reader:
         return value
 
     def dtype(self) -> torch.dtype:
+        """What the weights are in; of a file that is mute float32, and bfloat16 where they are
+        quantised: gpt-oss and MiniMax-M2 say nothing of what is not."""
+        otherwise = "bfloat16" if self.values.get("quantization_config") else "float32"
         field = "dtype" if self.values.get("dtype") else "torch_dtype"
-        value = self.values.get(field) or "float32"
+        value = self.values.get(field) or otherwise
         name = str(value).removeprefix("torch.")
         if name not in DTYPES:
             raise ConfigError(

@@ -216,3 +216,26 @@ def test_key_heads_divide_or_are_replicated():
         config.check_tensor_parallel(6)
     with pytest.raises(ConfigError, match=r"Intermediate size \(100\)"):
         read(num_attention_heads=24, hidden_size=96, intermediate_size=100).check_tensor_parallel(8)
+
+
+def test_what_releases_leave_out_is_what_their_weights_are():
+    """gpt-oss and MiniMax-M2 name no dtype, the first Nemotron-H has another name for head_dim."""
+    assert read().dtype == torch.float32
+    packed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert read(quantization_config=packed).dtype == torch.bfloat16
+    assert read(quantization_config=packed, torch_dtype="float16").dtype == torch.float16
+    nemotron = read(
+        architectures=["NemotronHForCausalLM"],
+        hybrid_override_pattern="M-*-",
+        num_hidden_layers=4,
+        attention_head_dim=32,
+        layer_norm_epsilon=1e-5,
+        mlp_hidden_act="relu2",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        conv_kernel=4,
+    )
+    assert nemotron.head_dim == 32
+    assert [layer.recurrent for layer in nemotron.layers] == [True, False, False, False]

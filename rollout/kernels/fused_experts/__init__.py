@@ -40,14 +40,20 @@ def fused_experts(
     bounds = torch.arange(first, first + len(w13) + 1, device=x.device)
     starts: list[int] = torch.searchsorted(pairs[order], bounds).tolist()
     out = x.new_zeros((tokens * chosen, x.shape[1]))
-    for e in range(len(w13)):
-        if starts[e] == starts[e + 1]:
-            continue
-        rows = order[starts[e] : starts[e + 1]]
-        both = F.linear(x[rows // chosen], w13[e], None if b13 is None else b13[e])
-        out[rows] = F.linear(gate(both, clamped, squared), w2[e], None if b2 is None else b2[e])
+    mine = order[starts[0] : starts[-1]]
+    held = [e for e in range(len(w13)) if starts[e] < starts[e + 1]]
+    if held:  # what is no matrix product is done once, for all experts together
+        counts = [starts[e + 1] - starts[e] for e in held]
+        inputs = torch.split(x[mine // chosen], counts)
+        both = torch.cat([_linear(y, w13, b13, e) for y, e in zip(inputs, held, strict=True)])
+        inner = torch.split(gate(both, clamped, squared), counts)
+        out[mine] = torch.cat([_linear(y, w2, b2, e) for y, e in zip(inner, held, strict=True)])
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
+
+
+def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+    return F.linear(x, weights[expert], None if biases is None else biases[expert])
 
 
 def gate(both: Tensor, clamped: tuple[float, float] | None = None, squared: bool = False) -> Tensor:

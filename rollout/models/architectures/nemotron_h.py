@@ -12,6 +12,7 @@ NemotronHForCausalLM = Arch(
     norm="rms wide",
     norm_eps="layer_norm_epsilon",
     no_rope="all",
+    fields={"head_dim": "attention_head_dim"},  # as the first releases have it
     embedding="embeddings",
     last_norm="norm_f",
     prefixes={"backbone.": "model.", "mtp.": ""},
