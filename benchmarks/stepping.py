@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.engine.batch import encode_batch
+from rollout.engine.executors import multiprocess
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
 from rollout.engine.sequence import Sequence as Sample
@@ -27,7 +29,10 @@ def running(
     checkpoint: str, ranks: int, pool_tokens: int, *, shared: bool = True, longest: int = 4096,
     layout: str = "auto", threads: int = 2,
 ) -> Iterator[MultiprocessExecutor]:  # fmt: skip
-    """An executor of ``ranks`` that share ``threads``, with ``pool_tokens`` of written KV."""
+    """An executor of ``ranks`` that share ``threads``, with ``pool_tokens`` of written KV.
+
+    ``shared=False``: the ranks sum and gather through sockets, as they do without a compiler.
+    """
     config = EngineConfig(
         model=checkpoint,
         dtype="bfloat16",
@@ -39,9 +44,11 @@ def running(
         block_size=BLOCK,
         weight_layout=layout,
     )
-    executor = MultiprocessExecutor(config, shared_memory=shared)
+    executor = MultiprocessExecutor(config)
+    memory = multiprocess.create_shared if shared else lambda size: None
     try:
-        executor.start()
+        with patch.object(multiprocess, "create_shared", memory):
+            executor.start()
         blocks = pool_tokens // BLOCK
         for future in executor.call("init_kv", {"num_blocks": blocks}):
             future.result(60)
