@@ -86,6 +86,8 @@ class RolloutClient:
         self._tls = tls
         self._connection = Connection(address, token, tls)
         self._seen: tuple[int, int] | None = None
+        self._met: Any = None  # the connection by which the service has said what it is
+        self._life = 0  # its epoch then
         self.features: tuple[str, ...] = ()  # of the service, until ``start``
 
     # ---- generation (async) ----
@@ -165,7 +167,12 @@ class RolloutClient:
     # ---- control (async) ----
 
     async def start(self) -> None:
-        """Check that a service answers that speaks a version of the protocol that we do."""
+        """Check that a service answers that speaks a version of the protocol that we do.
+
+        It is asked once for each connection, and again where an output is of another epoch.
+        """
+        if self._met is not None and self._met == self._connection.made():
+            return
         try:
             info = await self.server_info()
         except EngineClosed as error:
@@ -175,6 +182,7 @@ class RolloutClient:
         agreed(info.speaks, f"the service at {self.address}")
         self.max_model_len = info.max_model_len
         self.features = info.features
+        self._life, self._met = info.epoch, self._connection.made()
 
     def problem(self) -> str | None:
         """What is wrong with how we talk to whoever is there; None: nothing, or nobody is.
@@ -323,6 +331,7 @@ class RolloutClient:
 
     async def disconnect(self) -> None:
         """Drop this loop's connection; a later call opens a new one."""
+        self._met = None
         await self._connection.close_aio()
 
     def close(self) -> None:
@@ -350,6 +359,8 @@ class RolloutClient:
             with self._connection.errors():
                 async for reply in call:
                     output = output_from_proto(reply.output)
+                    if output.epoch != self._life:
+                        self._met = None
                     self._check_epoch(output.epoch)
                     yield reply.index, output
         finally:

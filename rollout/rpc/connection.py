@@ -28,6 +28,7 @@ class Connection:
         ours = Speaks.here()
         self.metadata = ((PROTOCOL_KEY, ours.range), (SOFTWARE_KEY, ours.software), *bearer)
         self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
+        self._cuts = 0  # times that the loop's channel was seen to be unconnected
         self._sync: grpc.Channel | None = None
         self._lock = threading.Lock()
 
@@ -55,7 +56,17 @@ class Connection:
         loop = asyncio.get_running_loop()
         if self._aio is None or self._aio[0] is not loop:
             self._aio = loop, self._connected(grpc.aio)
-        return self._aio[1]
+        channel: grpc.aio.Channel = self._aio[1]
+        if channel.get_state() is not grpc.ChannelConnectivity.READY:
+            self._cuts += 1
+        return channel
+
+    def made(self) -> tuple[grpc.aio.Channel, int] | None:
+        """Names the connection that the running loop has now, another one by another name; None
+        where it has none. (All calls pass ``aio``, so that none is made anew unseen.)
+        """
+        channel, cuts = self.aio(), self._cuts
+        return (channel, cuts) if channel.get_state() is grpc.ChannelConnectivity.READY else None
 
     def sync(self) -> grpc.Channel:
         with self._lock:

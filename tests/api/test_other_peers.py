@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
 import grpc
@@ -14,8 +15,9 @@ from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 from rollout.distributed import Rendezvous
-from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.errors import ConfigError, EngineClosed, TransferFailed, WeightMismatch
 from rollout.rpc import rollout_pb2
+from rollout.rpc.client import RolloutClient
 from rollout.rpc.services import (
     ControlStub,
     GenerationStub,
@@ -44,6 +46,44 @@ def server_that_speaks(protocol: int, **more):
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None).wait()
+
+
+def test_a_client_asks_a_service_what_it_is_once_for_each_connection():
+    asked = []
+
+    class Control:
+        def ServerInfo(self, request, context):
+            asked.append(request)
+            return rollout_pb2.ServerInfoResponse(model="m", protocol=PROTOCOL)
+
+    def served(port=0):
+        server = grpc.server(futures.ThreadPoolExecutor(1))
+        add_service(server, "Control", Control())
+        return server, server.add_insecure_port(f"127.0.0.1:{port}")
+
+    async def call():
+        server, port = served()
+        server.start()
+        client = RolloutClient(f"127.0.0.1:{port}")
+        try:
+            for _ in range(4):
+                await client.start()
+            assert len(asked) == 1
+            await asyncio.to_thread(server.stop(None).wait)
+            server, _ = served(port)  # another one in its place
+            server.start()
+            async with asyncio.timeout(25):
+                while len(asked) == 1:  # until the broken connection is noticed
+                    with suppress(EngineClosed):
+                        await client.start()
+                    await asyncio.sleep(0.01)
+            await client.start()
+            assert len(asked) == 2
+        finally:
+            await client.disconnect()
+            server.stop(None).wait()
+
+    asyncio.run(call())
 
 
 @contextmanager
