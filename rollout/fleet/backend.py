@@ -52,7 +52,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.protocol.unload import unload
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.transports import same_host
+from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
@@ -143,7 +143,7 @@ class FleetBackend:
 
     async def server_info(self) -> ServerInfo:
         """Without a question to a member, for as long as whoever was asked is of the fleet: clients
-        ask before each of their calls, also while no member serves.
+        ask whenever they connect, also while no member serves.
         """
         info = self._started
         if info is None:
@@ -265,7 +265,7 @@ class FleetBackend:
         info = fleet.ask_any(lambda client: client.info())
         return replace(
             info, epoch=fleet.epoch, version=fleet.version, state=fleet.update_state, prepared="",
-            fence=fleet.fence, transports=self._transports(info),
+            fence=fleet.fence, transports=self._transports(), host=host_id(),
             adapters=self.adapters,
             adapter_digests={one.name: one.digest for one in fleet.adapters},
             last_update_id=fleet.update_id,
@@ -274,7 +274,7 @@ class FleetBackend:
     def open(self) -> WeightChannel:
         info = self.fleet.ask_any(lambda client: client.info())
         names = frozenset(meta.name for meta in info.tensors)
-        return FleetChannel(self.fleet, self._transports(info), self._log, names, self._updates)
+        return FleetChannel(self.fleet, self._transports(), self._log, names, self._updates)
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("a fleet's update has one channel")
@@ -357,9 +357,12 @@ class FleetBackend:
 
     # ---- helpers ----
 
-    def _transports(self, info: WeightInfo) -> tuple[str, ...]:
-        """Bytes with the calls go on to every member; shared memory is mapped by all of them."""
-        near = same_host(info) and info.device == "cpu" and "ipc" in info.transports
+    def _transports(self) -> tuple[str, ...]:
+        """Bytes with the calls go on to members; shared memory is mapped by those of this host, and
+        read by the front for the others.
+        """
+        here = host_id()
+        near = here and any(link.place == here for link in self.fleet.serving())
         return ("ipc", "inline") if near else ("inline",)
 
     def _floored(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:

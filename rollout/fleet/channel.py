@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from rollout.errors import ConfigError, DeadlineExceeded, VersionConflict
+from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, VersionConflict
 from rollout.fleet.actions import Adapters
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.link import Link
+from rollout.fleet.hosts import FRONT, HostMemory, Part, by_host
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
 from rollout.weight_sync.protocol.digests import MASK, total
+from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
     Seal,
     UpdateReceipt,
     UpdateRequest,
-    WeightChannel,
 )
 from rollout.weight_sync.transports import served
 from rollout.weights.components import adapter_component, component_of
+from rollout.wire.codec import to_plain
 
 JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
 AHEAD = 2  # buckets under way to every member
-
-
-@dataclass(slots=True)
-class _Part:
-    """A member's part of the update."""
-
-    link: Link
-    channel: WeightChannel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +88,10 @@ class FleetChannel:
         self.fleet, self._transports, self._names = fleet, transports, names
         self._of, self._updates = Transaction(fleet, log, self._let_go, self._record), updates
         self._log = log
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Part] = {}
+        self._memory = HostMemory()
+        self._left: dict[int, tuple[BucketHeader, Tensor | None]] = {}  # not with all members yet
+        self._sent: dict[str, int] = {}  # bytes from the front, by member
         self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
         self._request: UpdateRequest | None = None
         self._begun: Begun | None = None
@@ -168,9 +165,10 @@ class FleetChannel:
             self._of.give_up(why, counts=False)
             raise VersionConflict(why)
         self._request = replace(request, version=version)
-        links = self._of.links.values()
-        self._parts = {link.name: _Part(link, link.client.open()) for link in links}
-        self._each(self._begin_part, begins=True)
+        # Nobody depends on a member that joins, where there is another.
+        links = sorted(self._of.links.values(), key=lambda link: link.joins)
+        self._parts = {x.name: Part(x.name, x.client.open(), x.place) for x in links}
+        self._begin_all(self._request)
         return Begun(
             update_id=request.update_id, epoch=live[0], base_version=live[1], version=version
         )
@@ -184,16 +182,32 @@ class FleetChannel:
         while header.index - self._waiting >= AHEAD and self._request is not None:
             self.wait(self._waiting, self._request.timeout)
 
-        def announce(part: _Part) -> None:
-            part.channel.bucket(header, payload)
+        if payload is None:
+            payload = self._memory.get(header, self._live().timeout)
+        else:
+            self._memory.put(header, payload)
+        self._left[header.index] = header, payload
 
-        self._each(announce, at_once=False)  # none of them waits
+        self._each(  # none of them waits
+            lambda part: None if part.maps in self._parts else self._announce(part, header.index),
+            at_once=False,
+        )
 
     def wait(self, index: int, timeout: float) -> None:
         if self._replays is not None:
             return
-        self._each(lambda part: part.channel.wait(index, timeout))
-        self._waiting = max(self._waiting, index + 1)
+        # Where it will lie in another member's memory, that one has to have it first.
+        second = {part.name for part in self._parts.values() if part.maps in self._parts}
+
+        def take(part: Part) -> None:
+            self._announce(part, index)
+            part.channel.wait(index, timeout)
+
+        self._each(lambda part: None if part.name in second else take(part))
+        if second:
+            self._each(lambda part: take(part) if part.name in second else None)
+        if self._left.pop(index, None) is not None:
+            self._waiting = index + 1
 
     def seal(self, seal: Seal) -> None:
         if seal.fence is not None:
@@ -202,12 +216,14 @@ class FleetChannel:
             self._replays.check_same(seal)
             return
         fleet, request = self.fleet, self._live()
+        for index in sorted(self._left):
+            self.wait(index, request.timeout)
         adapters = self._adapters_after(seal)
         digest = digest_of_all(self._models_after(seal), (one.digest for one in adapters))
 
-        def vote(part: _Part) -> None:
+        def vote(part: Part) -> None:
             part.channel.seal(replace(seal, fence=fleet.fence))
-            fleet.voted(request.update_id, part.link.name, digest, adapters)
+            fleet.voted(request.update_id, part.name, digest, adapters)
 
         self._seal = seal
         self._each(vote)
@@ -219,7 +235,12 @@ class FleetChannel:
             request = self._live()
             if self._seal is None:
                 raise VersionConflict("commit before seal")
-            self._receipt = self._of.commit(request.transport)
+            parts = self._parts.values()
+            self._receipt = self._of.commit(
+                request.transport,
+                front_sent_bytes={**self._sent, **{part.name: part.sent for part in parts}},
+                members_map={part.name: part.maps for part in parts if part.maps},
+            )
         return self._receipt
 
     def abort(self, reason: str) -> None:
@@ -234,6 +255,8 @@ class FleetChannel:
         self.abort("the channel was closed before the commit")
         for name in list(self._parts):
             self._let_go(name)
+        self._left.clear()
+        self._memory.close()
 
     # ---- helpers ----
 
@@ -250,9 +273,54 @@ class FleetChannel:
         builds_on = request.base is not None or request.encoding != "full" or request.partial
         return not adapters and not builds_on and components <= set(request.components)
 
-    def _begin_joining(self, part: _Part, request: UpdateRequest) -> None:
+    def _begin_all(self, request: UpdateRequest) -> None:
+        """Each member's part, with the bytes, or an offer of memory that they will lie in."""
+        near, shared = by_host(self._parts.values())
+        alone = len(near) == len(self._parts)
+        if request.transport == "ipc":
+            self._memory = HostMemory.of_trainer(request, read=not alone)
+        elif len(near) > 1:
+            info = self._of.links[near[0].name].client.info()
+            self._memory = HostMemory.of_front(info, request)
+        for part in near if self._memory.offer else ():
+            part.maps = FRONT
+        firsts = {group[0].name: group for group in shared.values()}
+        others = {part.name for group in shared.values() for part in group[1:]}
+        offers: dict[str, Mapping[str, Any]] = {}
+
+        def begin(part: Part) -> None:
+            if part.name in others:
+                return
+            if part.maps:
+                self._begin_part(part, "ipc", self._memory.offer)
+            elif part.name in firsts:
+                # A share is the stream's business, whose grace would outlive this front.
+                offer = to_plain(StreamOffer(shares=True))
+                offers[part.name] = self._begin_part(part, "inline", offer).shared
+            else:
+                self._begin_part(part, "inline", {})
+
+        def begin_other(part: Part) -> None:
+            if part.name not in others:
+                return
+            first = next(name for name, group in firsts.items() if part in group)
+            offer = offers.get(first)
+            if offer and first in self._parts:
+                part.maps = first
+                self._begin_part(part, "ipc", offer)
+            else:
+                self._begin_part(part, "inline", {})
+
+        self._each(begin, begins=True)
+        if others:
+            self._each(begin_other, begins=True)
+        if others or (near and self._memory.offer and request.transport != "ipc"):
+            # Its name goes with the first bucket.
+            self._each(lambda part: part.channel.wait(0, request.timeout))
+
+    def _begin_joining(self, part: Part, request: UpdateRequest) -> Begun:
         """On a member that does not serve: it keeps the others waiting for a bounded time alone."""
-        info = part.link.control.info()
+        info = self._of.links[part.name].control.info()
         self.fleet.check_kind(info)
         begun: Future[Begun] = Future()
         limit = min(JOIN_WAIT, request.timeout)
@@ -266,27 +334,33 @@ class FleetChannel:
 
         threading.Thread(target=begin, name="rollout-fleet-join", daemon=True).start()
         try:
-            begun.result(limit)
+            return begun.result(limit)
         except FutureTimeout:
             part.channel.close()
             raise DeadlineExceeded(f"it was not free for the update within {limit:g} s") from None
 
-    def _begin_part(self, part: _Part) -> None:
+    def _begin_part(self, part: Part, transport: str, offer: Mapping[str, Any]) -> Begun:
+        """The trainer's own stream ends here: one of ours brings each member its part."""
         request = self._live()
         if (base := request.base) is not None:
-            info = part.link.client.info()
+            info = self._of.links[part.name].client.info()
             base = info.epoch, info.version
-        request = replace(
-            request,
-            base=base,
-            # The trainer's own stream ends here: one of ours brings each member its bytes.
-            transport=request.transport if request.transport == "ipc" else "inline",
-            offer=request.offer if request.transport == "ipc" else {},
-        )
-        if part.link.joins:
-            self._begin_joining(part, request)
-        else:
-            part.channel.begin(request)
+        request = replace(request, base=base, transport=transport, offer=offer)
+        if self._of.links[part.name].joins:
+            return self._begin_joining(part, request)
+        return part.channel.begin(request)
+
+    def _announce(self, part: Part, last: int) -> None:
+        """The buckets up to ``last`` that it has not been told of: by themselves where it finds the
+        bytes in memory that it maps; with them where it maps none, or its writer is gone.
+        """
+        brings = not part.maps or (part.maps != FRONT and part.maps not in self._parts)
+        for index in sorted(self._left):
+            if part.got <= index <= last:
+                header, payload = self._left[index]
+                if brings and payload is None:
+                    raise TransferFailed(f"bucket {index} came without its bytes")
+                part.announce(header, payload if brings else None)
 
     def _live(self) -> UpdateRequest:
         if self._request is None:
@@ -295,7 +369,7 @@ class FleetChannel:
         return self._request
 
     def _each(
-        self, fn: Callable[[_Part], None], *, at_once: bool = True, begins: bool = False
+        self, fn: Callable[[Part], None], *, at_once: bool = True, begins: bool = False
     ) -> None:
         """``fn`` of every member that is left; those that fail drop out."""
         self._live()
@@ -304,6 +378,7 @@ class FleetChannel:
 
     def _let_go(self, name: str) -> None:
         if (part := self._parts.pop(name, None)) is not None:
+            self._sent[name] = part.sent
             part.channel.close()
 
     def _adapters_after(self, seal: Seal) -> Adapters:
@@ -325,6 +400,6 @@ class FleetChannel:
             return (self.fleet.digest - total(a.digest for a in self.fleet.adapters)) & MASK
         sent = {name: value for name, value in seal.digests.items() if name in self._names}
         if len(sent) < len(self._names):  # it is partial, or of one component
-            part = next(iter(self._parts.values()))
-            sent = {**part.link.client.digests(request.timeout), **sent}
+            link = next(iter(self._of.links.values()))
+            sent = {**link.client.digests(request.timeout), **sent}
         return total(sent.values())

@@ -22,6 +22,7 @@ from rollout.errors import (
 )
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Tell, Write
 from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.hosts import place_of
 from rollout.fleet.link import Link, let_go
 from rollout.fleet.member import describe
 from rollout.fleet.member_log import MemberLog
@@ -464,6 +465,7 @@ class Fleet:
         try:
             before = link.control.info()
             self.check_kind(before)
+            link.place = place_of(before)
             models = total(link.client.digests(link.client.timeout).values())
             found = _Found.of(link.control.info(), models)
             if found != _Found.of(before, models):

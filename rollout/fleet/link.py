@@ -33,6 +33,7 @@ class Link:
     calls: int = 0
     met: bool = False  # whether ``client`` knows what it can do
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
+    place: str = ""  # of the memory that its ranks can map: ``place_of``
     held: object = None  # the life of the engine and what it is held in; None where unknown
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)

@@ -100,12 +100,14 @@ class Transaction:
         if failed:
             self.check()
 
-    def commit(self, transport: str) -> UpdateReceipt:
-        """Once all that are left have voted: the receipt, which names every member."""
+    def commit(self, transport: str, **details: Any) -> UpdateReceipt:
+        """Once all that are left have voted: the receipt, which names every member, and says
+        ``details``.
+        """
         with self._fleet.committing():
-            return self._commit(transport)
+            return self._commit(transport, details)
 
-    def _commit(self, transport: str) -> UpdateReceipt:
+    def _commit(self, transport: str, details: Mapping[str, Any]) -> UpdateReceipt:
         fleet = self._fleet
         self.check()
         fleet.commit(self.update_id)
@@ -121,7 +123,7 @@ class Transaction:
         if not ended.committed:
             self._fail(ended)
         self._over = True
-        receipt = self._receipt(transport, ended.lost)
+        receipt = self._receipt(transport, ended.lost, details)
         self._log.committed(receipt)
         self._record(receipt)
         return receipt
@@ -159,7 +161,9 @@ class Transaction:
             self._counted = True
             self._log.failed(self.update_id, reason)
 
-    def _receipt(self, transport: str, lost: Mapping[str, str]) -> UpdateReceipt:
+    def _receipt(
+        self, transport: str, lost: Mapping[str, str], details: Mapping[str, Any]
+    ) -> UpdateReceipt:
         """One receipt of all members'."""
         futures = {
             name: link.receipts.setdefault(self.update_id, Future())
@@ -189,6 +193,7 @@ class Transaction:
             transport=transport,
             details={
                 **first.details,
+                **details,
                 "members": members,
                 "commit_skew_seconds": f"{max(answered) - min(answered):.6f}",
             },

@@ -97,7 +97,7 @@ def test_another_transport_cannot_send_a_committed_update_again(engine, weights)
     version = first.commit().version
     again = ManualUpdate(engine, weights, update_id=first.request.update_id, transport="foreign")
     again.channel = Lease(engine.coordinator, ("foreign",))
-    with pytest.raises(VersionConflict, match=f"already live as version {version}"):
+    with pytest.raises(VersionConflict, match=f"committed here already, as version {version}:"):
         again.begin()
 
 

@@ -376,7 +376,8 @@ class Lease:
         """Answer an update that is live already as if it had just come: by what it did then."""
         if not self._accepted.on_channel:
             raise VersionConflict(
-                f"update {request.update_id} is already live as version {outcome.committed.version}"
+                f"update {request.update_id} has been committed here already, as version "
+                f"{outcome.committed.version}: another update needs an update_id of its own"
             )
         self._replays = outcome
         self._leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Protocol
 
 from msgspec import Meta
@@ -16,7 +16,7 @@ from rollout.weight_sync.protocol.messages import (
     WeightChannel,
     WeightInfo,
 )
-from rollout.wire.codec import Seconds, from_plain
+from rollout.wire.codec import ADDED, Seconds, from_plain
 
 _POLL = 0.05  # seconds between questions
 
@@ -26,11 +26,13 @@ class StreamOffer:
     """What the request of an update says of the stream that carries it.
 
     ``grace``: seconds for which the lease outlives a broken connection; 0 ends it at once.
-    ``senders``: trainer ranks that each have a stream.
+    ``senders``: trainer ranks that each have a stream. ``shares``: what arrives is for the engine's
+    neighbours, too, and is to lie in memory that they can map: ``Begun.shared``.
     """
 
     grace: Seconds = 0.0
     senders: Annotated[int, Meta(ge=1)] = 1
+    shares: bool = field(default=False, metadata=ADDED)
 
     @classmethod
     def of(cls, request: UpdateRequest) -> StreamOffer:

@@ -190,6 +190,7 @@ class Begun:
 
     Where trainer ranks will send to ranks of the engine directly: ``wants``, what each of the
     latter takes, and ``layout``, its digest; None where the request showed that it is known.
+    ``shared``: the offer of memory that an engine's neighbours read its buckets in.
     """
 
     update_id: Text
@@ -198,6 +199,7 @@ class Begun:
     version: Count
     layout: Text = ""
     wants: Wants | None = None
+    shared: Table[Any] = field(default_factory=dict, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,11 +102,15 @@ class IpcSender(Sender):
 
     bytes_go = "memory"
 
-    def __init__(self, info: WeightInfo, bucket_bytes: int, senders: int = 1) -> None:
-        """``senders``: trainer ranks that write; by the first ``send`` all have it mapped."""
+    def __init__(
+        self, info: WeightInfo, bucket_bytes: int, senders: int = 1, most: int = MAX_HALF
+    ) -> None:
+        """``senders``: trainer ranks that write, all of which have it mapped by the first ``send``.
+        ``most``: the longest half.
+        """
         self._alone = senders == 1
         needed = sum(meta.nbytes + _PAGE for meta in info.tensors)
-        half = _pages(min(bucket_bytes, needed, MAX_HALF))
+        half = _pages(min(bucket_bytes, needed, most))
         _sweep()
         name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
         self.shared = SharedFile(name=name, secret=secrets.token_hex(16), half=half)
@@ -117,17 +121,26 @@ class IpcSender(Sender):
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
         if self._alone:
-            self._forget()
+            self.forget()
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
-        self._forget()
-        half = self.buffers[header.index % 2][: header.nbytes]
-        if half.data_ptr() != payload.data_ptr():
-            half.copy_(payload)
+        self.put(header, payload)
         channel.bucket(header, None)
 
+    def put(self, header: BucketHeader, payload: Tensor) -> None:
+        """Have a bucket lie in its half, which is free; everybody has the memory mapped."""
+        self.forget()
+        half = self.buffers[header.index % 2]
+        if header.nbytes > half.numel():
+            raise TransferFailed(
+                f"bucket {header.index} of {header.nbytes} bytes does not fit the shared "
+                f"{half.numel()}"
+            )
+        if half.data_ptr() != payload.data_ptr():
+            half[: header.nbytes].copy_(payload)
+
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self.buffers = ()
 
     def _create(self) -> tuple[Tensor, ...]:
@@ -140,7 +153,7 @@ class IpcSender(Sender):
             os.posix_fallocate(self._fd, 0, size)
             memory = mmap.mmap(self._fd, size)
         except OSError as error:
-            self._forget()
+            self.forget()
             raise TransferFailed(
                 f"{size} bytes of shared memory cannot be had: {error}; make {SHARED_MEMORY} "
                 "larger, bucket_bytes smaller, or use transport='broadcast'"
@@ -148,7 +161,7 @@ class IpcSender(Sender):
         memory[: _MARK.size] = _MARK.pack(_MAGIC, shared.secret.encode(), shared.half)
         return _halves(memory, shared)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Remove the name; the memory lives while somebody has it mapped."""
         fd, self._fd = self._fd, None
         if fd is None:
@@ -187,6 +200,8 @@ class IpcReceiver:
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
+        if carried is not None:
+            return carried  # whoever wrote to the memory is gone
         return half_of(self._memory, _PAGE, self._shared.half, header, self._rank)
 
     def close(self) -> None:

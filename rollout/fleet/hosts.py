@@ -1,0 +1,108 @@
+"""How the bytes of an update reach members: once to each host, which its members share there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.messages import (
+    BucketHeader,
+    UpdateRequest,
+    WeightChannel,
+    WeightInfo,
+)
+from rollout.weight_sync.transports.host import host_id
+from rollout.weight_sync.transports.shared_memory import IpcReceiver, IpcSender, SharedFile
+from rollout.wire.codec import from_plain
+
+FRONT = "the front"
+
+
+def place_of(info: WeightInfo) -> str:
+    """Names the memory that a member's ranks can map; "" where they share none."""
+    can = info.device == "cpu" and "ipc" in info.transports and "shares" in info.features
+    return info.host if can else ""
+
+
+@dataclass(slots=True)
+class Part:
+    """A member's part of an update.
+
+    ``host``: as ``place_of``. ``maps``: whose memory its ranks read, a member's or the front's; ""
+    where buckets come with their bytes. ``got``: how many buckets were announced to it.
+    """
+
+    name: str
+    channel: WeightChannel
+    host: str
+    maps: str = ""
+    got: int = 0
+    sent: int = 0  # bytes
+
+    def announce(self, header: BucketHeader, payload: Tensor | None) -> None:
+        self.got = header.index + 1
+        if payload is not None:
+            self.sent += header.nbytes
+        self.channel.bucket(header, payload)
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """What lies in the memory of the front's host: the trainer's buckets, or the front's copy.
+
+    ``offer``: by which members map it; {} where there is none.
+    """
+
+    offer: Mapping[str, Any] = field(default_factory=dict)
+    _sender: IpcSender | None = None
+    _receiver: IpcReceiver | None = None
+
+    @classmethod
+    def of_trainer(cls, request: UpdateRequest, *, read: bool) -> HostMemory:
+        """The memory that the trainer writes; ``read``: the front itself has to, for others."""
+        if not read:
+            return cls(request.offer)
+        shared = from_plain(SharedFile, dict(request.offer))
+        receiver = IpcReceiver(shared, 0, request.bucket_bytes)
+        receiver.connect(request.timeout)
+        return cls(request.offer, None, receiver)
+
+    @classmethod
+    def of_front(cls, info: WeightInfo, request: UpdateRequest) -> HostMemory:
+        """Memory of the front, for buckets that come with their bytes; none where it is refused."""
+        try:
+            sender = IpcSender(info, request.bucket_bytes, most=request.bucket_bytes)
+        except TransferFailed:
+            return cls()
+        return cls(sender.offer, sender)
+
+    def put(self, header: BucketHeader, payload: Tensor) -> None:
+        """Have a bucket lie there, where the front is who writes it."""
+        if self._sender is not None:
+            self._sender.put(header, payload)
+
+    def get(self, header: BucketHeader, timeout: float) -> Tensor | None:
+        """A bucket's bytes as the trainer wrote them, until it may write there again."""
+        return None if self._receiver is None else self._receiver.receive(header, None, timeout)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def by_host(parts: Iterable[Part]) -> tuple[list[Part], dict[str, list[Part]]]:
+    """Those on the front's host; and those elsewhere that share memory, by host, two at least."""
+    here, near = host_id(), []
+    others: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.host and part.host == here:
+            near.append(part)
+        elif part.host:
+            others.setdefault(part.host, []).append(part)
+    return near, {host: group for host, group in others.items() if len(group) > 1}

@@ -1,0 +1,116 @@
+"""The bytes of an update reach each host once; its members share them there."""
+
+import pytest
+from fleet_front import ENGINE, Front
+
+from rollout import Rollout
+from rollout.errors import TransferFailed
+from rollout.rpc.update_channel import GrpcWeightChannel
+from rollout.server.grpc.sharing import SharingChannel
+
+WAIT = 30.0  # seconds: for hangs
+OPTIONS = {"bucket_bytes": 64 << 10, "timeout": WAIT}
+
+
+@pytest.fixture
+def spread_out(engines, checkpoint):
+    """Three engines and one more; the last two are of another host, says their announcement."""
+    with Rollout(checkpoint, **ENGINE) as fourth:
+        members = [*engines, fourth]
+        for member in members[2:]:
+            member._async.backend._coordinator._host = "another-host"
+        yield members
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Bytes of buckets that have left over gRPC, by address."""
+    found = {}
+    bucket = GrpcWeightChannel.bucket
+
+    def counted(self, header, payload):
+        found.setdefault(self._address, 0)
+        found[self._address] += 0 if payload is None else payload.nbytes
+        bucket(self, header, payload)
+
+    monkeypatch.setattr(GrpcWeightChannel, "bucket", counted)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["inline", "ipc"])
+def test_each_host_gets_each_byte_once(spread_out, sent, tmp_path, trained, transport):
+    front = Front(tmp_path / "record", spread_out)
+    try:
+        front.fleet.wait_serving(4, WAIT)
+        receipt = front.rollout.update_weights(trained, transport=transport, **OPTIONS)
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        here, there = front.names[:2], front.names[2:]
+        once = receipt.wire_bytes
+        assert once >= receipt.num_bytes
+        assert receipt.details["front_sent_bytes"] == {
+            **dict.fromkeys(here, 0), there[0]: once, there[1]: 0,
+        }  # fmt: skip
+        assert sent == receipt.details["front_sent_bytes"]
+        assert receipt.details["members_map"] == {
+            **dict.fromkeys(here, "the front"), there[1]: there[0],
+        }  # fmt: skip
+        assert all(one.check_weights(trained).equal for one in spread_out)
+    finally:
+        front.close()
+
+
+@pytest.mark.parametrize("when", [pytest.param("begin", marks=pytest.mark.more), "bucket 3"])
+def test_a_member_whose_neighbours_read_its_memory_may_die(
+    spread_out, sent, tmp_path, trained, monkeypatch, when
+):
+    front = Front(tmp_path / "record", spread_out, quorum=3)
+    begin, bucket = SharingChannel.begin, SharingChannel.bucket
+
+    def begins(self, request):
+        if when == "begin":
+            raise TransferFailed("it is gone")
+        return begin(self, request)
+
+    def takes(self, header, payload):
+        if when == f"bucket {header.index}":
+            raise TransferFailed("it is gone")
+        bucket(self, header, payload)
+
+    monkeypatch.setattr(SharingChannel, "begin", begins)
+    monkeypatch.setattr(SharingChannel, "bucket", takes)
+    try:
+        front.fleet.wait_serving(4, WAIT)
+        receipt = front.rollout.update_weights(trained, transport="inline", **OPTIONS)
+        first, second = front.names[2:]
+        assert receipt.details["members"].pop(first).startswith("fenced")
+        assert set(receipt.details["members"].values()) == {"committed"}
+        whole = receipt.wire_bytes
+        rest = whole - 3 * OPTIONS["bucket_bytes"] if when != "begin" else whole
+        assert rest <= sent[second] <= whole - (when != "begin")
+        left = [one for one, name in zip(spread_out, front.names, strict=True) if name != first]
+        assert all(one.check_weights(trained).equal for one in left)
+        front.fleet.wait_serving(4, WAIT)  # which another has brought up to date
+        assert spread_out[2].check_weights(trained).equal
+    finally:
+        front.close()
+
+
+@pytest.mark.more
+def test_a_host_without_room_gets_a_copy_for_each_member(
+    spread_out, sent, tmp_path, trained, monkeypatch
+):
+    front = Front(tmp_path / "record", spread_out)
+
+    def full(self):
+        raise TransferFailed("the mount is full")
+
+    monkeypatch.setattr("rollout.weight_sync.transports.shared_memory.IpcSender._create", full)
+    try:
+        front.fleet.wait_serving(4, WAIT)
+        receipt = front.rollout.update_weights(trained, transport="inline", **OPTIONS)
+        assert set(sent.values()) == {receipt.wire_bytes}
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        assert receipt.details["members_map"] == {}
+        assert all(one.check_weights(trained).equal for one in spread_out)
+    finally:
+        front.close()
