@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from rollout.errors import ConfigError, InvalidRequest
+from rollout.spellings import EMBEDDED, Spellings, explains_names
 
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
@@ -17,22 +17,31 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 _COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
-def check_known(key: str, known: list[str], what: str) -> None:
-    """Raise a ``ConfigError`` naming the nearest known key when ``key`` is not one of them."""
-    if key in known:
-        return
-    near = difflib.get_close_matches(key, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    raise ConfigError(f"unknown {what} {key!r}; {hint}")
+# As others write a dtype.
+_DTYPES = {
+    "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+}  # fmt: skip
+_SETTING = "engine setting"
+
+
+def check_known(
+    key: Any,
+    known: list[str],
+    what: str,
+    spellings: Spellings = Spellings(),  # noqa: B008
+) -> None:
+    """Raise a ``ConfigError`` saying what to use when ``key`` is not one of the known ones."""
+    if key not in known:
+        raise ConfigError(f"unknown {what} {key!r}; {spellings.hint(str(key), known)}")
 
 
 def timeout_problem(seconds: Any) -> str | None:
     """What is wrong with a timeout that a user gave; None: nothing."""
+    shown = repr(seconds)
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         if 0 < seconds <= MAX_TIMEOUT:
             return None
-        seconds = f"{seconds:g}" if isinstance(seconds, float) else seconds
-    shown = str(seconds) if isinstance(seconds, str) else repr(seconds)
+        shown = f"{seconds:g}" if isinstance(seconds, float) else shown
     return f"must be a number of seconds above 0 and at most {MAX_TIMEOUT:g}, got {shown:.80}"
 
 
@@ -54,6 +63,7 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
+@explains_names(EMBEDDED, _SETTING, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Sizes are in bytes, times in seconds, lengths in tokens.
@@ -275,9 +285,9 @@ class EngineConfig:
             )
         if not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
-        for name in ("model", "tokenizer"):
-            if isinstance(path := getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(path))
+        for f in fields(self):
+            if f.type in ("str", "str | None"):
+                object.__setattr__(self, f.name, _text(f.name, getattr(self, f.name)))
         if self.quantization is None:  # as vLLM has it
             object.__setattr__(self, "quantization", "none")
         if isinstance(self.cuda_graphs, bool):
@@ -292,7 +302,10 @@ class EngineConfig:
                 raise ConfigError(f"{f.name} must be True or False, got {value!r:.80}")
             choices, least = f.metadata.get("choices"), f.metadata.get("least")
             if choices and value not in choices:
-                raise ConfigError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+                raise ConfigError(
+                    f"{f.name} must be one of {', '.join(choices)}, got {value!r:.80}"
+                    + (_WHICH_GPU if f.name == "device" and str(value).startswith("cuda:") else "")
+                )
             if least is None or (value is None and f.default is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -308,18 +321,19 @@ class EngineConfig:
                 "executor='inline' runs one rank; use executor='multiprocess' for "
                 f"tensor_parallel_size={self.tensor_parallel_size}"
             )
-        object.__setattr__(self, "weight_dirs", tuple(self.weight_dirs))
-        sizes = tuple(sorted(set(self.cuda_graph_sizes)))
+        dirs = [_text("weight_dirs", path) for path in _several("weight_dirs", self.weight_dirs)]
+        object.__setattr__(self, "weight_dirs", tuple(dirs))
+        sizes = _several("cuda_graph_sizes", self.cuda_graph_sizes)
         if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
             raise ConfigError(f"cuda_graph_sizes must be positive integers, got {sizes}")
-        object.__setattr__(self, "cuda_graph_sizes", sizes)
+        object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(set(sizes))))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from plain values; an unknown key is refused with the nearest known one."""
         known = [f.name for f in fields(cls)]
         for key in values:
-            check_known(key, known, "engine setting")
+            check_known(key, known, _SETTING, EMBEDDED)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,6 +352,32 @@ class EngineConfig:
     @property
     def resolved_num_threads(self) -> int:
         return self.num_threads or max(1, (os.cpu_count() or 1) // self.tensor_parallel_size)
+
+
+_WHICH_GPU = ": rank N takes the N-th GPU that CUDA_VISIBLE_DEVICES shows"
+
+
+def _text(name: str, value: Any) -> Any:
+    """A setting that is a text, also of a path, a torch dtype or a torch device; None: not set."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if name in ("dtype", "head_dtype", "device") and type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")
+    if isinstance(value, EngineConfig):
+        raise ConfigError(f"{name} is a text; settings are keywords: Rollout(**config.to_dict())")
+    if not isinstance(value, str | None) or (value is None and name == "model"):
+        raise ConfigError(f"{name} must be a text, got {value!r:.80}")
+    return _DTYPES.get(value, value) if name in ("dtype", "head_dtype") and value else value
+
+
+def _several(name: str, given: Any) -> tuple[Any, ...]:
+    """A setting that is a list, of one where it is a single text, path or number."""
+    if isinstance(given, str | os.PathLike | int):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        raise ConfigError(f"{name} must be a list, got {given!r:.80}") from None
 
 
 def _components(given: Any) -> dict[str, str]:

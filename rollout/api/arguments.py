@@ -80,6 +80,13 @@ def as_conversations(messages: Any) -> list[Messages]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
+def one_of(params: Any, sampling_params: Any) -> Any:
+    """``sampling_params`` is vLLM's name of ``params``; ``InvalidRequest`` where both are given."""
+    if params is not None and sampling_params is not None:
+        raise InvalidRequest("params and sampling_params are the same: give one of them")
+    return params if sampling_params is None else sampling_params
+
+
 def as_params(params: Params, count: int) -> list[SamplingParams]:
     """One for each of ``count`` prompts."""
     if params is None or isinstance(params, SamplingParams | Mapping):

@@ -21,6 +21,7 @@ from rollout.api.arguments import (
     as_ids,
     as_params,
     as_prompts,
+    one_of,
 )
 from rollout.api.backend import Backend, Outputs
 from rollout.api.image_inputs import has_images, portable, with_images
@@ -49,6 +50,7 @@ from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ClientTls
+from rollout.spellings import VERBS, explains_arguments
 from rollout.wire.version import ServerInfo
 
 P = ParamSpec("P")
@@ -84,6 +86,7 @@ def _at_once(
     return verb
 
 
+@explains_arguments(VERBS, InvalidRequest)
 class AsyncRollout:
     """A rollout service, embedded (``AsyncRollout(model, **EngineConfig fields)``) or connected.
 
@@ -107,6 +110,8 @@ class AsyncRollout:
     ) -> Self:
         """A service at "host:port" of its gRPC server; ``timeout`` bounds calls but generation."""
         split_address(address)
+        if not isinstance(tls, ClientTls | None):
+            raise ConfigError(f"tls must be a ClientTls(ca=...), or None, got {tls!r:.80}")
         if problem := timeout_problem(timeout):
             raise ConfigError(f"timeout {problem}")
         self = cls.__new__(cls)
@@ -147,16 +152,19 @@ class AsyncRollout:
         prompts: Prompts,
         params: Params = None,
         *,
+        sampling_params: Params = None,
         images: Sequence[Any] | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of ``prompts``.
 
         ``prompts``: a text, a list of token ids, or a list of either. ``params``: one for all, or
-        one each; a dict stands for the ``SamplingParams`` of its keys. ``images``: those of one
-        prompt, or a list of them for each; see ``docs/vision.md``. One call is admitted as a
-        whole. Raises a ``RequestError`` or ``EngineError``.
+        one each; a dict stands for the ``SamplingParams`` of its keys (``sampling_params`` is
+        another name of it, vLLM's). ``images``: those of one prompt, or a list of them for each;
+        see ``docs/vision.md``. One call is admitted as a whole. Raises a ``RequestError`` or
+        ``EngineError``.
         """
+        params = one_of(params, sampling_params)
         if images is not None:
             prompts = await asyncio.to_thread(with_images, prompts, images)
         outputs = self.stream_many(prompts, params, request_ids=request_ids, stream=False)
@@ -168,13 +176,16 @@ class AsyncRollout:
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
+        sampling_params: Params = None,
         request_ids: Sequence[str] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Continue one conversation or several, rendered by the model's chat template.
 
         ``options``: the fields of ``ChatOptions``, such as ``tools`` and ``chat_template_kwargs``.
+        ``params`` as for ``generate``.
         """
+        params = one_of(params, sampling_params)
         outputs = self.stream_chat(
             messages, params, request_ids=request_ids, stream=False, **options
         )

@@ -19,9 +19,10 @@ from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import EngineClosed
+from rollout.errors import EngineClosed, InvalidRequest
 from rollout.generation import AnyPrompt, RequestOutput
 from rollout.rpc.tls import ClientTls
+from rollout.spellings import VERBS, explains_arguments
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
 BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service
@@ -52,6 +53,7 @@ def _here(
     return verb
 
 
+@explains_arguments(VERBS, InvalidRequest)
 class Rollout:
     """A rollout service, embedded (``Rollout(model, **EngineConfig fields)``) or connected.
 

@@ -9,6 +9,7 @@ from typing import Any
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError
+from rollout.spellings import VERBS, explains_arguments
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
@@ -21,6 +22,7 @@ from rollout.weights.adapters import AdapterLoaded
 from rollout.weights.components import POLICY
 
 
+@explains_arguments(VERBS, ConfigError)
 class WeightVerbs:
     """One engine's weights, as a trainer sees them; ``timeout`` (seconds, at most a day) bounds
     every wait.

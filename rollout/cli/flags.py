@@ -16,6 +16,7 @@ from rollout.cli.spellings import respelled
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.generation import SamplingParams
+from rollout.spellings import SAMPLING, as_flag
 
 ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(
@@ -57,6 +58,13 @@ class Parser(argparse.ArgumentParser):
         owners = [p.prog for p in subparsers(self) if word in p._option_string_actions]
         if owners:
             return f"{word} is a flag of `{'`, `'.join(owners)}`, not of `{command.prog}`"
+        theirs = {
+            as_flag(name): as_flag(ours)
+            for name, ours in SAMPLING.same.items()
+            if isinstance(ours, str) and as_flag(ours) in command._option_string_actions
+        }
+        if word in theirs:
+            return f"unknown argument {word}; here it is {theirs[word]}"
         near = difflib.get_close_matches(word, sorted(command._option_string_actions), 1)
         hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`"
         return f"unknown argument {word}; {hint}"

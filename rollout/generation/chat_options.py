@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rollout.errors import InvalidRequest
+from rollout.spellings import VERBS
 
 MAX_TOOLS = 1024
 # What the template's caller sets itself; anything else may be a variable of the template.
@@ -75,8 +75,7 @@ class ChatOptions:
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                hint = VERBS.hint(str(key), known)
                 raise InvalidRequest(f"unknown option of a chat {key!r:.80}; {hint}")
         return cls(**{key: value for key, value in values.items() if value is not None})
 

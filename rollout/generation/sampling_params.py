@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,6 +11,7 @@ from typing import Any
 from rollout.errors import InvalidRequest
 from rollout.generation.grammar import grammar
 from rollout.generation.packed import read_experts
+from rollout.spellings import SAMPLING, explains_names
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384
@@ -137,6 +137,10 @@ def _name(value: Any) -> str | None:
 _count = _whole(0, MAX_INT, "at least 0, in 64 bits", none=True)
 
 
+_PARAMETER = "sampling parameter"
+
+
+@explains_names(SAMPLING, _PARAMETER, InvalidRequest)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one prompt is continued; names, defaults and bounds are vLLM's.
@@ -326,9 +330,8 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise InvalidRequest(f"unknown sampling parameter {_short(key)}{hint}")
+                hint = SAMPLING.hint(str(key), known)
+                raise InvalidRequest(f"unknown {_PARAMETER} {_short(key)}; {hint}")
         return cls(**values)
 
     @classmethod

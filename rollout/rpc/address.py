@@ -14,7 +14,7 @@ def split_address(address: str) -> tuple[str, int]:
 
     Raises ``ConfigError`` for any other form: a scheme, a path, no port, or none of 1..65535.
     """
-    found = _FORM.fullmatch(address)
+    found = _FORM.fullmatch(address) if isinstance(address, str) else None
     if found is None or not 1 <= int(found[2]) < 1 << 16:
         raise ConfigError(f"address {address!r:.300} is not host:port, e.g. 127.0.0.1:50051")
     return found[1].strip("[]").lower(), int(found[2])

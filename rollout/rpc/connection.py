@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from rollout.errors import ConfigError
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
 from rollout.rpc.tls import ClientTls
 from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
@@ -21,6 +22,8 @@ class Connection:
     """
 
     def __init__(self, address: str, token: str | None, tls: ClientTls | None) -> None:
+        if not isinstance(token, str | None) or not all("!" <= c <= "~" for c in token or ""):
+            raise ConfigError("the token must be a text of visible ASCII characters without spaces")
         self.address = address
         self._credentials = None if tls is None else tls.credentials()
         self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -360,3 +361,38 @@ async def test_who_leaves_a_stream_leaves_nothing_to_the_garbage_collector(check
                 sys.set_asyncgen_hooks(*hooks)
             assert left == [], way
             assert await rollout.abort() == 0, way
+
+
+@pytest.mark.parametrize("face", ["engine", "client"])
+def test_arguments_in_another_engines_words_are_taken_or_told_in_ours(face, request) -> None:
+    rollout = request.getfixturevalue(face)
+    asked = {"temperature": 0.0, "max_tokens": 3}
+    [plain] = rollout.generate([[5, 6, 7]], asked)
+    [theirs] = rollout.generate([[5, 6, 7]], sampling_params=SamplingParams(**asked))
+    assert theirs.outputs[0].token_ids == plain.outputs[0].token_ids
+    wrong = [
+        (lambda: rollout.generate([[5]], asked, sampling_params=asked), "give one of them"),
+        (lambda: rollout.generate([[5]], max_tokens=3), "takes no 'max_tokens'; it goes into Samp"),
+        (lambda: rollout.generate(prompt="a"), "generate takes no 'prompt'; here it is 'prompts'"),
+        (lambda: rollout.generate("a", use_tqdm=False), "no bar is drawn"),
+        (lambda: rollout.stream("a", temperature=1.0), "it goes into SamplingParams"),
+        (lambda: rollout.chat([{"role": "user"}], max_new_tokens=3), "it goes into SamplingParams"),
+        (lambda: rollout.score(["ab"], top_logprob=3), "did you mean 'top_logprobs'?"),
+        (lambda: rollout.pause_generation(wait=True), "known: mode, timeout"),
+    ]
+    for call, words in wrong:
+        with pytest.raises(InvalidRequest, match=re.escape(words)):
+            call()
+    with pytest.raises(ConfigError, match="takes no 'state_dict'; here it is 'source'"):
+        rollout.update_weights(state_dict={})
+
+
+def test_what_is_no_address_token_or_certificate_is_told_before_a_connection() -> None:
+    for address in (None, 50051, ("127.0.0.1", 50051), "127.0.0.1:99999", "127.0.0.1:0"):
+        with pytest.raises(ConfigError, match="is not host:port"):
+            Rollout.connect(address)
+    for token in (50051, "a b", "\u00e9"):
+        with pytest.raises(ConfigError, match="the token must be a text"):
+            Rollout.connect("127.0.0.1:1", token)
+    with pytest.raises(ConfigError, match="tls must be a ClientTls"):
+        Rollout.connect("127.0.0.1:1", tls=True)

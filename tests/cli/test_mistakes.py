@@ -82,7 +82,7 @@ def test_the_spellings_of_others_mean_ours() -> None:
     words = "serve --model m --api-key k --ssl-certfile c --ssl-keyfile=k --dtype=float"
     args = make_parser().parse_known(words.split())
     assert (model_of(args), args.token, args.tls_cert, args.tls_key) == ("m", "k", "c", "k")
-    assert args.dtype == "float32"
+    assert engine_config(args, model="m").dtype == "float32"
     args = make_parser().parse_known(["check", "m", "--enable-fp32-lm-head"])
     assert engine_config(args, model="m").head_dtype == "float32"
     args = make_parser().parse_known(["fleet", "--engine", "h:1", "--api-key", "k"])
@@ -96,7 +96,7 @@ def test_the_spellings_of_others_mean_ours() -> None:
         ("--gpu-memory-utilization=0.9", "--kv-cache-bytes"),
         ("--mem-fraction-static", "--kv-cache-bytes"),
         ("-pp", "there is no pipeline parallelism: use --tensor-parallel-size"),
-        ("--data-parallel-size", "use --replicas N"),
+        ("--data-parallel-size", "rollout serve --replicas N"),
         ("--runner", "--task classify"),
     ],
 )

@@ -290,3 +290,45 @@ def test_what_trl_sends_is_answered_in_the_shape_it_parses(http: httpx.Client) -
         assert logprobs["tokens"] == names
         assert [list(top) for top in logprobs["top_logprobs"]] == [[name] for name in names]
         assert logprobs["token_logprobs"] == logprobs["raw_logprobs"]
+
+
+def test_control_routes_take_parameters_from_the_query_or_a_body(http: httpx.Client) -> None:
+    paused = {"is_paused": True}
+    for asked in ({"params": {"mode": "keep"}}, {"json": {"mode": "keep", "timeout": 5}}):
+        assert http.post("/pause", **asked).json() == {"status": "paused"}
+        assert http.get("/is_paused").json() == paused
+        assert http.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200
+        assert http.get("/is_paused").json() == paused
+        assert http.post("/resume", json={}).json() == {"status": "resumed"}
+    assert http.post("/sleep", content='{"level": 1, "mode": "abort"}').json()["level"] == 1
+    assert http.post("/wake_up", json={"tags": ["weights"]}).status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert http.post("/wake_up?tags=kv_cache").status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/pause", {"mod": "keep"}, "unknown parameter 'mod' of /pause; did you mean 'mode'?"),
+        ("/pause?wait=1", None, "unknown parameter 'wait' of /pause; known: clear_cache, mode, "),
+        ("/pause?mode=keep", {"mode": "wait"}, "mode is in the query and in the body"),
+        ("/pause", {"mode": "keep", "timeout": -1}, "timeout: Input should be greater than 0"),
+        ("/pause", [1], "the body must be a JSON object of clear_cache, mode, timeout"),
+        ("/pause?mode=keep", {"wait_for_inflight_requests": True}, "is mode=wait, not 'keep'"),
+        ("/sleep", {"level": 3}, "level must be 1 or 2, got 3"),
+        ("/sleep?mode=wait", None, "'keep' or 'abort'"),
+        ("/wake_up", {"tags": ["weight"]}, "unknown tag 'weight'; known: weights, kv_cache"),
+        ("/resume", {"mode": "keep"}, "unknown parameter 'mode' of /resume; it takes none"),
+        ("/resume?timeout=1", None, "unknown parameter 'timeout' of /resume; it takes none"),
+        ("/v1/completions?max_tokens=1", {"prompt": "a"}, "unknown parameter 'max_tokens'"),
+        ("/flush_cache?timeou=1", None, "did you mean 'timeout'?"),
+    ],
+)
+def test_parameters_that_would_be_ignored_are_named(http: httpx.Client, path, body, words) -> None:
+    reply = http.post(path, json=body) if body is not None else http.post(path)
+    assert reply.status_code == 400, reply.text
+    told = reply.json()
+    assert words in told.get("error", told)["message"]
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    assert http.post("/v1/completions?api-version=1", json=OK).status_code == 200

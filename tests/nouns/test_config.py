@@ -1,17 +1,67 @@
 """Settings refuse what they do not know, and say what was probably meant."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
+from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import SamplingParams
+from rollout.spellings import EMBEDDED, SAMPLING
 
 
 def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
-        EngineConfig.from_dict({"model": "m", "tensor_parallel": 2})
+        EngineConfig.from_dict({"model": "m", "tensor_parallel_siz": 2})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"tp": 2}, "unknown engine setting 'tp'; here it is 'tensor_parallel_size'"),
+        ({"enforce_eager": True}, "here it is cuda_graphs='off'"),
+        ({"gpu_memory_utilization": 0.9}, "use kv_cache_bytes="),
+        ({"port": 8000}, "r.serve(host, port"),
+        ({"bloc_size": 8}, "did you mean 'block_size'?"),
+    ],
+)
+def test_a_setting_in_another_engines_words_is_told_in_ours(theirs, words) -> None:
+    for make in (lambda: EngineConfig(model="m", **theirs), lambda: Rollout("m", **theirs)):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"max_new_tokens": 4}, "unknown sampling parameter 'max_new_tokens'; here it is 'max_tok"),
+        ({"guided_json": {}}, "use structured_outputs={'json': ...}"),
+        ({"do_sample": True}, "temperature=0 is greedy"),
+        ({"temprature": 1.0}, "did you mean 'temperature'?"),
+    ],
+)
+def test_a_parameter_in_another_engines_words_is_told_in_ours(theirs, words) -> None:
+    for make in (lambda: SamplingParams(**theirs), lambda: SamplingParams.from_dict(theirs)):
+        with pytest.raises(InvalidRequest, match=re.escape(words)):
+            make()
+    with pytest.raises(InvalidRequest, match="given by name"):
+        SamplingParams(0.7)
+
+
+def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
+    """And no text names a setting that there is not."""
+    for spellings, cls in ((EMBEDDED, EngineConfig), (SAMPLING, SamplingParams)):
+        known = {field.name for field in fields(cls)}
+        for theirs, ours in spellings.same.items():
+            assert (ours if isinstance(ours, str) else ours[0]) in known - {theirs}
+        for theirs in spellings.refused:
+            assert theirs not in known
+            named = re.findall(r"<(\w+)>", str(spellings.why_refused(theirs, "<{}>".format)))
+            assert set(named) <= known
 
 
 @pytest.mark.parametrize(
@@ -25,11 +75,31 @@ def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:
         {"executor": "inline", "tensor_parallel_size": 2},
         {"staging": "disk"},
         {"num_threads": True},
+        {"tokenizer": 3},
+        {"timeout": "30"},
+        {"weight_dirs": 3},
+        {"cuda_graph_sizes": "3"},
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(setting) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         EngineConfig(model="m", **setting)
+
+
+def test_settings_may_be_paths_and_torchs_own_nouns(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=tmp_path, weight_dirs=tmp_path, journal=tmp_path, cuda_graph_sizes=4,
+        dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
+    told = str(tmp_path)
+    assert (config.model, config.weight_dirs, config.journal) == (told, (told,), told)
+    assert (config.dtype, config.device, config.cuda_graph_sizes) == ("bfloat16", "cpu", (4,))
+    assert EngineConfig(model="m", weight_dirs="/runs").weight_dirs == ("/runs",)
+    assert EngineConfig(model="m", dtype="half").dtype == "float16"
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        EngineConfig(model="m", device="cuda:1")
+    with pytest.raises(ConfigError, match=r"keywords: Rollout\(\*\*config.to_dict"):
+        Rollout(config)
 
 
 def test_settings_survive_their_plain_form() -> None:

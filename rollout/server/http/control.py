@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Body, Query, Request
-from pydantic import BaseModel, ConfigDict
+from fastapi import Body, Depends, Request
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from rollout.engine.control import PAUSE_MODES
 from rollout.errors import InvalidRequest
 from rollout.server.auth import Access
+from rollout.server.http.asked import Asked
 from rollout.server.http.guard import Engine, Routes, WeightVerbs
 from rollout.server.sglang_verbs import server_info as sglang_info
 from rollout.server.verbs import (
@@ -26,7 +27,7 @@ from rollout.server.verbs import AbortBody as AbortUpdateBody
 from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
-Timeout = Annotated[float, Query(gt=0, le=MAX_TIMEOUT)]  # seconds
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT)]  # seconds
 
 
 class AbortBody(BaseModel):
@@ -37,11 +38,58 @@ class AbortBody(BaseModel):
     request_ids: list[str] | None = None
 
 
+class PauseAsked(BaseModel):
+    """vLLM's default: running requests end with what they have. ``wait_for_inflight_requests`` is
+    its older name of the mode "wait".
+    """
+
+    mode: str | None = None
+    clear_cache: bool = False
+    wait_for_inflight_requests: bool = False
+    timeout: Timeout = DEFAULT_TIMEOUT
+
+    def pause_mode(self) -> str:
+        if self.wait_for_inflight_requests and self.mode not in (None, "wait"):
+            raise InvalidRequest(f"wait_for_inflight_requests is mode=wait, not {self.mode!r:.80}")
+        mode = "wait" if self.wait_for_inflight_requests else self.mode or "abort"
+        _check(mode in PAUSE_MODES, f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        return mode
+
+
+class SleepAsked(BaseModel):
+    """``mode``: "keep" freezes running requests, "abort" ends them before."""
+
+    level: int = 1
+    mode: Literal["keep", "abort"] = "keep"
+    timeout: Timeout = DEFAULT_TIMEOUT
+
+
+class WakeAsked(BaseModel):
+    tags: list[str] | None = None
+    timeout: Timeout = DEFAULT_TIMEOUT
+
+
+class ResetAsked(BaseModel):
+    """``reset_running_requests``: running requests compute their KV again. ``reset_external``: of
+    caches beside the engine, of which there are none.
+    """
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
 routes = Routes()
 
 
 @routes.on("POST", "/reset_prefix_cache", Access.CONTROL)
-async def reset_prefix_cache(rollout: Engine) -> dict[str, Any]:
+async def reset_prefix_cache(
+    rollout: Engine, asked: Annotated[ResetAsked, Depends(Asked(ResetAsked))]
+) -> dict[str, Any]:
+    if asked.reset_running_requests:
+        paused = (await rollout.metrics()).state == "paused"
+        await rollout.pause_generation("recompute")
+        if not paused:
+            await rollout.resume_generation()
     await rollout.reset_prefix_cache()
     return {"success": True}
 
@@ -54,15 +102,10 @@ async def abort_requests(rollout: Engine, body: AbortBody | None = None) -> dict
 
 @routes.on("POST", "/pause", Access.CONTROL)
 async def pause(
-    rollout: Engine,
-    mode: str = "abort",
-    clear_cache: bool = False,
-    timeout: Timeout = DEFAULT_TIMEOUT,
+    rollout: Engine, asked: Annotated[PauseAsked, Depends(Asked(PauseAsked))]
 ) -> dict[str, Any]:
-    """vLLM's default: running requests end with what they have."""
-    _check(mode in PAUSE_MODES, f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-    await rollout.pause_generation(mode, timeout)
-    if clear_cache:
+    await rollout.pause_generation(asked.pause_mode(), asked.timeout)
+    if asked.clear_cache:
         await rollout.reset_prefix_cache()
     return {"status": "paused"}
 
@@ -80,20 +123,20 @@ async def is_paused(rollout: Engine) -> dict[str, Any]:
 
 @routes.on("POST", "/sleep", Access.CONTROL)
 async def sleep(
-    rollout: Engine, level: int = 1, timeout: Timeout = DEFAULT_TIMEOUT
+    rollout: Engine, asked: Annotated[SleepAsked, Depends(Asked(SleepAsked))]
 ) -> dict[str, Any]:
-    _check(level in (1, 2), f"level must be 1 or 2, got {level}")
-    await rollout.sleep(level, timeout)
-    return {"status": "asleep", "level": level}
+    _check(asked.level in (1, 2), f"level must be 1 or 2, got {asked.level}")
+    if asked.mode == "abort":
+        await rollout.abort()
+    await rollout.sleep(asked.level, asked.timeout)
+    return {"status": "asleep", "level": asked.level}
 
 
 @routes.on("POST", "/wake_up", Access.CONTROL)
 async def wake_up(
-    rollout: Engine,
-    tags: Annotated[list[str] | None, Query()] = None,
-    timeout: Timeout = DEFAULT_TIMEOUT,
+    rollout: Engine, asked: Annotated[WakeAsked, Depends(Asked(WakeAsked))]
 ) -> dict[str, Any]:
-    await rollout.wake_up(tags, timeout)
+    await rollout.wake_up(asked.tags, asked.timeout)
     return {"status": "awake"}
 
 
@@ -108,7 +151,8 @@ async def weight_info(rollout: Engine) -> dict[str, Any]:
 
 
 @routes.on("GET", "/get_world_size", Access.GENERATION)
-async def get_world_size(rollout: Engine) -> dict[str, Any]:
+async def get_world_size(rollout: Engine, include_dp: bool = True) -> dict[str, Any]:
+    """``include_dp`` (vLLM's) changes nothing: an engine has no data-parallel ranks."""
     info = await rollout.weight_info()
     return {"world_size": info.tensor_parallel_size}
 

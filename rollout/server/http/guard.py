@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.api import AsyncRollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.server.auth import ROUTES, Access, Tokens, access_of
+from rollout.server.http.asked import StrictRoute
 from rollout.server.http.errors import ErrorShape, error_body, shaped
 from rollout.server.verbs import Verbs
 
@@ -26,6 +27,9 @@ AT_ONCE: set[tuple[str, str]] = set()  # (HTTP method, path), beside the open on
 
 class Routes(APIRouter):
     """Routes that each say who may call them: ``@routes.on("POST", "/pause", Access.CONTROL)``."""
+
+    def __init__(self) -> None:
+        super().__init__(route_class=StrictRoute)
 
     @property
     def paths(self) -> frozenset[str]:

@@ -199,7 +199,8 @@ async def continue_generation(rollout: Engine, body: NoBody | None = None) -> Do
 
 @routes.on("GET", "/flush_cache", Access.CONTROL)
 @routes.on("POST", "/flush_cache", Access.CONTROL)
-async def flush_cache(rollout: Engine) -> Response:
+async def flush_cache(rollout: Engine, timeout: float | None = None) -> Response:
+    """``timeout`` (SGLang's, until it is idle) is taken without effect: nothing is waited for."""
     await rollout.reset_prefix_cache()
     return Response("Cache flushed.\n", media_type="text/plain")
 

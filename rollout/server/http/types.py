@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
-from rollout.generation.grammar import GRAMMARS
 from rollout.server.http.grammars import Grammar, of_response_format
+from rollout.spellings import SAMPLING
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ ACCEPTED = frozenset(
         *("prompt_cache_retention", "prompt_cache_options", "prediction", "max_tool_calls"),
     )
 )
-NEUTRAL: Mapping[str, Any] = {"modalities": ["text"], "use_beam_search": False}
+NEUTRAL: Mapping[str, Any] = {
+    "modalities": ["text"], "use_beam_search": False, "do_sample": True
+}  # fmt: skip
 # Fields that would change it, and what to do.
 UNSUPPORTED: Mapping[str, str] = {
     "functions": "use tools",
@@ -47,10 +49,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "verbosity": "say it in a message",
     "moderation": "nothing is moderated here: leave it out",
     "context_management": "send what the model is to see",
-    "use_beam_search": "use best_of",
-    "length_penalty": "use best_of",
-    "truncate_prompt_tokens": "send what fits",
-    **{f"guided_{kind}": "use structured_outputs" for kind in GRAMMARS},
 }
 
 
@@ -58,10 +56,10 @@ def _check_unknown(field: str, value: Any, known: list[str]) -> None:
     """Pass over a field that changes nothing; raises ValueError for one that would."""
     if field in ACCEPTED or (field in NEUTRAL and NEUTRAL[field] == value):
         return
-    if field in UNSUPPORTED:
-        raise ValueError(f"{field} is not supported; {UNSUPPORTED[field]}")
-    if near := difflib.get_close_matches(field, known, 1):
-        raise ValueError(f"unknown field {field:.80}; did you mean {near[0]!r}?")
+    if why := UNSUPPORTED.get(field) or SAMPLING.why_refused(field):
+        raise ValueError(f"{field} is not supported; {why}")
+    if field in SAMPLING.same or difflib.get_close_matches(field, known, 1):
+        raise ValueError(f"unknown field {field:.80}; {SAMPLING.hint(field, known)}")
     _warn_of(field[:80])
 
 

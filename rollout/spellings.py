@@ -1,0 +1,305 @@
+"""Names as vLLM, SGLang and transformers have them: which of ours each is, or what to do instead.
+
+The command line takes the engine's settings under these names; in Python, and in HTTP bodies where
+no dialect says otherwise, an unknown name is refused with what is said of it here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import isfunction, signature
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Namer = Callable[[str], str]  # how one of our settings is written where a text is shown
+
+
+def in_python(name: str) -> str:
+    return f"{name}="
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spellings:
+    """``same``: their name -> ours, or ours and the value that it means. ``refused``: their name ->
+    what to do; "{name}" in it is a setting of ours.
+    """
+
+    same: Mapping[str, str | tuple[str, Any]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def why_refused(self, name: str, namer: Namer = in_python) -> str | None:
+        text = self.refused.get(name)
+        return None if text is None else text.format_map(_Named(namer))
+
+    def hint(self, name: str, known: Collection[str]) -> str:
+        """What to use for ``name``, which is none of ``known``: goes behind "unknown ...; "."""
+        ours = self.same.get(name)
+        if isinstance(ours, str) and ours in known:
+            return f"here it is {ours!r}"
+        if isinstance(ours, tuple) and ours[0] in known:
+            return f"here it is {ours[0]}={ours[1]!r}"
+        if (why := self.why_refused(name)) is not None:
+            return why
+        if near := difflib.get_close_matches(name, known, 1):
+            return f"did you mean {near[0]!r}?"
+        return f"known: {', '.join(known)}" if known else "there are none"
+
+
+class _Named(dict[str, str]):
+    def __init__(self, namer: Namer) -> None:
+        self._namer = namer
+
+    def __missing__(self, name: str) -> str:
+        return self._namer(name)
+
+
+def explains_names(
+    spellings: Spellings, what: str, error: type[Exception]
+) -> Callable[[type[T]], type[T]]:
+    """Of a dataclass: a keyword that is no field raises ``error``, with a hint, not a TypeError."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        made: Any = cls.__init__
+        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+        @wraps(made)
+        def init(self: T, *args: Any, **values: Any) -> None:
+            try:
+                made(self, *args, **values)
+            except TypeError:
+                if args:
+                    text = f"{what}s are given by name: {cls.__name__}({known[0]}=...)"
+                    raise error(text) from None
+                for name in values:
+                    if name not in known:
+                        text = f"unknown {what} {name!r}; {spellings.hint(name, known)}"
+                        raise error(text) from None
+                raise
+
+        cls.__init__ = init  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorate
+
+
+def explains_arguments(
+    spellings: Spellings, error: type[Exception]
+) -> Callable[[type[T]], type[T]]:
+    """Of a class: a keyword that a public method does not take raises ``error``, with a hint."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for name, found in list(vars(cls).items()):
+            if not name.startswith("_") and isfunction(found):
+                known = signature(found).parameters.values()
+                if all(one.kind is not one.VAR_KEYWORD for one in known):
+                    setattr(cls, name, _explained(found, spellings, error))
+        return cls
+
+    return decorate
+
+
+def _explained(method: Any, spellings: Spellings, error: type[Exception]) -> Any:
+    known = list(signature(method).parameters)[1:]
+
+    @wraps(method)
+    def verb(self: Any, /, *args: Any, **given: Any) -> Any:
+        try:
+            return method(self, *args, **given)
+        except TypeError:
+            for name in given:
+                if name not in known:
+                    text = f"{method.__name__} takes no {name!r}; {spellings.hint(name, known)}"
+                    raise error(text) from None
+            raise
+
+    return verb
+
+
+_FRACTION = (
+    "no fraction of the memory is set here: the KV cache takes what the weights and their shadow "
+    "leave free; use {kv_cache_bytes} (of each rank) for another size"
+)
+_ALWAYS = "leave it out: it is always so here"
+_HEADS = (
+    "the architecture says what is served; {task} classify or reward refuses another one at the "
+    "start, and embeddings need no setting"
+)
+_REPLICAS = "use `rollout serve --replicas N`: engines behind one address, updated as one"
+_LOADED = (
+    "start with {max_adapters} N, and load them by load_lora_adapter (over HTTP "
+    "/v1/load_lora_adapter, under a --weight-dir)"
+)
+_NO_PIPELINE = "there is no pipeline parallelism: use {tensor_parallel_size}"
+_NO_CORS = "the server sends no CORS headers: use a proxy"
+_SERVE = "an embedded engine is served by r.serve(host, port, token=...), others by `rollout serve`"
+
+ENGINE = Spellings(
+    same={
+        "model_path": "model",
+        "tokenizer_path": "tokenizer",
+        "tp": "tensor_parallel_size",
+        "tp_size": "tensor_parallel_size",
+        "tensor_parallel": "tensor_parallel_size",
+        "enable_expert_parallel": "expert_parallel",
+        "context_length": "max_model_len",
+        "max_running_requests": "max_num_seqs",
+        "chunked_prefill_size": "max_num_batched_tokens",
+        "page_size": "block_size",
+        "max_loras": "max_adapters",
+        "max_loras_per_batch": "max_adapters",
+        "num_gpu_blocks_override": "num_kv_blocks",
+        "kv_cache_memory_bytes": "kv_cache_bytes",
+        "random_seed": "seed",
+        "enforce_eager": ("cuda_graphs", "off"),
+        "disable_cuda_graph": ("cuda_graphs", "off"),
+        "disable_radix_cache": ("enable_prefix_caching", False),
+        "enable_deterministic_inference": ("deterministic", True),
+        "enable_fp32_lm_head": ("head_dtype", "float32"),
+    },
+    refused={
+        "gpu_memory_utilization": _FRACTION,
+        "mem_fraction_static": _FRACTION,
+        "enable_chunked_prefill": _ALWAYS,
+        "enable_sleep_mode": _ALWAYS,
+        "enable_memory_saver": _ALWAYS + " (sleep and wake_up need no setting)",
+        "weight_transfer_config": _ALWAYS + " (gloo on CPUs, NCCL on GPUs)",
+        "disable_log_requests": "leave it out: requests are not logged",
+        "disable_log_stats": "leave it out: figures are at /metrics, not in the log",
+        "uvicorn_log_level": "use `rollout serve --log-level`",
+        "pipeline_parallel_size": _NO_PIPELINE,
+        "pp_size": _NO_PIPELINE,
+        "data_parallel_size": _REPLICAS,
+        "dp": _REPLICAS,
+        "dp_size": _REPLICAS,
+        "runner": _HEADS,
+        "is_embedding": "leave it out: " + _HEADS,
+        "convert": "nothing is converted: " + _HEADS,
+        "ep_size": "use {expert_parallel}: all ranks share the experts",
+        "kv_cache_dtype": "the KV cache has the dtype of the model; use {dtype}",
+        "enable_lora": "use {max_adapters} N and {max_lora_rank} R; without them adapters are "
+        "merged, by update_weights(peft_model) or load_lora_adapter (over HTTP "
+        "/v1/load_lora_adapter, under a --weight-dir)",
+        "lora_modules": _LOADED,
+        "lora_paths": _LOADED,
+        "enable_auto_tool_choice": "leave it out: `rollout serve --tool-call-parser` alone turns "
+        "it on",
+        "cpu_offload_gb": "weights are not offloaded; use {tensor_parallel_size}, or {staging} "
+        "host",
+        "swap_space": "nothing is swapped: preempted requests are computed again",
+        "max_logprobs": "leave it out: requests may ask for any number up to the vocabulary",
+        "logprobs_mode": "raw and processed logprobs both come with every token; over HTTP "
+        "`rollout serve --logprobs-mode` says which is OpenAI's field",
+        "hf_config_path": "use {model}, a directory whose config.json is read",
+        "generation_config": "leave it out: a checkpoint's sampling defaults never apply silently",
+        "distributed_executor_backend": "use {executor} inline, multiprocess or ray",
+        "limit_mm_per_prompt": "use {max_images}, for each prompt",
+        "worker_extension_cls": "ranks run no code of callers; update_weights and "
+        "register_loader (docs/loading.md) are the seams",
+        "speculative_config": "there is no speculative decoding",
+        "disable_custom_all_reduce": "leave it out: there is none",
+        "allow_credentials": _NO_CORS,
+        "allowed_origins": _NO_CORS,
+    },
+)
+# In Python, where an engine has no server of its own.
+EMBEDDED = Spellings(
+    same=ENGINE.same,
+    refused={
+        **ENGINE.refused,
+        **dict.fromkeys(("host", "port", "grpc_port", "token", "api_key"), _SERVE),
+        "config": "its settings are keywords: Rollout(**config.to_dict())",
+    },
+)
+
+
+def _grammar(kind: str) -> str:
+    return f"use structured_outputs={{{{{kind!r}: ...}}}}"
+
+
+SAMPLING = Spellings(
+    same={
+        "max_new_tokens": "max_tokens",
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "max_length": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "sampling_seed": "seed",
+        "num_return_sequences": "n",
+        "stop_strings": "stop",
+        "stop_sequences": "stop",
+        "eos_token_id": "stop_token_ids",
+        "no_stop_trim": "include_stop_str_in_output",
+        "top_logprobs": "logprobs",
+        "num_logprobs": "logprobs",
+        "lora_path": "adapter",
+        "lora_request": "adapter",
+    },
+    refused={
+        "do_sample": "temperature=0 is greedy, any other samples",
+        "use_beam_search": "beams are not searched: ask for n samples",
+        "num_beams": "beams are not searched: ask for n samples",
+        "best_of": "ask for n samples, and choose by cumulative_logprob",
+        "length_penalty": "beams are not searched: ask for n samples",
+        "logits_processors": "no code of callers runs in the engine: use logit_bias, "
+        "allowed_token_ids, bad_words or structured_outputs",
+        "truncate_prompt_tokens": "send what fits",
+        "guided_decoding": "use structured_outputs",
+        "response_format": 'use structured_outputs={{"json": schema}} or {{"json_object": True}}',
+        "json_schema": _grammar("json"),
+        "regex": _grammar("regex"),
+        "ebnf": _grammar("grammar"),
+        **{
+            f"guided_{kind}": _grammar(kind)
+            for kind in ("json", "regex", "choice", "grammar", "json_object")
+        },
+    },
+)
+
+# Of the verbs that generate: what others pass beside the parameters.
+_PARAMETER = (
+    "it is a sampling parameter: SamplingParams(...), or a dict of them, behind the prompts"
+)
+_IS_PARAMETER = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
+    *("logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "stop_token_ids", "ignore_eos", "structured_outputs", "adapter"),
+)
+VERBS = Spellings(
+    same={
+        "prompt": "prompts",
+        "inputs": "prompts",
+        "text": "prompts",
+        "input_ids": "prompts",
+        "prompt_token_ids": "prompts",
+        "rid": "request_ids",
+        "request_id": "request_ids",
+        "image_data": "images",
+        "multi_modal_data": "images",
+        "model": "source",
+        "state_dict": "source",
+        "weights": "source",
+        "named_tensors": "source",
+        "path": "server_path",
+        "model_path": "server_path",
+        "weight_version": "label",
+    },
+    refused={
+        **dict.fromkeys((*_IS_PARAMETER, *SAMPLING.same), _PARAMETER),
+        **SAMPLING.refused,
+        "use_tqdm": "leave it out: no bar is drawn",
+        "lora_request": 'use SamplingParams(adapter="name")',
+        "lora_path": 'use SamplingParams(adapter="name")',
+        "priority": "first come is first served",
+        "return_logprob": "leave it out: logprobs of the sampled tokens always come",
+        "stream": "use stream(prompt, params)",
+        "flush_cache": "leave it out: no cached KV outlives its weights",
+        "clear_cache": "call reset_prefix_cache(), which an update does not need",
+    },
+)
