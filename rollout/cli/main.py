@@ -72,6 +72,7 @@ GENERATE: tuple[Row, ...] = (
 CHECK: tuple[Row, ...] = (
     ("--against", "DIR", None, "instead: whether the service at HOST:PORT holds the weights of "
      "this checkpoint; exit status 1 if they differ"),
+    ("--all", "", False, "with --against: name all tensors that differ, not the first 8"),
 )  # fmt: skip
 SHOWN = 8  # tensors that differ
 INFO: tuple[Row, ...] = (
@@ -221,6 +222,8 @@ def check(args: argparse.Namespace) -> int:
     """Also tells differing weights from differing kernels; status 1 when weights differ."""
     if args.against is not None:
         return _check_against(args)
+    if args.all:
+        raise ConfigError("--all goes with --against DIR: it names tensors that differ")
     from rollout.server.preflight import check as preflight
 
     for line in preflight(engine_config(args, model=model_of(args))).lines():
@@ -244,10 +247,11 @@ def _check_against(args: argparse.Namespace) -> int:
         return 0
     print(f"weights differ: {len(report.differing) + len(report.problems)} tensors ({live})")
     named = (*report.problems, *report.differing)
-    for line in named[:SHOWN]:
+    shown = len(named) if args.all else SHOWN
+    for line in named[:shown]:
         print(f"  {line}")
-    if len(named) > SHOWN:
-        print(f"  and {len(named) - SHOWN} more; check_weights in Python names all")
+    if len(named) > shown:
+        print(f"  and {len(named) - shown} more; --all names them")
     if cost is not None:
         print(
             f"an update to them: about {cost.seconds:.2f} s ({cost.basis}); at most "

@@ -16,14 +16,21 @@ from rollout.generation.sampling_params import SamplingParams
 
 def score_params(top_logprobs: int, start: int, temperature: float) -> SamplingParams:
     """Of a request whose output ``ScoreOutput.of`` reads: no token is drawn."""
-    return SamplingParams(
-        max_tokens=0,
-        seed=0,  # given, so that those of other requests are what they would be without it
-        detokenize=False,
-        prompt_logprobs=top_logprobs,
-        prompt_logprobs_start=start,
-        prompt_temperature=temperature,
-    )
+    if top_logprobs is None:
+        raise InvalidRequest("top_logprobs must be 0 or more, got None")
+    try:
+        return SamplingParams(
+            max_tokens=0,
+            seed=0,  # given, so that those of other requests are what they would be without it
+            detokenize=False,
+            prompt_logprobs=top_logprobs,
+            prompt_logprobs_start=start,
+            prompt_temperature=temperature,
+        )
+    except InvalidRequest as error:  # in the words of who scores
+        text = str(error).replace("prompt_temperature", "temperature")
+        text = text.replace("prompt_logprobs", "top_logprobs").replace(", or None", "")
+        raise InvalidRequest(text) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

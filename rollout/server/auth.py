@@ -93,7 +93,7 @@ class Tokens:
         if self.generation is None:
             raise ConfigError(
                 f"listening on {host} lets anyone on the network replace the weights: give a "
-                "token, or listen on 127.0.0.1"
+                "token (--token, token=), or listen on 127.0.0.1"
             )
         check_encrypted(host, tls=tls, insecure=insecure)
 

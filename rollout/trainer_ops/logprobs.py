@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from rollout.errors import InvalidRequest
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import scan_logits
+from rollout.trainer_ops.patch import INTERFACE
 
 Temperature = float | Tensor
 
@@ -27,8 +28,18 @@ def token_logprobs(
 
     ids: [samples, tokens] int64; ``attention_mask`` and ``position_ids``: as the model takes them,
     see ``patch``. float32 [samples, tokens], 0 for padding and for the first token of a sequence.
-    ``temperature``: one, or one of each sample; see ``logprobs_of``.
+    ``temperature``: one, or one of each sample; see ``logprobs_of``. ``InvalidRequest`` for a model
+    that is not patched (any more), whose logprobs would be near to the engine's and not its bits,
+    and for ids outside the vocabulary, the -100 of labels among them.
     """
+    config = _config_of(model)
+    if getattr(config, "_attn_implementation", None) != INTERFACE:
+        raise InvalidRequest(
+            f"token_logprobs takes a model that runs the engine's ops, and this "
+            f"{type(model).__name__} does not: call it within `with patch(model):`, or take "
+            "logprobs_of(model(ids).logits[:, :-1], ids[:, 1:])"
+        )
+    _check_ids(ids, config.get_text_config().vocab_size)
     logits: Tensor = model(
         ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).logits
@@ -57,11 +68,30 @@ def logprobs_of(logits: Tensor, ids: Tensor, temperature: Temperature = 1.0) -> 
             f"logits {list(logits.shape)} and ids {list(ids.shape)}: one row of logits is needed "
             "for each id"
         )
+    _check_ids(ids, logits.shape[-1])
     scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
     scale = torch.where(scale < GREEDY_BELOW, 1.0, scale).expand(ids.shape).flatten()
     rows = logits.reshape(-1, logits.shape[-1])
     found: Tensor = _Score.apply(rows, ids.flatten(), scale)  # type: ignore[no-untyped-call]
     return found.view(ids.shape)
+
+
+def _config_of(model: Any) -> Any:
+    """A transformers model's config, also of one that DDP or FSDP1 has wrapped."""
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    return getattr(model, "config", None)
+
+
+def _check_ids(ids: Tensor, vocab_size: int) -> None:
+    if ids.dtype != torch.int64:
+        raise InvalidRequest(f"ids must be int64, got {ids.dtype}")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise InvalidRequest(
+            f"id {int(outside[0])} is outside the vocabulary of {vocab_size}; padding, and what is "
+            "masked, needs an id within it, too"
+        )
 
 
 class _Score(torch.autograd.Function):

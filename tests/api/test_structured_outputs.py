@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from serving import alive, descendants
 from tiny_models import write_tiny
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import InvalidRequest
@@ -209,3 +211,20 @@ def test_bad_words_do_not_come_but_their_parts_may(engine: Rollout) -> None:
         assert word not in bound
         assert len(bound) > 2
     assert first in engine.generate("Hello", {**asked, "bad_words": [pair]})[0].outputs[0].text
+
+
+def test_what_no_token_spells_is_an_error_and_no_empty_text(tmp_path: Path) -> None:
+    """A vocabulary of digits, with a token that ends a text and without one."""
+    model = tmp_path / "digits"
+    write_tiny(model, "qwen3")
+    vocab = {str(digit): digit for digit in range(10)}
+    tokenizer = Tokenizer(models.WordLevel({**vocab, "<unk>": 10}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(model)
+    asked = {"max_tokens": 8, "seed": 1}
+    with Rollout(str(model), device="cpu", dtype="float32", num_threads=1) as digits:
+        for grammar in ({"json_object": True}, {"regex": "[0-9]x"}):
+            with pytest.raises(InvalidRequest, match="no token of the model's vocabulary spells"):
+                digits.generate([[1, 2]], {**asked, "structured_outputs": grammar})
+        numbers = {**asked, "structured_outputs": {"regex": "[0-9]{3}"}}
+        [output] = digits.generate([[1, 2]], numbers)
+        assert re.fullmatch("[0-9]{3}", output.outputs[0].text.replace(" ", ""))

@@ -196,8 +196,11 @@ def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare,
         assert out.startswith("weights differ: ")
         named = [line for line in out.splitlines() if line.startswith("  ")]
         assert len(named) == 9
-        assert "more; check_weights in Python names all" in named[-1]
+        assert "more; --all names them" in named[-1]
         assert "an update to them: about " in out
+        whole = run("check", "--against", tmp_path, served.grpc, "--all")[1].splitlines()
+        assert len([line for line in whole if line.startswith("  ")]) > 9
+        assert not any("more; --all" in line for line in whole)
         with Rollout.connect(served.grpc) as engine:
             sent = [engine.update_weights(tmp_path), engine.update_weights(bare, label="back")]
             kept = engine.receipts()

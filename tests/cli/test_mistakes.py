@@ -43,6 +43,7 @@ def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
     refused(run(), "COMMAND")
     refused(run("serve", tiny, "--modle", tiny), "did you mean --model?")
     refused(run("serve", tiny, "--stop", "x"), "--stop is a flag of `rollout generate`, not of")
+    refused(run("generate", tiny, "--max-new-tokens", 3), "here it is --max-tokens")
     refused(run("serve", tiny, "again"), "'again' is one argument too many")
 
 
@@ -128,6 +129,7 @@ def test_flags_that_would_be_ignored_are_refused(run: Run, tiny: Path) -> None:
         run("generate", "--connect", "h:1", "--model", tiny, "hi"), "--model", "beside --connect"
     )
     refused(run("check", "--against", tiny), f"rollout check --against {tiny} HOST:PORT")
+    refused(run("check", tiny, "--all"), "--all goes with --against DIR")
     refused(run("info", "h:1", "--tls-cert", "x"), "--tls-ca")
 
 
@@ -199,7 +201,7 @@ def test_a_busy_port_is_refused_before_the_model_is_read(run: Run, tiny: Path) -
 
 def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:
     door = ("serve", tiny, *CPU, "--host", "0.0.0.0", "--port", 0)
-    refused(run(*door), "token")
+    refused(run(*door), "give a token (--token, token=)")
     refused(run(*door, "--token", "t"), "--tls-cert", "--insecure")
     opened = ("--open-routes", "/health", "--open-port", 0, "--open-host")
     refused(run("serve", tiny, *opened, "10.0.0.1"), "--insecure")

@@ -332,3 +332,42 @@ def test_parameters_that_would_be_ignored_are_named(http: httpx.Client, path, bo
     assert words in told.get("error", told)["message"]
     assert http.get("/is_paused").json() == {"is_paused": False}
     assert http.post("/v1/completions?api-version=1", json=OK).status_code == 200
+
+
+def test_a_request_may_bound_its_wait(http: httpx.Client, rollout: Rollout) -> None:
+    """For a version that does not come, and behind a pause."""
+    later = {**OK, "min_version": 1 << 40, "timeout": 0.2}
+    for path, body in (
+        ("/v1/completions", later),
+        ("/v1/completions", {**later, "stream": True}),
+        ("/v1/chat/completions", {**later, "messages": [{"role": "user", "content": "Hi"}]}),
+    ):
+        given = {key: value for key, value in body.items() if "chat" not in path or key != "prompt"}
+        reply = http.post(path, json=given)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (409, "VersionConflict")
+        assert "within the request's timeout of 0.2 s" in reply.text
+    http.post("/pause", json={"mode": "keep"})
+    try:
+        reply = http.post("/v1/completions", json={**OK, "timeout": 0.2})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (504, "DeadlineExceeded")
+        eventually(lambda: not rollout.metrics().waiting)
+    finally:
+        http.post("/resume")
+    assert http.post("/v1/completions", json={**OK, "timeout": 100}).status_code == 200
+    assert "timeout" in http.post("/v1/completions", json={**OK, "timeout": 0}).text
+    refused = http.post("/v1/embeddings", json={"input": "a", "timeout": 3})
+    assert "this route has none" in refused.text
+
+
+def test_weight_bodies_are_refused_in_the_words_of_their_fields(http: httpx.Client) -> None:
+    for body, words in (
+        ({}, "the body has no update_info"),
+        ({"update_info": {}}, "update_info.names: Field required"),
+        ({"weight_dir": 3}, "weight_dir: Input should be a valid string"),
+        ({"weight_dir": "d", "path": 3}, "path: Extra inputs are not permitted"),
+    ):
+        reply = http.post("/update_weights", json=body)
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+        assert words in message
+        assert "Body" not in message

@@ -112,3 +112,10 @@ def test_a_call_that_is_none_of_whole_sequences_is_refused(tiny: Any) -> None:
         logits = tiny(ids).logits
         with pytest.raises(InvalidRequest, match="one row of logits"):
             logprobs_of(logits, ids[:, 1:])
+        for wrong in (-100, tiny.config.vocab_size):
+            with pytest.raises(InvalidRequest, match=f"id {wrong} is outside the vocabulary"):
+                token_logprobs(tiny, ids.masked_fill(ids == 5, wrong))
+            with pytest.raises(InvalidRequest, match=f"id {wrong} is outside the vocabulary"):
+                logprobs_of(logits, ids.masked_fill(ids == 5, wrong))
+    with pytest.raises(InvalidRequest, match=r"call it within `with patch\(model\)"):
+        token_logprobs(tiny, ids)

@@ -26,6 +26,7 @@ from rollout.engine.structured.process import (
     PROGRESS,
     REFUSED,
     SLOW,
+    STUCK,
     mask_width,
 )
 from rollout.engine.tokenizer import Tokenizer
@@ -92,6 +93,7 @@ class Compiler:
         self.vocab_size, self._xgrammar = vocab_size, xgrammar
         self.mask_width = mask_width(vocab_size + (not eos_ids))  # of xgrammar's own masks
         # xgrammar wants a token that ends a grammar: without one, an id beyond the vocabulary.
+        self.own_stop = None if eos_ids else vocab_size
         self._info = xgrammar.TokenizerInfo.from_huggingface(
             loaded.hugging_face,
             vocab_size=vocab_size + (not eos_ids),
@@ -170,10 +172,16 @@ class Follower:
             self.show(number)
             states.append(self._bounded(row, masks[number : number + 1]))
         self.show(NO_ROW)
-        masks = masks[:, : len(self._inside)] & self._inside
-        none_left = ~masks.any(1)
-        states = [DONE if s == FOLLOWS and none_left[n] else s for n, s in enumerate(states)]
-        return states, masks.contiguous()
+        own = masks[:, : len(self._inside)] & self._inside
+        for number, some_left in enumerate(own.any(1).tolist()):
+            if states[number] == FOLLOWS and not some_left:
+                states[number] = DONE if self._ends(masks[number]) else STUCK
+        return states, own.contiguous()
+
+    def _ends(self, mask: torch.Tensor) -> bool:
+        """Whether the end may follow, where that is an id beyond the vocabulary."""
+        stop = self._compiler.own_stop
+        return stop is not None and bool(int(mask[stop // 32]) >> (stop % 32) & 1)
 
     def _bounded(self, row: Mapping[str, Any], mask: torch.Tensor) -> int:
         """Of a sequence that has used up its time, too."""

@@ -26,6 +26,7 @@ from rollout.engine.structured.process import (
     FOLLOW_LIMIT,
     FOLLOWS,
     SLOW,
+    STUCK,
     GrammarProcess,
     Lost,
     ProcessLostError,
@@ -209,6 +210,10 @@ class FollowQueue:
 
 _REFUSED = "a token was drawn that the grammar does not allow"
 _SLOW = "takes too long to follow: the grammar is too ambiguous; make it simpler"
+_STUCK = (
+    "cannot be kept: no token of the model's vocabulary spells what has to come next; ask for "
+    "another text, or use a tokenizer that has its characters"
+)
 _SLOW_TOKEN = (
     f"could not be followed: one token took more than {FOLLOW_LIMIT:g} s of processor time; the "
     "grammar is too large or too ambiguous, make it simpler"
@@ -234,6 +239,8 @@ def _verdict(sequence: Sequence, state: int, mask: NDArray[np.int32]) -> Verdict
         return None
     if state == SLOW:
         return InvalidRequest(_about(sequence, _SLOW))
+    if state == STUCK:
+        return InvalidRequest(_about(sequence, _STUCK))
     return EngineError(_about(sequence, f"cannot be followed: {_REFUSED}"))
 
 

@@ -32,8 +32,9 @@ _WATCH_EVERY = 0.1
 PROGRESS = struct.Struct("<qq")  # the row under way, and the thread that follows
 NO_ROW = -1
 
-# What became of a row: a mask, nothing may follow, no such text, its time is used up.
-FOLLOWS, DONE, REFUSED, SLOW = range(4)
+# What became of a row: a mask, nothing may follow, no such text, its time is used up, no token is
+# what has to follow.
+FOLLOWS, DONE, REFUSED, SLOW, STUCK = range(5)
 
 
 def mask_width(vocab_size: int) -> int:

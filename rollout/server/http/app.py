@@ -58,6 +58,7 @@ from rollout.server.http.responses import (
     served_model,
     tokenizer_of,
     unless_disconnected,
+    within,
 )
 from rollout.server.http.responses_api import ResponseAnswer, chat_of
 from rollout.server.http.types import (
@@ -188,6 +189,7 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
     if style.processed and not params.greedy:  # then vLLM's are of the prompt, too
         params = replace(params, prompt_temperature=params.temperature)
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
+    outputs = within(body.timeout, rollout, params, outputs)
     return await _respond(request, body, style, outputs)
 
 
@@ -241,7 +243,7 @@ async def _chat_outputs(
         prompt = await rollout.backend.render(conversation, options)
         grammar = after_thought(params.structured_outputs, reader.reasoning, prompt)
         params = replace(params, structured_outputs=grammar)
-    return sessions.chat_outputs(
+    outputs = sessions.chat_outputs(
         rollout,
         request.headers,
         conversation,
@@ -251,6 +253,7 @@ async def _chat_outputs(
         options=options,
         reader=reader,
     )
+    return within(body.timeout, rollout, params, outputs)
 
 
 @routes.on("POST", "/tokenize", Access.GENERATION)

@@ -63,7 +63,7 @@ class StrictRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
-        if any(access_of(method, self.path) is Access.OPEN for method in self.methods):
+        if any(access_of(method, self.path) is Access.OPEN for method in self.methods or ()):
             return handler
         known, takes_body = _names_of(self.dependant), bool(self.body_field)
         takes_body |= any(isinstance(d.call, Asked) for d in self.dependant.dependencies)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Body, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from rollout.engine.control import PAUSE_MODES
@@ -27,6 +28,7 @@ from rollout.server.verbs import AbortBody as AbortUpdateBody
 from rollout.server.verbs import server_info as server_info_document
 from rollout.server.verbs import weight_info as weight_info_document
 
+B = TypeVar("B", bound=BaseModel)
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT)]  # seconds
 
 
@@ -171,12 +173,17 @@ async def start_weight_update(
 
 @routes.on("POST", "/update_weights", Access.CONTROL)
 async def update_weights(
-    rollout: Engine, verbs: WeightVerbs, body: UpdateBody | WeightDirBody
+    rollout: Engine, verbs: WeightVerbs, body: dict[str, Any]
 ) -> dict[str, Any]:
     """vLLM's broadcast, or prime-rl's directory."""
-    if isinstance(body, WeightDirBody):
-        return await update_from_directory(rollout, body)
-    return await verbs.update(body)
+    if "weight_dir" in body:
+        return await update_from_directory(rollout, _read(WeightDirBody, body))
+    if "update_info" not in body:
+        raise InvalidRequest(
+            "the body has no update_info (of a broadcast, as vLLM has it), and no weight_dir (of "
+            "a directory under a --weight-dir)"
+        )
+    return await verbs.update(_read(UpdateBody, body))
 
 
 @routes.on("POST", "/fetch_weights", Access.CONTROL)
@@ -206,6 +213,13 @@ async def info(
     """vLLM's document and SGLang's in one: both have this path, and no field in common."""
     mode = request.app.state.defaults.logprobs_mode
     return {**await sglang_info(rollout), **await server_info_document(rollout, mode)}
+
+
+def _read(kind: type[B], body: dict[str, Any]) -> B:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 def _check(ok: bool, message: str) -> None:

@@ -17,7 +17,7 @@ from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.embedded import EmbeddedBackend
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import InvalidRequest
+from rollout.errors import DeadlineExceeded, InvalidRequest, RolloutError, VersionConflict
 from rollout.fleet.backend import FleetBackend
 from rollout.generation import RequestOutput, SamplingParams
 
@@ -48,6 +48,36 @@ async def first_of(outputs: Outputs) -> tuple[int, RequestOutput]:
     except BaseException:  # also where the client has left
         await outputs.aclose()
         raise
+
+
+async def within(
+    seconds: float | None, rollout: AsyncRollout, params: SamplingParams, outputs: Outputs
+) -> Outputs:
+    """``outputs``, which are aborted ``seconds`` from now; None: whenever they end.
+
+    Raises ``DeadlineExceeded``, or ``VersionConflict`` where ``min_version`` has not come.
+    """
+    until = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    async with contextlib.aclosing(outputs):
+        while True:
+            left = None if until is None else until - asyncio.get_running_loop().time()
+            try:
+                item = await asyncio.wait_for(anext(outputs), left)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                if seconds is None or isinstance(error, RolloutError):
+                    raise
+                live, wanted = (await rollout.server_info()).version, params.min_version or 0
+                if live < wanted:
+                    raise VersionConflict(
+                        f"version {wanted} was asked for (min_version) and did not become live "
+                        f"within the request's timeout of {seconds:g} s: version {live} is"
+                    ) from None
+                raise DeadlineExceeded(
+                    f"the request did not end within its timeout of {seconds:g} s, and was aborted"
+                ) from None
+            yield item
 
 
 def event(value: dict[str, Any]) -> str:

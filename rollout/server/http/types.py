@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from rollout.config import MAX_TIMEOUT
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.http.grammars import Grammar, of_response_format
@@ -47,6 +48,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "audio": "answers are text: leave it out",
     "web_search_options": "nothing is searched: give the text as a message",
     "verbosity": "say it in a message",
+    "timeout": "this route has none: bound the wait in the client, which ends the request",
     "moderation": "nothing is moderated here: leave it out",
     "context_management": "send what the model is to see",
 }
@@ -123,10 +125,12 @@ class SamplingBody(create_model("_Shared", __base__=OpenAIBody, **_SHARED)):  # 
     ``logprobs_mode`` says which of a token's logprobs fills OpenAI's field: the model's own or
     those of the distribution that was sampled (None: the server's choice, raw as in vLLM if it
     was told none); both always come as ``raw_logprobs`` and ``processed_logprobs`` beside it.
+    ``timeout``: seconds after which the request is aborted, and an error.
     """
 
     stream: bool = False
     stream_options: StreamOptions | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT, strict=False)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     logprobs_mode: LogprobsMode | None = None
