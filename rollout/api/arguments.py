@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from rollout.api.image_inputs import image_prompt
@@ -29,7 +29,7 @@ def as_prompts(prompts: Any, max_model_len: int, params: Params = None) -> list[
 def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[AnyPrompt]:
     if isinstance(prompts, str | Mapping | ImagePrompt | ContinuedPrompt):
         prompts = [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise InvalidRequest(
             f"prompts must be a text, a list of token ids, or a list of either, not "
             f"{type(prompts).__name__}"
@@ -40,7 +40,7 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
             prompt = each[number] = image_prompt(prompt, f"prompt {number}")
         if isinstance(prompt, ImagePrompt | ContinuedPrompt):
             prompt = prompt.prompt
-        listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
         if listed and len(prompt) >= max_model_len + answerless:
             room = "" if answerless else " and one token at least must fit after it"
             raise PromptTooLong(
@@ -75,9 +75,30 @@ def are_conversations(prompts: Any) -> bool:
 
 def as_conversations(messages: Any) -> list[Messages]:
     """One conversation per entry."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequest('messages must be a list of {"role", "content"}, or a list of those')
-    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    several = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    return [as_conversation(one) for one in several]
+
+
+def as_conversation(messages: Any) -> Messages:
+    """The messages of one conversation; ``InvalidRequest`` names the one that is none."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise InvalidRequest(
+            f'a conversation is a list of {{"role", "content"}}, got {messages!r:.80}'
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(
+                f'message {number} must be a {{"role": ..., "content": ...}}, got {message!r:.80}'
+            )
+        content = message.get("content")
+        if content is not None and not isinstance(content, str | list | tuple | Mapping):
+            raise InvalidRequest(
+                f"the content of message {number} must be a text or a list of parts, got "
+                f"{content!r:.80}"
+            )
+    return messages
 
 
 def one_of(params: Any, sampling_params: Any) -> Any:
@@ -85,6 +106,15 @@ def one_of(params: Any, sampling_params: Any) -> Any:
     if params is not None and sampling_params is not None:
         raise InvalidRequest("params and sampling_params are the same: give one of them")
     return params if sampling_params is None else sampling_params
+
+
+def as_texts(given: Any, what: str) -> list[str] | None:
+    """A list of texts, of one where it is a single text; None stays."""
+    if given is None or isinstance(given, str):
+        return None if given is None else [given]
+    if not isinstance(given, Sequence | Set) or not all(isinstance(one, str) for one in given):
+        raise InvalidRequest(f"{what} must be a text, a list of texts or None, got {given!r:.80}")
+    return list(given)
 
 
 def as_params(params: Params, count: int) -> list[SamplingParams]:
@@ -103,6 +133,10 @@ def as_ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
     """One for each of ``count`` prompts, made where none is given."""
     if request_ids is None:
         return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(request_ids, str):
+        request_ids = [request_ids]
+    if not isinstance(request_ids, Sequence):
+        raise InvalidRequest(f"request_ids must be a list of texts, got {request_ids!r:.80}")
     if len(request_ids) != count:
         raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
     if not all(isinstance(given, str | None) and len(given or "") <= 1024 for given in request_ids):

@@ -17,10 +17,12 @@ from rollout.api.arguments import (
     Prompts,
     are_conversations,
     as_completions,
+    as_conversation,
     as_conversations,
     as_ids,
     as_params,
     as_prompts,
+    as_texts,
     one_of,
 )
 from rollout.api.backend import Backend, Outputs
@@ -208,6 +210,8 @@ class AsyncRollout:
         Prompts as for ``generate``, beside which they run, in the same steps. ``RequestAborted``
         where one was aborted, ``EngineError`` where the weights give NaN.
         """
+        if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+            raise InvalidRequest(f"dimensions must be 1 or more, got {dimensions!r:.80}")
         params = replace(embed_params(pooling), adapter=adapter)
         outputs = await self.generate(prompts, params, request_ids=request_ids)
         return [
@@ -353,16 +357,22 @@ class AsyncRollout:
     ) -> list[int]:
         """Token ids of a text, or of a conversation; ``options`` of the latter as for ``chat``."""
         chat = ChatOptions.from_dict(options)
+        if not isinstance(add_special_tokens, bool | None):
+            raise InvalidRequest(
+                f"add_special_tokens must be True, False or None, got {add_special_tokens!r:.80}"
+            )
+        given = prompt if isinstance(prompt, str) else as_conversation(prompt)
         await self.start()
-        return await self.backend.tokenize(prompt, add_special_tokens, chat)
+        return await self.backend.tokenize(given, add_special_tokens, chat)
 
     async def render(self, messages: Messages, /, **variables: Any) -> str:
         """The text of a conversation by the model's chat template, up to the assistant's turn.
 
         ``variables`` are the template's: ``tools``, ``add_generation_prompt=False``, its own.
         """
+        given = as_conversation(messages)
         await self.start()
-        return await self.backend.render(messages, ChatOptions.of_variables(variables))
+        return await self.backend.render(given, ChatOptions.of_variables(variables))
 
     def session(self, **variables: Any) -> AsyncSession:
         """A conversation of several turns that continues exact token ids.
@@ -382,8 +392,7 @@ class AsyncRollout:
         Nothing is raised: their samples come back as they are, with ``finish_reason`` "abort".
         """
         await self.start()
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        return await self.backend.abort(ids)
+        return await self.backend.abort(as_texts(request_ids, "request_ids"))
 
     # ---- control ----
 
@@ -401,6 +410,8 @@ class AsyncRollout:
         generation goes on as before and ``DeadlineExceeded`` is raised.
         """
         await self.start()
+        if not isinstance(mode, str):
+            raise InvalidRequest(f"pause mode must be a text, such as 'keep', got {mode!r:.80}")
         await self.backend.pause(mode, check_timeout(timeout))
 
     async def resume_generation(self) -> None:
@@ -413,14 +424,16 @@ class AsyncRollout:
         2 drops the weights, so that a full update is needed. Running requests are frozen.
         """
         await self.start()
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r:.80}")
         await self.backend.sleep(level, check_timeout(timeout))
 
     async def wake_up(
-        self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self, tags: str | Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         """Bring back what ``sleep`` gave away: ``tags`` "weights", "kv_cache", or None for both."""
         await self.start()
-        await self.backend.wake_up(tags, check_timeout(timeout))
+        await self.backend.wake_up(as_texts(tags, "tags"), check_timeout(timeout))
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompt beginnings; after an update this is not needed."""
@@ -465,7 +478,15 @@ class AsyncRollout:
         ``options`` are those of ``server.grpc.server.serve``. Raises ``ConfigError`` naming a busy
         port.
         """
+        if not isinstance(host, str) or type(port) is not int or not 0 <= port < 1 << 16:
+            raise ConfigError(
+                f"serve takes a host and a port of 0..65535, got {host!r:.80} and {port!r:.80}"
+            )
         async with self._serving:
+            if self._address is not None and (options or port):
+                raise ConfigError(
+                    f"it is served at {self._address} already; an engine has one gRPC server"
+                )
             if self._address is None:
                 await self.start()
                 module, _, name = GRPC_SERVER.partition(":")

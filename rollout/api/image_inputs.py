@@ -50,9 +50,15 @@ def image_prompt(given: Mapping[str, Any], where: str) -> ImagePrompt:
 
 def with_images(prompts: Any, images: Sequence[Any]) -> list[Mapping[str, Any]]:
     """Each prompt with its images, as mappings; raises ``InvalidRequest`` for unequal numbers."""
+    if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        raise InvalidRequest(f"images must be a list, got {images!r:.80}")
     one = isinstance(prompts, str) or (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
     )
+    if not one and not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts must be a list of one for each of images, got {prompts!r:.80}"
+        )
     each, lists = ([prompts], [list(images)]) if one else (list(prompts), list(images))
     if len(each) != len(lists):
         raise InvalidRequest(f"{len(lists)} lists of images for {len(each)} prompts")

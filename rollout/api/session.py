@@ -29,6 +29,7 @@ from rollout.generation import (
     SamplingParams,
 )
 from rollout.rpc.convert import Messages
+from rollout.spellings import VERBS, explains_arguments
 
 R = TypeVar("R")
 OneParams = SamplingParams | Mapping[str, Any]
@@ -48,6 +49,7 @@ class _Turn:
     finish_reason: str
 
 
+@explains_arguments(VERBS, InvalidRequest)
 class AsyncSession:
     """A conversation; made by ``AsyncRollout.session``. A turn that fails leaves it as it was.
 
@@ -302,6 +304,7 @@ class AsyncSession:
             self._running = False
 
 
+@explains_arguments(VERBS, InvalidRequest)
 class Session:
     """A conversation; made by ``Rollout.session``. The verbs of ``AsyncSession``, blocking.
 

@@ -48,6 +48,11 @@ class ChatOptions:
             raise InvalidRequest("chat_template_kwargs must map the template's variables to values")
         if taken := sorted(_TAKEN.intersection(self.chat_template_kwargs)):
             raise InvalidRequest(f"a chat template takes no variable named {taken[0]}")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidRequest(
+                    f"{name} must be true or false, got {getattr(self, name)!r:.80}"
+                )
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message exclude each other: the answer "

@@ -22,7 +22,7 @@ POOLINGS = {
 
 def classify_params(pooling: str) -> SamplingParams:
     """Of a request whose output ``ClassificationOutput.of`` reads."""
-    if pooling not in POOLINGS:
+    if not isinstance(pooling, str) or pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}")
     return POOLINGS[pooling]
 

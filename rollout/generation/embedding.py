@@ -18,7 +18,7 @@ POOLINGS = {"last": EMBED, "mean": replace(EMBED, pooling="mean")}
 
 def embed_params(pooling: str) -> SamplingParams:
     """Of a request whose output ``EmbeddingOutput.of`` reads."""
-    if pooling not in POOLINGS:
+    if not isinstance(pooling, str) or pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}")
     return POOLINGS[pooling]
 

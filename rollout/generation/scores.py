@@ -107,7 +107,7 @@ def scored_rows(
     last_n: int | None,
 ) -> tuple[list[list[int]], list[int]]:
     """Whole sequences, and from which token on each is scored; ``InvalidRequest`` names the row."""
-    if last_n is not None and (isinstance(last_n, bool) or last_n < 1):
+    if last_n is not None and (type(last_n) is not int or last_n < 1):
         raise InvalidRequest(f"last_n must be at least 1, or None for all, got {last_n!r:.80}")
     if completions is not None and len(completions) != len(prompts):
         raise InvalidRequest(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import difflib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load
 
@@ -33,14 +34,27 @@ Document = dict[str, Any]
 GROUP = "weight_update_group"  # SGLang's own name for it
 FLATTENED = Packing(packed=True, nbytes=1 << 62)  # all tensors of a call as one broadcast
 PAUSE_MODES = {"abort": "abort", "in_place": "keep", "retract": "recompute"}
+TYPO = 0.8  # of difflib: SGLang has fields that are further from one of these
 DISK_LIMIT = 600.0  # seconds of each wait while a checkpoint is read
 _TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 class _Body(BaseModel):
-    """Fields that SGLang has and that mean nothing here are taken without effect."""
+    """Fields that SGLang has and that mean nothing here are taken without effect; what is very
+    near to one of ours is a mistake.
+    """
 
     model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt(cls, given: Any) -> Any:
+        known = list(cls.model_fields)
+        for name in given if isinstance(given, dict) else ():
+            near = difflib.get_close_matches(str(name), known, 1, TYPO)
+            if near and name not in known:
+                raise ValueError(f"unknown field {name:.80}; did you mean {near[0]!r}?")
+        return given
 
 
 class NoBody(_Body):
@@ -55,6 +69,12 @@ class VersionBody(_Body):
 class AbortBody(_Body):
     rid: str = ""
     abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _says_which(self) -> AbortBody:
+        if not self.rid and not self.abort_all:
+            raise ValueError("give rid, the id of a request, or abort_all: true")
+        return self
 
 
 class PauseBody(_Body):

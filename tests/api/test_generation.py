@@ -387,6 +387,53 @@ def test_arguments_in_another_engines_words_are_taken_or_told_in_ours(face, requ
         rollout.update_weights(state_dict={})
 
 
+HI = [{"role": "user", "content": "Hi"}]
+WRONG = [
+    (lambda r: r.generate(b"hi"), "prompts must be a text"),
+    (lambda r: r.generate(["a", b"hi"]), "prompt 1 is neither"),
+    (lambda r: r.generate(["a", "b"], request_ids="xy"), "1 request ids for 2 prompts"),
+    (lambda r: r.generate("a", request_ids=5), "request_ids must be a list of texts, got 5"),
+    (lambda r: r.generate("a", images=3), "images must be a list, got 3"),
+    (lambda r: r.chat(["hi"]), "a conversation is a list"),
+    (lambda r: r.chat([{}]), 'message 0 must be a {"role"'),
+    (lambda r: r.chat([{"role": "user", "content": 3}]), "content of message 0 must be a text"),
+    (lambda r: r.chat(HI, add_generation_prompt="no"), "add_generation_prompt must be true or"),
+    (lambda r: r.render("hi"), "a conversation is a list"),
+    (lambda r: r.tokenize(3), "a conversation is a list"),
+    (lambda r: r.tokenize("a", add_special_tokens="no"), "add_special_tokens must be"),
+    (lambda r: r.embed("a", dimensions="3"), "dimensions must be 1 or more, got '3'"),
+    (lambda r: r.embed("a", pooling=[]), "pooling must be one of last, mean"),
+    (lambda r: r.score(["abc"], last_n="1"), "last_n must be at least 1"),
+    (lambda r: r.abort([3]), "request_ids must be a text"),
+    (lambda r: r.pause_generation(3), "pause mode must be a text"),
+    (lambda r: r.sleep("1"), "sleep level must be 1 or 2, got '1'"),
+    (lambda r: r.sleep(True), "sleep level must be 1 or 2, got True"),
+    (lambda r: r.wake_up(3), "tags must be a text"),
+    (lambda r: r.session().chat(HI, max_tokens=3), "it goes into SamplingParams"),
+    (lambda r: r.load_lora_adapter(3, "nowhere"), "name of an adapter must be a text"),
+    (lambda r: r.serve(3), "serve takes a host and a port"),
+    (lambda r: r.serve(port=-1), "serve takes a host and a port"),
+    (lambda r: r.serve("0.0.0.0", token="t"), "already; an engine has one gRPC server"),
+    (lambda r: r.update_weights({}, bucket_bytes="1"), "bucket_bytes must be"),
+    (lambda r: r.update_weights({}, anchor_every="x"), "anchor_every must be an integer"),
+    (lambda r: r.update_weights({}, label=3), "label must be a text, got 3"),
+    (lambda r: r.update_weights({}, partial="no"), "partial must be True or False"),
+]
+
+
+def test_values_of_a_wrong_type_are_named_and_nothing_is_done(engine, client) -> None:
+    engine.address  # noqa: B018  it is served
+    for rollout in (engine, client):
+        for number, (call, words) in enumerate(WRONG):
+            if rollout is client and "adapter" in words:
+                continue
+            with pytest.raises((InvalidRequest, ConfigError)) as caught:
+                call(rollout)
+            assert words in str(caught.value), number
+        rollout.wake_up("weights")  # as ["weights"]; nothing was asleep
+    assert engine.metrics().state == "running"
+
+
 def test_what_is_no_address_token_or_certificate_is_told_before_a_connection() -> None:
     for address in (None, 50051, ("127.0.0.1", 50051), "127.0.0.1:99999", "127.0.0.1:0"):
         with pytest.raises(ConfigError, match="is not host:port"):

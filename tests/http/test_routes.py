@@ -371,3 +371,13 @@ def test_weight_bodies_are_refused_in_the_words_of_their_fields(http: httpx.Clie
         message = reply.json()["error"]["message"]
         assert words in message
         assert "Body" not in message
+
+
+def test_a_body_that_curl_sends_as_a_form_is_told_what_it_misses(http: httpx.Client) -> None:
+    for content, kind, words in (
+        (b'{"prompt": "a"}', "application/x-www-form-urlencoded", "Content-Type: application/json"),
+        (b"", "application/json", "the body is missing: send a JSON object"),
+    ):
+        reply = http.post("/v1/completions", content=content, headers={"Content-Type": kind})
+        assert reply.status_code == 400
+        assert words in reply.json()["error"]["message"]

@@ -245,3 +245,18 @@ def test_a_refused_update_says_so_in_sglangs_shape(http: httpx.Client) -> None:
         reply = http.post(path, json=given)
         assert (reply.status_code, reply.json()["success"]) == (400, False), reply.text
         assert words in reply.json()["message"]
+
+
+def test_a_misspelt_field_of_a_verb_is_named(http: httpx.Client) -> None:
+    for path, body, words in (
+        ("/pause_generation", {"mod": "in_place"}, "unknown field mod; did you mean 'mode'?"),
+        ("/abort_request", {"request_ids": ["a"]}, "give rid, the id of a request, or abort_all"),
+        ("/update_weights_from_disk", {"model_path": "x", "flush_cach": False}, "'flush_cache'?"),
+    ):
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400
+        assert words in reply.json()["message"]
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    taken = {"mode": "in_place", "torch_empty_cache": True}  # a field of SGLang's own
+    assert http.post("/pause_generation", json=taken).status_code == 200
+    assert http.post("/continue_generation").status_code == 200

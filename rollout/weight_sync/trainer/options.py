@@ -106,18 +106,25 @@ class UpdateOptions:
             raise ConfigError(
                 f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}"
             )
-        if not MIN_BUCKET_BYTES <= self.bucket_bytes <= MAX_BUCKET_BYTES:
+        whole = type(self.bucket_bytes) is int
+        if not (whole and MIN_BUCKET_BYTES <= self.bucket_bytes <= MAX_BUCKET_BYTES):
             raise ConfigError(
                 f"bucket_bytes must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}, got "
-                f"{self.bucket_bytes}"
+                f"{self.bucket_bytes!r:.80}"
             )
+        if not isinstance(self.label, str | None):
+            raise ConfigError(f"label must be a text, got {self.label!r:.80}")
+        if not isinstance(self.partial, bool):
+            raise ConfigError(f"partial must be True or False, got {self.partial!r:.80}")
         if self.version is not None and (type(self.version) is not int or self.version < 0):
             raise ConfigError(f"version must be an integer of at least 0, got {self.version!r:.80}")
         if problem := timeout_problem(self.timeout):
             raise ConfigError(f"timeout {problem}")
         self._check_pin()
-        if self.anchor_every < 0:
-            raise ConfigError(f"anchor_every must not be negative, got {self.anchor_every}")
+        if type(self.anchor_every) is not int or self.anchor_every < 0:
+            raise ConfigError(
+                f"anchor_every must be an integer, 0 or more, got {self.anchor_every!r:.80}"
+            )
         if self.max_stall is not None and (problem := timeout_problem(self.max_stall)):
             raise ConfigError(f"max_stall {problem}")
         memory = self.max_extra_memory

@@ -81,5 +81,5 @@ def adapter_directory(name: str, path: str, weight_dirs: Sequence[str]) -> Path:
 
 
 def check_name(name: str) -> None:
-    if not 0 < len(name) <= MAX_NAME:
-        raise InvalidRequest(f"the name of an adapter must have 1 to {MAX_NAME} characters")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise InvalidRequest(f"the name of an adapter must be a text of 1 to {MAX_NAME} characters")
