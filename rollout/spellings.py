@@ -263,9 +263,7 @@ SAMPLING = Spellings(
 )
 
 # Of the verbs that generate: what others pass beside the parameters.
-_PARAMETER = (
-    "it is a sampling parameter: SamplingParams(...), or a dict of them, behind the prompts"
-)
+_PARAMETER = "it goes into SamplingParams(...), or a dict of them, behind the prompts"
 _IS_PARAMETER = (
     *("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
     *("logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"),

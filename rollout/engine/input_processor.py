@@ -341,8 +341,8 @@ class InputProcessor:
             count = getattr(request.params, name)
             if count is not None and count > self._vocab_size:
                 raise InvalidRequest(
-                    f"request {request.request_id!r}: {name} (or top_logprobs, where that was "
-                    f"given) must be at most the vocabulary's {self._vocab_size}, got {count}"
+                    f"request {request.request_id!r}: {name} must be at most the vocabulary's "
+                    f"{self._vocab_size}, got {count} (by top_logprobs, where that was given)"
                 )
 
 
