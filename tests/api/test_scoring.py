@@ -120,7 +120,7 @@ def test_what_cannot_be_scored_is_refused_by_its_row(engine, client):
             face.score([[1] * 500], [[2] * 13])
         for settings, said in (
             ({"temperature": 0.0}, "temperature must be in"),
-            ({"top_logprobs": -1}, "prompt_logprobs must be"),
+            ({"top_logprobs": -1}, "top_logprobs must be"),
             ({"top_logprobs": 321}, "at most the vocabulary's"),
             ({"last_n": 0}, "last_n must be at least 1"),
         ):
