@@ -377,6 +377,8 @@ def test_a_body_that_curl_sends_as_a_form_is_told_what_it_misses(http: httpx.Cli
     for content, kind, words in (
         (b'{"prompt": "a"}', "application/x-www-form-urlencoded", "Content-Type: application/json"),
         (b"", "application/json", "the body is missing: send a JSON object"),
+        (b'"x"', "application/json", "the body must be a JSON object, not 'x'"),
+        (b"[]", "application/json", "the body must be a JSON object, not []"),
     ):
         reply = http.post("/v1/completions", content=content, headers={"Content-Type": kind})
         assert reply.status_code == 400

@@ -112,10 +112,12 @@ def _explain(error: RequestValidationError) -> str:
             break
         if row["type"] == "json_invalid":
             return f"the body is not JSON: {row['ctx']['error']} at byte {row['loc'][-1]}"
-        if row["loc"] == ("body",) and isinstance(row["input"], bytes | str):
+        if row["loc"] == ("body",) and isinstance(row["input"], bytes):
             return "the body was not read: say that it is JSON, Content-Type: application/json"
         if row["loc"] == ("body",) and row["type"] == "missing":
             return "the body is missing: send a JSON object"
+        if row["loc"] == ("body",) and row["type"] == "model_attributes_type":
+            return f"the body must be a JSON object, not {row['input']!r:.80}"
         where = [part for part in row["loc"] if part != "body"]
         kinds = kinds_of[where[0]] if len(where) > 1 and where[1] in _KINDS_OF_PROMPT else []
         if len(kinds) > 1:
