@@ -323,6 +323,12 @@ def test_control_routes_take_parameters_from_the_query_or_a_body(http: httpx.Cli
         ("/resume?timeout=1", None, "unknown parameter 'timeout' of /resume; it takes none"),
         ("/v1/completions?max_tokens=1", {"prompt": "a"}, "unknown parameter 'max_tokens'"),
         ("/flush_cache?timeou=1", None, "did you mean 'timeout'?"),
+        (
+            "/collective_rpc",
+            {"method": "sleep", "kwargs": {"level": "x"}},
+            "sleep level must be 1 or 2, got 'x'",
+        ),
+        ("/collective_rpc", {"method": "wake_up", "kwargs": {"tags": 3}}, "tags must be a text"),
     ],
 )
 def test_parameters_that_would_be_ignored_are_named(http: httpx.Client, path, body, words) -> None:

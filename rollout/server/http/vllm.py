@@ -331,7 +331,7 @@ class RpcBody(BaseModel):
 
 
 async def _sleep(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
-    await rollout.sleep(int(kwargs.get("level", 1)))
+    await rollout.sleep(kwargs.get("level", 1))
 
 
 async def _sleep_for_sync(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
