@@ -207,6 +207,11 @@ class EngineConfig:
         least=0,
     )
     max_lora_rank: int = _setting(16, "largest rank of those adapters", least=1)
+    lora_embeddings: bool = _setting(
+        False,
+        "adapters may change the embedding and the head, too, whose slots take max_adapters x "
+        "max_lora_rank x 2 x (vocabulary + hidden size) elements",
+    )
     deterministic: bool = _setting(
         False,
         "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "

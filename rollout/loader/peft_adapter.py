@@ -16,7 +16,18 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box
-from rollout.weights.adapters import DORA, LINEAR, MAGNITUDE, A, AdapterSpec, B, ModuleSpec
+from rollout.weights.adapters import (
+    DORA,
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LINEAR,
+    MAGNITUDE,
+    A,
+    AdapterSpec,
+    B,
+    ModuleSpec,
+)
 from rollout.weights.files import open_weights
 
 MAX_RANK = 1024
@@ -76,6 +87,10 @@ class PeftAdapter:
         spec = self.spec.modules.get(module)
         if spec is None:
             return weight
+        if spec.kind == EMBEDDING:
+            down, up = self.tensors[module + EMBEDDING_A], self.tensors[module + EMBEDDING_B]
+            delta = (up.float() @ down.float()).T * spec.scaling
+            return weight + delta.to(weight.dtype)
         down, up = self.tensors[module + A], self.tensors[module + B]
         delta = ((up.float() @ down.float()) * spec.scaling).to(weight.dtype)
         if spec.kind == LINEAR:
@@ -121,28 +136,34 @@ def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _ranks(found: Mapping[str, Tensor], path: Path, kind: str) -> dict[str, tuple[int, str]]:
-    """Of each module its rank, and its ``ModuleSpec.kind``."""
+    """Of each module its rank, and its ``ModuleSpec.kind``; ``kind``: of linears."""
     ranks, known = {}, set[str]()
     for key, down in found.items():
-        if key.endswith(A):
-            stem = key.removesuffix(A)
-            up = found.get(stem + B)
-            if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
-                raise ConfigError(f"{path}: {key} has no {B[1:]} that fits it")
-            if not 1 <= len(down) <= MAX_RANK:
-                raise ConfigError(f"{path}: {key} has rank {len(down)}, not 1 to {MAX_RANK}")
-            known |= {key, stem + B}
-            if kind == DORA:
-                magnitude = found.get(stem + MAGNITUDE)
-                if magnitude is None or magnitude.shape != up.shape[:1]:
-                    raise ConfigError(f"{path}: {key} has no {MAGNITUDE[1:]} that fits it")
-                known.add(stem + MAGNITUDE)
-            ranks[stem.removeprefix(_PREFIX)] = len(down), kind
+        first = next((end for end in (A, EMBEDDING_A) if key.endswith(end)), None)
+        if first is None:
+            continue
+        stem = key.removesuffix(first)
+        of, second = (kind, B) if first == A else (EMBEDDING, EMBEDDING_B)
+        up = found.get(stem + second)
+        if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
+            raise ConfigError(f"{path}: {key} has no {second[1:]} that fits it")
+        if not 1 <= len(down) <= MAX_RANK:
+            raise ConfigError(f"{path}: {key} has rank {len(down)}, not 1 to {MAX_RANK}")
+        known |= {key, stem + second}
+        if of == DORA:
+            magnitude = found.get(stem + MAGNITUDE)
+            if magnitude is None or magnitude.shape != up.shape[:1]:
+                raise ConfigError(f"{path}: {key} has no {MAGNITUDE[1:]} that fits it")
+            known.add(stem + MAGNITUDE)
+        ranks[stem.removeprefix(_PREFIX)] = len(down), of
     other = sorted(found.keys() - known)
     if other or not ranks:
+        hint = ""
+        if other and ".base_layer." in other[0]:
+            hint = "save_pretrained(..., save_embedding_layers=False) leaves it out; or "
         raise ConfigError(
-            f"{path} holds {other[0] if other else 'no factors'}: LoRA and DoRA of linears alone "
-            "are read from files (no embeddings, no stacked experts); send the trainer's PEFT "
-            "model by update_weights, which merges it"
+            f"{path} holds {other[0] if other else 'no factors'}: the factors of LoRA and DoRA "
+            f"alone are read from files (no weights, no stacked experts); {hint}send the trainer's "
+            "PEFT model by update_weights"
         )
     return ranks

@@ -17,7 +17,17 @@ from rollout.models.slot_io import Regions, SlotIO
 from rollout.models.weight_load import WeightLoad, WholePlan
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
-from rollout.weights.adapters import DORA, MAGNITUDE, A, AdapterSpec, B, digest_of_scalings
+from rollout.weights.adapters import (
+    DORA,
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    A,
+    AdapterSpec,
+    B,
+    digest_of_scalings,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +79,7 @@ class AdapterModel(Model):
         self._storages: dict[str, Tensor] = {}
         for name, linear in linears.items():
             a, b, magnitudes = (f"{name}{end}" for end in (".lora_A", ".lora_B", MAGNITUDE))
-            self._storages |= {a: linear.a, b: linear.b, magnitudes: linear.magnitudes}
+            self._storages |= {a: linear.a, b: linear.b}
             holes: dict[str, list[Box]] = {a: [], b: [], magnitudes: []}
             for part in range(len(linear.base)):
                 for slot in self._slots(name, linear, part, holes):
@@ -77,7 +87,9 @@ class AdapterModel(Model):
             shape = tuple(linear.b.shape[::-1])
             params[a] = ParamSpec(tuple(linear.a.shape), PLAIN, tuple(holes[a]))
             params[b] = ParamSpec(shape, TRANSPOSED, tuple(holes[b]))
-            params[magnitudes] = ParamSpec(shape[:1], PLAIN, tuple(holes[magnitudes]))
+            if sum(hole.numel for hole in holes[magnitudes]) < shape[0]:
+                self._storages[magnitudes] = linear.magnitudes
+                params[magnitudes] = ParamSpec(shape[:1], PLAIN, tuple(holes[magnitudes]))
         self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
         self.filled = tuple(slot for found in slots.values() for slot in found)
         self._regions: Regions | None = None
@@ -165,13 +177,14 @@ class AdapterModel(Model):
             return []
         rows, columns = base[0].shape
         begin, end = base[0].take.starts[1], base[0].take.stops[1]
+        ends = (EMBEDDING_A, EMBEDDING_B) if module.kind == EMBEDDING else (A, B)
         down = WeightSlot(
-            stem + A, (used, columns), Box((0, begin), (used, end)),
+            stem + ends[0], (used, columns), Box((0, begin), (used, end)),
             a, Box((part, 0, 0), (part + 1, used, inputs)),
         )  # fmt: skip
         up = [
             WeightSlot(
-                stem + B, (rows, used), Box((s.take.starts[0], 0), (s.take.stops[0], used)),
+                stem + ends[1], (rows, used), Box((s.take.starts[0], 0), (s.take.stops[0], used)),
                 b, Box((s.put.starts[0], 0), (s.put.stops[0], used)),
             )
             for s in base

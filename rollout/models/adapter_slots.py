@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.errors import ConfigError
 from rollout.models.adapter_model import AdaptedLinear, AdapterModel
@@ -17,10 +18,12 @@ from rollout.models.instance_adapters import BesideLinear, InstanceAdapters
 from rollout.models.layers.base import Layer
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.router import Router
-from rollout.models.linear_adapters import ActiveRows, LinearAdapters
-from rollout.models.model import Model
-from rollout.weights.adapters import DORA, AdapterSpec
+from rollout.models.linear_adapters import ActiveRows, EmbeddingAdapters, LinearAdapters
+from rollout.models.model import HEAD, Model
+from rollout.weights import Box, WeightSlot
+from rollout.weights.adapters import DORA, EMBEDDING, AdapterSpec
 
+_HEAD = HEAD.removesuffix(".weight")
 LINEARS = (MergedColumnLinear, RowLinear, ReplicatedLinear)
 
 
@@ -32,29 +35,54 @@ class AdapterSlots:
     which share them; their addresses are fixed.
     """
 
-    def __init__(self, model: Model, count: int, rank: int) -> None:
+    def __init__(self, model: Model, count: int, rank: int, vocabulary: bool = False) -> None:
+        """``vocabulary``: of the embedding and the head, too."""
         self.count, self.rank = count, rank
         self.active = ActiveRows()
         self.dora: dict[int, tuple[int, AdapterSpec]] = {}  # slots with DoRA: which load, and its
         self._loads = itertools.count()
         self._views: dict[int, AdapterModel] = {}  # the last of each slot
         self._build = model.build
+        self._head = ActiveRows() if vocabulary else None
         self.linears: dict[str, LinearAdapters] = {}
         for name, layer in _linears(model):
             slots = [slot for slot in layer.slots(name) if slot.param == f"{name}.weight"]
             slots.sort(key=lambda slot: slot.put.starts)
             base = [list(part) for _, part in groupby(slots, key=lambda slot: slot.source)]
             rows, columns = layer.specs["weight"].shape
-            dtype, device = model.build.dtype, model.build.device
-            a = torch.zeros(count, len(base), rank, columns, dtype=dtype, device=device)
-            b = torch.zeros(count, rank, rows, dtype=dtype, device=device)
+            a, b = self._factors(len(base), rows, columns)
             is_cut = isinstance(layer, RowLinear) and model.build.tp.size > 1
             self.linears[name] = LinearAdapters(base, a, b, self.active, is_cut)
+        if self._head is not None:
+            self._add_vocabulary(model.policy, self._head)
         if not self.linears:
             raise ConfigError(
                 f"max_adapters: {model.config.architecture} has no linears of rollout's own, "
                 "beside which adapters could lie; leave it out and load adapters merged"
             )
+
+    def _factors(self, parts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        made: dict[str, Any] = {"dtype": self._build.dtype, "device": self._build.device}
+        a = torch.zeros(self.count, parts, self.rank, columns, **made)
+        return a, torch.zeros(self.count, self.rank, rows, **made)
+
+    def _add_vocabulary(self, model: Any, head: ActiveRows) -> None:
+        """Of the embedding, as a linear of the vocabulary's part, and of the head, tied or not."""
+        embedding, name = model.model.embedding, f"model.{model.config.arch.embedding}"
+        [slot] = embedding.slots(name)
+        size, (first, last) = slot.shape[1], (slot.take.starts[0], slot.take.stops[0])
+        turned = WeightSlot(
+            slot.source, slot.shape[::-1], Box((0, first), (size, last)),
+            slot.param, Box((0, 0), (size, last - first)),
+        )  # fmt: skip
+        factors = self._factors(1, size, last - first)
+        self.linears[name] = EmbeddingAdapters([[turned]], *factors, self.active)
+        if model.score is None:
+            if model.lm_head is not None:
+                [slot] = [s for s in model.lm_head.slots(_HEAD) if s.param == HEAD]
+            factors = self._factors(1, *model.head.specs["weight"].shape)
+            base = [[replace(slot, source=HEAD)]]
+            self.linears[_HEAD] = LinearAdapters(base, *factors, head, False)
 
     @property
     def nbytes(self) -> int:
@@ -70,10 +98,15 @@ class AdapterSlots:
     def attach(self, model: Model) -> None:
         """Have an instance's linears add what the slots hold, in steps that begin here."""
         policy: Any = model.policy
-        own = InstanceAdapters(self.active, self.linears, self.dora, self.attach)
+        own = InstanceAdapters(self.active, self._head, self.linears, self.dora, self.attach)
         policy.adapters = own
         for name, layer in _linears(model):
             layer.adapters = BesideLinear(name, self.linears[name], own)
+        if self._head is not None:
+            name = f"model.{policy.config.arch.embedding}"
+            policy.model.embedding.lookup_adapters = BesideLinear(name, self.linears[name], own)
+            if _HEAD in self.linears:
+                policy.head.adapters = BesideLinear(_HEAD, self.linears[_HEAD], own)
 
     def view(self, slot: int, spec: AdapterSpec) -> AdapterModel:
         """One slot as a model of ``spec``, to be loaded, read and digested.
@@ -89,6 +122,7 @@ class AdapterSlots:
                 f"engine with max_lora_rank={spec.rank}"
             )
         spec.check_modules(self.modules)
+        self._check_kinds(spec)
         found: dict[str, AdaptedLinear] = {}
         for name, each in self.linears.items():
             if not spec.modules.keys().isdisjoint(each.modules):
@@ -108,6 +142,18 @@ class AdapterSlots:
 
         view = self._views[slot] = AdapterModel(self._build, spec, found, unused, note)
         return view
+
+    def _check_kinds(self, spec: AdapterSpec) -> None:
+        for each in self.linears.values():
+            for module in each.modules:
+                of = spec.modules.get(module)
+                is_embedding = isinstance(each, EmbeddingAdapters)
+                if of is not None and (of.kind == EMBEDDING) != is_embedding:
+                    raise ConfigError(
+                        f"the adapter has {module} as {of.kind}, and here it is "
+                        f"{'an embedding' if is_embedding else 'a linear'}: leave it out, or send "
+                        "the model merged"
+                    )
 
 
 def _linears(model: Model) -> Iterator[tuple[str, Layer]]:

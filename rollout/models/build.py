@@ -96,14 +96,16 @@ def build_model(
     return model
 
 
-def slots_beside(model: Model, count: int, rank: int) -> AdapterSlots:
-    """``count`` empty slots for adapters of at most ``rank``; ``ConfigError`` where none can be."""
+def slots_beside(model: Model, count: int, rank: int, vocabulary: bool) -> AdapterSlots:
+    """``count`` empty slots for adapters of at most ``rank``, of embedding and head, too, where
+    ``vocabulary``; ``ConfigError`` where none can be.
+    """
     if not isinstance(model.policy, CausalLM):
         raise ConfigError(
             f"max_adapters: {model.config.architecture} runs by modules that are not rollout's "
             "own; leave it out and load adapters merged"
         )
-    return AdapterSlots(model, count, rank)
+    return AdapterSlots(model, count, rank, vocabulary)
 
 
 def check_quantization(build: Build) -> None:

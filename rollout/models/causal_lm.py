@@ -146,10 +146,13 @@ class CausalLM(Model):
         return x
 
     @torch.no_grad()
-    def logits(self, states: Tensor) -> Tensor:
-        """Of some of the rows of ``hidden_states``, times their factor, under their cap; one
-        all-gather. Where a score head stands in the vocabulary's place there are no such rows.
+    def logits(self, states: Tensor, first: int = 0) -> Tensor:
+        """Of some of the rows of ``hidden_states``, from ``first`` on, times their factor, under
+        their cap; one all-gather. Where a score head stands in the vocabulary's place there are no
+        such rows.
         """
+        if self.adapters is not None:
+            self.adapters.begin_head(first, len(states))
         if self.score is not None:
             assert not len(states), "requests that need logits are refused"
             return states.new_empty(0, self.config.vocab_size)

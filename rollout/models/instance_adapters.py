@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 from rollout.models.linear_adapters import ActiveRows, LinearAdapters
 from rollout.models.model import Model
@@ -25,17 +26,20 @@ class InstanceAdapters:
     slot have been loaded; ranks that have parts of the inputs add theirs up in the first step that
     needs a gain, which all of them run in lockstep.
 
+    ``head``: the rows of the head's products, where adapters may change the vocabulary's layers.
     ``dora``: of slots with DoRA, which load it is, and of what. ``attach``: as ``AdapterSlots``.
     """
 
     def __init__(
         self,
         active: ActiveRows,
+        head: ActiveRows | None,
         linears: Mapping[str, LinearAdapters],
         dora: Mapping[int, tuple[int, AdapterSpec]],
         attach: Callable[[Model], None],
     ) -> None:
-        self.active, self.attach = active, attach
+        self._active, self._head, self.attach = active, head, attach
+        self._of_logits: Tensor | None = None
         self._linears, self._dora = linears, dora
         self.gains: dict[str, Tensor] = {}  # by linear: float32 [slots, outputs]
         self._squares: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by slot: of this load
@@ -54,19 +58,56 @@ class InstanceAdapters:
         """The next products are of this batch, whose tensors are on the slots' device, by
         ``model``, this instance; in lockstep on all ranks.
         """
-        active = self.active
+        active = self._active
         active.rows, active.tiles, active.normed = batch.adapter_rows, batch.adapter_tiles, None
-        if active.rows is None or active.tiles is None or not self._dora:
+        self._of_logits = None
+        if active.rows is None or active.tiles is None or not (self._dora or self._head):
             return
         slots, starts, stops = active.tiles.long().unbind(1)
-        used = [slot for slot in dict.fromkeys(slots.tolist()) if slot in self._dora]
-        if not used:
+        active.slot_of = torch.repeat_interleave(slots, stops - starts)
+        for slot in dict.fromkeys(slots.tolist()):
+            if slot in self._dora:
+                self._make_gains(model, slot)
+        self._note_normed(active)
+        if self._head is not None:
+            slot_of = active.slot_of.new_full((len(batch.input_ids),), -1)
+            slot_of[active.rows.long()] = active.slot_of
+            self._of_logits = slot_of[batch.logit_rows]
+
+    def begin_head(self, first: int, count: int) -> None:
+        """The head's next product is of ``count`` of the step's rows with logits."""
+        head, of = self._head, self._of_logits
+        if head is None:
             return
-        for slot in used:
-            self._make_gains(model, slot)
-        slot_of = torch.repeat_interleave(slots, stops - starts)
-        chosen = torch.isin(slot_of, torch.tensor(used, device=slot_of.device))
-        active.normed = active.rows[chosen].long(), slot_of[chosen]
+        head.rows = head.tiles = head.slot_of = head.normed = None
+        if of is None:
+            return
+        of = of[first : first + count]
+        ordered = torch.argsort(of, stable=True)
+        rows = ordered[of[ordered] >= 0]
+        slot_of = of[rows]
+        tiles, begin = [], 0
+        for slot, number in zip(
+            *torch.unique_consecutive(slot_of, return_counts=True), strict=True
+        ):
+            end = begin + int(number)
+            tiles += [(int(slot), at, min(at + TILE, end)) for at in range(begin, end, TILE)]
+            begin = end
+        if tiles:
+            head.rows, head.slot_of = rows.to(torch.int32), slot_of
+            head.tiles = torch.tensor(tiles, dtype=torch.int32, device=rows.device)
+            self._note_normed(head)
+
+    def _note_normed(self, active: ActiveRows) -> None:
+        assert active.rows is not None
+        assert active.slot_of is not None
+        known = list(self._dora)
+        if known:
+            chosen = torch.isin(
+                active.slot_of, torch.tensor(known, device=active.slot_of.device)
+            )  # fmt: skip
+            if bool(chosen.any()):
+                active.normed = active.rows[chosen].long(), active.slot_of[chosen]
 
     def _make_gains(self, model: Model, slot: int) -> None:
         load, _ = self._dora[slot]
@@ -140,7 +181,7 @@ class BesideLinear:
     @property
     def is_idle(self) -> bool:
         """Whether no row of this step has an adapter."""
-        return self._of.active.rows is None
+        return self._linear.active.rows is None
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         return self._linear.add(y, x)
@@ -149,7 +190,7 @@ class BesideLinear:
         """``y`` [T, outputs], complete but for other ranks' parts, as DoRA's norms have it, in
         place; ``bias`` is in it and stays as it is.
         """
-        normed, gains = self._of.active.normed, self._of.gains.get(self._name)
+        normed, gains = self._linear.active.normed, self._of.gains.get(self._name)
         if normed is None or gains is None:
             return y
         rows, slots = normed

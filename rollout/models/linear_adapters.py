@@ -16,11 +16,13 @@ from rollout.weights import WeightSlot
 class ActiveRows:
     """The rows of the step at hand that have adapters; None: no row has one.
 
-    ``normed``: those of DoRA, and the slot of each.
+    ``slot_of``: of each of them, where that is needed; ``normed``: those of DoRA, and the slot of
+    each.
     """
 
     rows: Tensor | None = None
     tiles: Tensor | None = None
+    slot_of: Tensor | None = None
     normed: tuple[Tensor, Tensor] | None = None
 
 
@@ -40,7 +42,7 @@ class LinearAdapters:
         active: ActiveRows,
         is_cut: bool,
     ) -> None:
-        self.base, self.a, self.b, self._active, self.is_cut = base, a, b, active, is_cut
+        self.base, self.a, self.b, self.active, self.is_cut = base, a, b, active, is_cut
         made: dict[str, Any] = {"dtype": torch.float32, "device": a.device}
         self.magnitudes = torch.zeros(a.shape[0], b.shape[2], **made)
         self.scales = torch.zeros(a.shape[:2], **made)
@@ -53,9 +55,34 @@ class LinearAdapters:
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """``y`` [T, outputs], with what adapters make of the rows of ``x`` [T, inputs] in it."""
-        active = self._active
+        active = self.active
         if active.rows is not None and active.tiles is not None:
             lora_linear(
                 y, x, self.a, self.b, self.scales, self.bounds, active.rows, active.tiles
             )  # fmt: skip
+        return y
+
+
+class EmbeddingAdapters(LinearAdapters):
+    """The same of an embedding, whose inputs are this rank's part of the vocabulary."""
+
+    def __init__(
+        self, base: list[list[WeightSlot]], a: Tensor, b: Tensor, active: ActiveRows
+    ) -> None:
+        super().__init__(base, a, b, active, False)
+        count, rank = b.shape[:2]
+        self._eye = torch.eye(rank, dtype=b.dtype, device=b.device).expand(count, 1, -1, -1)
+        self._eye = self._eye.contiguous()
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """``x``: ids [T] within this rank's part, of the rows of ``y`` [T, hidden size]."""
+        active = self.active
+        if active.rows is None or active.tiles is None or active.slot_of is None:
+            return y
+        rows = active.rows.long()
+        taken = y.new_zeros(len(y), self.b.shape[1])
+        taken[rows] = self.a[active.slot_of, 0, :, x[rows]]
+        lora_linear(
+            y, taken, self._eye, self.b, self.scales, self.bounds, active.rows, active.tiles
+        )  # fmt: skip
         return y

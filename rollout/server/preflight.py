@@ -143,7 +143,10 @@ def _adapter_bytes(config: EngineConfig, found: FoundModel, dtype: torch.dtype) 
         registry=found.registry,
         tensors=lambda: _headers(config, found),
     )
-    return slots_beside(model, config.max_adapters, config.max_lora_rank).nbytes
+    made = slots_beside(
+        model, config.max_adapters, config.max_lora_rank, config.lora_embeddings
+    )  # fmt: skip
+    return made.nbytes
 
 
 def _served(model: ModelConfig) -> str:

@@ -13,14 +13,16 @@ from rollout.wire.codec import ADDED, Positive, Table, Text
 FLOAT32_MAX = 3.4028234663852886e38
 # Behind a module's name: [rank, in], [out, rank], and of DoRA [out].
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-LINEAR, DORA = "linear", "dora"
+EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"  # [rank, in], [out, rank]
+LINEAR, DORA, EMBEDDING = "linear", "dora", "embedding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
     """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one.
 
-    ``kind``: "linear", or "dora", of which each output has the norm that its magnitude says.
+    ``kind``: "linear", "dora", of which each output has the norm that its magnitude says, or
+    "embedding", whose inputs are the vocabulary.
     """
 
     rank: Positive
@@ -29,6 +31,9 @@ class ModuleSpec:
 
     def tensors(self, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """All that it is made of, by name, beside a weight [rows, columns]."""
+        if self.kind == EMBEDDING:
+            down, up = (self.rank, rows), (columns, self.rank)
+            return {module + EMBEDDING_A: down, module + EMBEDDING_B: up}
         found: dict[str, tuple[int, ...]] = {
             module + A: (self.rank, columns), module + B: (rows, self.rank)
         }  # fmt: skip
@@ -37,7 +42,7 @@ class ModuleSpec:
         return found
 
     def __post_init__(self) -> None:
-        if self.kind not in (LINEAR, DORA):
+        if self.kind not in (LINEAR, DORA, EMBEDDING):
             raise ConfigError(f"an adapter of kind {self.kind!r:.40} is not served")
         if not abs(self.scaling) <= FLOAT32_MAX:
             raise ConfigError(f"an adapter's scaling (alpha / rank) is {self.scaling}")
@@ -66,8 +71,8 @@ class AdapterSpec:
         if unknown := sorted(self.modules.keys() - set(known)):
             raise ConfigError(
                 f"the adapter changes {unknown[0]}, which is no linear of this model that adapters "
-                "are served beside; merge it, into the trainer's weights or by an engine without "
-                "max_adapters"
+                "are served beside (embedding and head: with lora_embeddings=True); merge it, into "
+                "the trainer's weights or by an engine without max_adapters"
             )
 
 

@@ -73,7 +73,9 @@ class ModelRunner:
         self.adapters: AdapterSlots | None = None
         live = self._build(self.device)
         if config.max_adapters:
-            self.adapters = slots_beside(live, config.max_adapters, config.max_lora_rank)
+            self.adapters = slots_beside(
+                live, config.max_adapters, config.max_lora_rank, config.lora_embeddings
+            )
             self.adapters.attach(live)
         self.bytes_read = self._load(live)
         self.read_seconds = time.perf_counter() - started
@@ -183,7 +185,7 @@ class ModelRunner:
             parts = []
             for start in range(0, count, step):
                 stop = min(start + step, count)
-                logits = policy.logits(states[start:stop])
+                logits = policy.logits(states[start:stop], start)
                 if first:
                     parts.append(self.sampler.sample(logits, sampling.rows(start, stop)))
             output = SamplerOutput.cat(parts) if first else None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels import batch_invariant_linear, linear
-from rollout.models.layers.base import Build, Layer, rows_slot, storage_of
+from rollout.models.layers.base import Adapters, Build, Layer, rows_slot, storage_of
 from rollout.weights import PLAIN, Box, TileLayout, WeightSlot
 
 WIDENED = 1 << 20  # weights of the head that are widened at once: they stay in the caches
@@ -48,7 +48,7 @@ class VocabParallel(Layer):
         wide = self.build.head_dtype not in (None, self.build.dtype)
         bias = self.head_bias
         if wide:
-            part = self.wide_logits(hidden)
+            part = self.adapted(self.wide_logits(hidden), hidden.to(self.build.head_dtype))
             part = part if bias is None else part + bias.to(part.dtype)
         else:
             part = self.matmul(hidden, bias)
@@ -75,21 +75,29 @@ class VocabParallel(Layer):
 
 
 class Embedding(VocabParallel):
-    """Token ids [T] -> [T, hidden]; one all-reduce. A tied one is also the head."""
+    """Token ids [T] -> [T, hidden]; one all-reduce. A tied one is also the head.
+
+    ``adapters`` are those of the head; ``lookup_adapters`` of the lookup itself.
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__(build, tiled=build.config.tied)
+        self.lookup_adapters: Adapters | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         tp = self.build.tp
         if tp.size == 1:
-            return self.lookup(ids)
+            return self._adapted_rows(ids)
         local = ids - self.first
         here = (local >= 0) & (local < self.count)
-        rows = self.lookup(torch.where(here, local, 0)).masked_fill_(~here[:, None], 0)
+        rows = self._adapted_rows(torch.where(here, local, 0)).masked_fill_(~here[:, None], 0)
         if self.build.deterministic:  # a sum with zeros; in bfloat16 it may lose the tiniest values
             return tp.tree_sum(rows.float()).to(rows.dtype)
         return tp.all_reduce(rows)
+
+    def _adapted_rows(self, ids: Tensor) -> Tensor:
+        rows, beside = self.lookup(ids), self.lookup_adapters
+        return rows if beside is None or beside.is_idle else beside.add(rows, ids)
 
     def lookup(self, rows: Tensor) -> Tensor:
         """Rows of this rank's part, in either layout, as a fresh tensor."""

@@ -19,10 +19,27 @@ from rollout.weight_sync.trainer.sources.lora import DORA as DORA_VARIANT
 from rollout.weight_sync.trainer.sources.lora import MAGNITUDE as MAGNITUDES
 from rollout.weight_sync.trainer.sources.lora import MergePlan, is_peft, join, type_name
 from rollout.weight_sync.trainer.sources.names import submodules
-from rollout.weights.adapters import DORA, LINEAR, MAGNITUDE, A, AdapterSpec, B, ModuleSpec
+from rollout.weights.adapters import (
+    DORA,
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LINEAR,
+    MAGNITUDE,
+    A,
+    AdapterSpec,
+    B,
+    ModuleSpec,
+)
 from rollout.weights.components import adapter_component
 from rollout.weights.names import placed, unwrapped
 
+# By kind, where PEFT's layer has what is sent as what.
+_PARTS = {
+    LINEAR: (("lora_A", A), ("lora_B", B)),
+    DORA: (("lora_A", A), ("lora_B", B), (MAGNITUDES, MAGNITUDE)),
+    EMBEDDING: (("lora_embedding_A", EMBEDDING_A), ("lora_embedding_B", EMBEDDING_B)),
+}
 _MERGE = "send it merged into the model: update_weights(model) without adapters"
 
 
@@ -102,9 +119,11 @@ class AdapterPlan(MergePlan):
         if not roles:
             return
         variant = getattr(layer, "lora_variant", {}).get(adapter)
-        plain = is_peft(layer, "LoraLayer") and type_name(layer) == "Linear"
-        dora = type(variant).__name__ == DORA_VARIANT
-        if not plain or not (variant is None or dora) or getattr(layer, "fan_in_fan_out", False):
+        kinds = {("Linear", None): LINEAR, ("Linear", DORA_VARIANT): DORA}
+        kinds["Embedding", None] = EMBEDDING
+        of = type_name(layer), None if variant is None else type(variant).__name__
+        found = kinds.get(of) if is_peft(layer, "LoraLayer") else None
+        if found is None or (found != EMBEDDING and layer.fan_in_fan_out):
             kind = type(layer if variant is None else variant).__name__
             raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
         if layer.lora_bias.get(adapter):
@@ -116,13 +135,14 @@ class AdapterPlan(MergePlan):
         self._modules[stem] = ModuleSpec(
             rank=int(layer.r[adapter]),
             scaling=float(layer.scaling[adapter]),
-            kind=DORA if dora else LINEAR,
+            kind=found,
         )
-        parts = [("lora_A", A), ("lora_B", B)]
-        for role, end in [*parts, (MAGNITUDES, MAGNITUDE)] if dora else parts:
-            raw = f"{join(path, role)}.{adapter}.weight"
+        for role, end in _PARTS[found]:
+            held = getattr(layer, role)[adapter]
+            bare = isinstance(held, nn.Parameter)
+            raw = f"{join(path, role)}.{adapter}{'' if bare else '.weight'}"
             self.owners[raw] = stem + end
-            self.factors[raw] = getattr(layer, role)[adapter].weight
+            self.factors[raw] = held if bare else held.weight
 
     def _visit_saved(self, module: Any, path: str, to: str) -> None:
         if self._adapter in (getattr(module, "modules_to_save", None) or ()):
