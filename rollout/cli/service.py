@@ -163,7 +163,9 @@ def _answers(args: argparse.Namespace) -> AnswerDefaults:
 
 
 def _server_tls(args: argparse.Namespace) -> ServerTls | None:
-    if args.tls_cert is None:
+    if args.tls_cert is None or args.tls_key is None:
+        if args.tls_cert or args.tls_key or args.tls_client_ca:
+            raise ConfigError("TLS needs both --tls-cert and --tls-key")
         return None
     return ServerTls(cert=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca)
 

@@ -129,6 +129,8 @@ def test_flags_that_would_be_ignored_are_refused(run: Run, tiny: Path) -> None:
         run("generate", "--connect", "h:1", "--model", tiny, "hi"), "--model", "beside --connect"
     )
     refused(run("check", "--against", tiny), f"rollout check --against {tiny} HOST:PORT")
+    for half in ("--tls-key", "--tls-cert", "--tls-client-ca"):
+        refused(run("serve", tiny, half, "x"), "TLS needs both --tls-cert and --tls-key")
     refused(run("check", tiny, "--all"), "--all goes with --against DIR")
     refused(run("info", "h:1", "--tls-cert", "x"), "--tls-ca")
 
