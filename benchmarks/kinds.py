@@ -4,7 +4,8 @@
 
 Makes a random bfloat16 checkpoint of each kind (8 to 16 M parameters), loads it in both, and lets
 them write by turns in one process: A B A B. Prints medians, and the ratios of the same round.
-Where it says int8, weights are quantised here, and bfloat16 there.
+Where it says int8, weights are quantised here, and bfloat16 there; where it says by transformers,
+its own modules run here, too, over our pages and slots.
 """
 
 from __future__ import annotations
@@ -43,13 +44,31 @@ MAMBA = {
     "mamba_d_head": 64, "mamba_d_state": 128, "attention_multiplier": 0.18,
     "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
 }  # fmt: skip
+OLMO = {
+    "intermediate_size": 512, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+}  # fmt: skip
+KIMI = {
+    **{name: of for name, of in DEEPSEEK.items() if name not in ("n_routed_experts", "n_group")},
+    "num_experts": 16, "num_expert_group": 4, "q_lora_rank": None, "linear_num_heads": 4,
+    "tie_word_embeddings": False,  # transformers' class has no tied head
+    "linear_head_dim": 32, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+}  # fmt: skip
+MAMBA_ALONE = {
+    "num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1, "num_attention_heads": None,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense (Llama)": ("Llama", {"intermediate_size": 768}),
     "windows (Gemma 2)": ("Gemma2", {"intermediate_size": 768, "sliding_window": 64}),
     "experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
     "latent attention, experts (DeepSeek-V3)": ("DeepseekV3", DEEPSEEK),
     "delta nets, experts (Qwen3-Next)": ("Qwen3Next", DELTA),
+    "delta nets, attention (OLMo-Hybrid)": ("OlmoHybrid", OLMO),
+    "delta nets by row, latent attention, experts (Kimi-Linear)": ("KimiLinear", KIMI),
     "Mamba-2 (Granite 4)": ("GraniteMoeHybrid", MAMBA),
+    "by transformers, its interface (Starcoder2)": ("Starcoder2", {"intermediate_size": 768}),
+    "by transformers, its cache (Bloom)": ("Bloom", {"n_head": 8, "n_layer": 8}),
+    "by transformers, its states (Mamba2)": ("Mamba2", MAMBA_ALONE),
     "int8 here (Llama)": ("Llama", {"intermediate_size": 768}),
     "int8 here, experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
 }  # fmt: skip
