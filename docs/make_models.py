@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # what it tells of lies besi
 from rollout.models.arch import Arch
 from rollout.models.native_blocks import knows
 from rollout.models.registry import built_in
+from rollout.trainer_ops.patch import SUPPORTED
 
 PAGE = Path(__file__).with_name("models.md")
 SWEPT = "## Models of transformers\n"
@@ -37,10 +38,11 @@ Each is a declaration in `rollout/models/architectures/`, tested against transfo
 "One call": on a CPU all blocks of a bfloat16 model run in one native call where its layers are
 alike; the others run op by op, in the same kernels. Qwen3-VL, Qwen3.5 and
 Qwen2.5-VL see [images](vision.md). Where a name ends in `ForCausalLM` the same decoder is served as
-`ForSequenceClassification`, too ([reward models](scoring.md#classifiers-and-reward-models)).
+`ForSequenceClassification`, too ([reward models](scoring.md#classifiers-and-reward-models)). "On
+policy": a trainer may run the engine's ops, and has its logprobs [bit for bit](on_policy.md).
 
-| architecture | what sets it apart | attention | feed-forward | CPU blocks |
-|---|---|---|---|---|
+| architecture | what sets it apart | attention | feed-forward | CPU blocks | on policy |
+|---|---|---|---|---|---|
 """
 MIDDLE = """\
 
@@ -72,7 +74,9 @@ def table() -> Iterable[str]:
         arch: Arch = getattr(module, name)
         story = (module.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
         blocks = "one call" if knows(arch) else "op by op"
-        yield f"| `{name}` | {story} | {_attention(arch)} | {_feed_forward(arch)} | {blocks} |"
+        trained = "yes" if name in SUPPORTED else ""
+        kinds = f"{_attention(arch)} | {_feed_forward(arch)}"
+        yield f"| `{name}` | {story} | {kinds} | {blocks} | {trained} |"
 
 
 # Of hybrids, and two others beside them: what sets a size apart from its config class's defaults.

@@ -15,10 +15,11 @@ from rollout.weights import PLAIN, Box, Layout, TileLayout
 Run = Callable[..., Tensor]
 
 
-def through(run: Run, plain: Run, *inputs: Tensor) -> Tensor:
+def through(run: Run, plain: Run, *inputs: Tensor | None) -> Tensor:
     """``run(*inputs)``, with the gradients of ``plain(*inputs)``, which is computed again for them.
 
-    ``plain``: what ``run`` computes, in plain torch: an op's own ``reference``.
+    ``plain``: what ``run`` computes, in plain torch: an op's own ``reference``. An input that is
+    None stays None.
     """
     found: Tensor = _Through.apply(run, plain, *inputs)  # type: ignore[no-untyped-call]
     return found
@@ -39,7 +40,7 @@ def linear(
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, plain: Run, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Run, plain: Run, *inputs: Tensor | None) -> Tensor:
         ctx.plain = plain
         ctx.save_for_backward(*inputs)
         return run(*inputs)
@@ -49,10 +50,11 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
         pairs = zip(ctx.saved_tensors, wanted, strict=True)
-        inputs = [x.detach().requires_grad_(needs) for x, needs in pairs]
+        inputs = [None if x is None else x.detach().requires_grad_(needs) for x, needs in pairs]
         with torch.enable_grad():
             out = ctx.plain(*inputs)
-        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+        sought = [x for x in inputs if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(out, sought, grad))
         return None, None, *(next(found) if needs else None for needs in wanted)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,34 +12,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.kernels import rms_norm, silu_mul
 from rollout.kernels.linear import reads_tiles
+from rollout.models.blocks import DecoderBlock
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
 from rollout.models.config import ModelConfig
-from rollout.models.layers.base import Layer
-from rollout.models.layers.embedding import VocabParallel
-from rollout.models.layers.linear import MergedColumnLinear, RowLinear
-from rollout.models.layers.norm import RMSNorm
+from rollout.models.layers.attention import Attention
 from rollout.models.layers.rotary import Rotary
-from rollout.trainer_ops.functions import linear, through
-from rollout.trainer_ops.sequences import Sequences, number_sequences
-from rollout.weights import PLAIN
+from rollout.trainer_ops.mixtures import forwards_of
+from rollout.trainer_ops.modules import INSTEAD, Forward, forward_of
+from rollout.trainer_ops.sequences import Layers, Sequences, number_sequences
 
 INTERFACE = "rollout_deterministic"  # among transformers' attention functions
 #: whose logprobs a test holds to the engine's, in float32 and bfloat16
 SUPPORTED = (
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GlmForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
     "MinistralForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM",
 )
-INSTEAD = "Train it as it is, and correct for the difference by the importance ratio."
+ACTIVATIONS = ("silu", "gelu_tanh")
 BY_LENGTH = ("dynamic", "longrope")  # rope that max_model_len changes
-
-Forward = Callable[..., Any]
 
 
 class Patch:
@@ -80,14 +93,15 @@ def patch(
     head_dtype: torch.dtype | None = None,
     weight_layout: str = "auto",
     max_model_len: int | None = None,
+    expert_parallel: bool = False,
 ) -> Patch:
     """Let a transformers model compute its forward pass by the ops of ``deterministic=True``.
 
-    ``model``: a dense decoder of ``SUPPORTED`` on a CPU, maybe within DDP; patch it before FSDP
-    wraps it. Its modules, parameters and ``state_dict`` stay what they are: it is trained, wrapped,
-    saved and sent by ``update_weights`` as before. The others: the engine's settings of these
-    names; ``dtype`` is by default that of the parameters, and given where FSDP's mixed precision
-    casts them. ``max_model_len``: longest sequence, by default the config's.
+    ``model``: a decoder of ``SUPPORTED``, dense or a mixture, on a CPU, maybe within DDP; patch it
+    before FSDP wraps it. Its modules, parameters and ``state_dict`` stay what they are: it is
+    trained, wrapped, saved and sent by ``update_weights`` as before. The others: the engine's
+    settings of these names; ``dtype`` is by default that of the parameters, and given where FSDP's
+    mixed precision casts them. ``max_model_len``: longest sequence, by default the config's.
 
     Then equal weights give equal bits: logits of any engine with ``deterministic=True`` on a CPU of
     the same kind, on 1, 2 or 4 ranks, whatever batches are; take logprobs by ``token_logprobs`` or
@@ -107,9 +121,10 @@ def patch(
             "patch the model itself, before it is wrapped; merge adapters first"
         )
     config = _config_of(model)
-    if config.layers[0].rope.kind in BY_LENGTH and max_model_len is None:
+    by_length = [layer.rope.kind for layer in config.layers if layer.rope.kind in BY_LENGTH]
+    if by_length and max_model_len is None:
         raise ConfigError(
-            f"rope of the kind {config.layers[0].rope.kind} depends on the engine's max_model_len: "
+            f"rope of the kind {by_length[0]} depends on the engine's max_model_len: "
             "give the same here"
         )
     dtype = dtype or model.dtype
@@ -122,15 +137,17 @@ def patch(
         "meta",
         weight_layout,
         max_model_len=max_model_len,
+        expert_parallel=expert_parallel,
         deterministic=True,
         head_dtype=head_dtype,
     )
     assert isinstance(engine, CausalLM)
-    rotary = _rotary_of(engine)
-    found = {m: _forward_of(name, m, engine, rotary) for name, m in model.named_modules()}
+    forwards = {} if config.moe is None else forwards_of(model, engine)
+    for name, module in model.named_modules():
+        if module not in forwards and (forward := forward_of(name, module, engine)):
+            forwards[module] = forward
     AttentionInterface.register(INTERFACE, _attention)
-    forwards = {module: forward for module, forward in found.items() if forward is not None}
-    return Patch(model, forwards, partial(_prepare, rotary))
+    return Patch(model, forwards, partial(_prepare, _layers_of(engine)))
 
 
 def _config_of(model: Any) -> ModelConfig:
@@ -138,8 +155,8 @@ def _config_of(model: Any) -> ModelConfig:
     name = next((c.__name__ for c in type(model).__mro__ if c.__name__ in SUPPORTED), None)
     if name is None:
         raise ConfigError(
-            f"{type(model).__name__} cannot run the engine's ops: mixtures of experts, latent "
-            "attention, layers with a state and other blocks are not done here, only "
+            f"{type(model).__name__} cannot run the engine's ops: latent attention, "
+            "layers with a state, images and some other blocks are not done here, only "
             f"{', '.join(SUPPORTED)}. {INSTEAD}"
         )
     devices = {p.device.type for p in model.parameters()}
@@ -152,116 +169,62 @@ def _config_of(model: Any) -> ModelConfig:
         raise ConfigError("the model is patched already: remove() that first")
     values = {**model.config.to_dict(), "architectures": [name]}
     config = ModelConfig.from_hf(values, file=f"the config of this {name}")
-    if config.activation != "silu":
+    if config.activation not in ACTIVATIONS:
         raise ConfigError(
-            f"{name} with hidden_act {config.activation}: silu alone is the engine's op. {INSTEAD}"
+            f"{name} with hidden_act {config.activation}: silu and the tanh gelu alone are the "
+            f"engine's ops. {INSTEAD}"
+        )
+    divides = config.arch.logits_scale is not None and config.arch.logits_scale.power == -1
+    if divides and math.frexp(config.logits_scale)[0] != 0.5:
+        raise ConfigError(
+            f"logits_scaling {1 / config.logits_scale:g}: the engine multiplies by its reciprocal, "
+            f"which is the same for powers of two alone. {INSTEAD}"
         )
     return config
 
 
-def _rotary_of(engine: CausalLM) -> Rotary:
-    """The engine's table, which has no memory on ``meta``."""
+def _layers_of(engine: CausalLM) -> Layers:
+    """The engine's attention, and its rope tables, which have no memory on ``meta``."""
     config = engine.config
-    assert set(engine.rotary_of) == {0}, "one table for all layers"
-    return Rotary(
-        config.layers[0].rope,
-        config.head_dim,
-        config.max_position_embeddings,
-        engine.max_len,
-        engine.build.dtype,
-        torch.device("cpu"),
-    )
-
-
-def _forward_of(name: str, module: nn.Module, engine: CausalLM, rotary: Rotary) -> Forward | None:
-    """What a module is to compute instead of its own; None where that may stay."""
-    kind = type(module).__name__
-    if kind.endswith("RotaryEmbedding"):
-        return partial(_unturned, rotary.dim)
-    if kind in ("SiLUActivation", "SiLU"):
-        return _silu
-    if isinstance(module, nn.Dropout) and module.p:
-        raise ConfigError(f"{name} drops {module.p} of its inputs: set its rate to 0. {INSTEAD}")
-    own = dict(module.named_parameters(recurse=False))
-    if not own or type(module).forward is nn.Embedding.forward:
-        return None
-    source = engine.table.aliases.get(f"{name}.weight", f"{name}.weight")
-    slots = engine.table.slots.get(source)
-    layer = engine.get_submodule(slots[0].param.rpartition(".")[0]) if slots else None
-    if isinstance(layer, RMSNorm):
-        return partial(_norm, module, layer)
-    if type(module).forward is nn.Linear.forward:
-        if isinstance(layer, VocabParallel):
-            return partial(_head, module, layer)
-        if isinstance(layer, MergedColumnLinear | RowLinear):
-            return partial(_linear, module, layer)
-    raise ConfigError(
-        f"{name}, a {kind}, is no module that runs the engine's ops: merge adapters, and leave out "
-        f"quantisation. {INSTEAD}"
-    )
-
-
-def _unturned(dims: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos 1 and sin 0: q and k pass transformers' rotation as they are, for ``Sequences`` turns
-    them by the engine's op, whose products and sums are fused."""
-    return x.new_ones(1, 1, dims), x.new_zeros(1, 1, dims)
-
-
-def _silu(x: Tensor) -> Tensor:
-    """The op's own gate, times ones: torch's computes what fills no vector in another way."""
-
-    def gated(x: Tensor) -> Tensor:
-        return silu_mul(torch.cat((x, torch.ones_like(x)), dim=-1))
-
-    return through(gated, torch.nn.functional.silu, x)
-
-
-def _norm(module: Any, layer: RMSNorm, x: Tensor) -> Tensor:
-    def by(op: Forward) -> Forward:
-        return lambda x, weight: op(x, weight, layer.eps, layer.offset)
-
-    return through(by(rms_norm), by(rms_norm.reference), x, module.weight)
-
-
-def _linear(module: Any, layer: Layer, x: Tensor) -> Tensor:
-    wanted = layer.build.dtype
-    if not x.dtype == module.weight.dtype == wanted:
-        raise InvalidRequest(
-            f"a linear has {x.dtype} to multiply by {module.weight.dtype}, and the model was "
-            f"patched for {wanted}: patch it for the dtype that both are in"
+    blocks = [cast(DecoderBlock, block) for block in engine.model.layers]
+    attentions = [cast(Attention, getattr(block, block.mixer_name)) for block in blocks]
+    ropes = {at: layer.rope for at, layer in zip(engine.rotary_of, config.layers, strict=False)}
+    rotaries = [
+        Rotary(
+            ropes[at],
+            config.head_dim,
+            config.max_position_embeddings,
+            engine.max_len,
+            torch.float32 if config.arch.wide_rope else engine.build.dtype,
+            torch.device("cpu"),
         )
-    segments = layer.segments if isinstance(layer, RowLinear) else 1
-    return linear(x, module.weight, module.bias, layer.specs["weight"].layout, segments)
-
-
-def _head(module: Any, layer: VocabParallel, x: Tensor) -> Tensor:
-    dtype = layer.build.head_dtype
-    if dtype in (None, layer.build.dtype):
-        return _linear(module, layer, x)
-    return linear(x.to(dtype), module.weight.to(dtype), None, PLAIN)
+        for at in sorted(ropes)
+    ]
+    return Layers(attentions, rotaries, engine.rotary_of)
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     *,
     sequences: Sequences,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function; ``sequences``: what ``_prepare`` made of the mask."""
     if dropout:
         raise InvalidRequest(f"attention_dropout is {dropout}: set it to 0 in the model's config")
-    return sequences.attend(query, key, value, scaling, sliding_window or 0), None
+    sinks = () if s_aux is None else (s_aux,)
+    return sequences.attend(module.layer_idx, query, key, value, *sinks), None
 
 
 def _prepare(
-    rotary: Rotary, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layers: Layers, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the decoder: its mask and positions become ``Sequences``, which transformers hands to
     every layer as it does any keyword."""
@@ -282,6 +245,6 @@ def _prepare(
     if like is None:
         raise InvalidRequest("input_ids, or inputs_embeds, are needed")
     mask = kwargs.pop("attention_mask", None)
-    numbers, positions = number_sequences(like, mask, kwargs.get("position_ids"), rotary.max_len)
-    sequences = Sequences.of(numbers, positions, rotary)
+    numbers, positions = number_sequences(like, mask, kwargs.get("position_ids"), layers.max_len)
+    sequences = Sequences.of(numbers, positions, layers)
     return args, {**kwargs, "sequences": sequences, "position_ids": positions, "use_cache": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from rollout.errors import InvalidRequest
 from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
-from rollout.models.layers.attention import Turn
+from rollout.models.layers.attention import Attention, Turn, apart
 from rollout.models.layers.rotary import Rotary
 from rollout.trainer_ops.functions import Run, through
 
@@ -56,6 +57,19 @@ def number_sequences(
 
 
 @dataclass(frozen=True, slots=True)
+class Layers:
+    """How an engine's layers attend, and its rope tables; ``rotary_of``: which a layer has."""
+
+    attentions: Sequence[Attention]
+    rotaries: Sequence[Rotary]
+    rotary_of: Sequence[int]
+
+    @property
+    def max_len(self) -> int:
+        return self.rotaries[0].max_len
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """The sequences of one forward pass: their rows, and KV pages of their own."""
 
@@ -66,10 +80,11 @@ class Sequences:
     lengths: Tensor  # [sequences] int32
     tables: Tensor  # [sequences, most pages] int32
     pages: int
-    turn: Turn  # cos and sin of the real tokens, [real tokens, rotated dims] each
+    attentions: Sequence[Attention]  # the engine's, of each layer: how it attends
+    turns: Sequence[Turn]  # of each layer: cos and sin of the real tokens, [real tokens, dims]
 
     @classmethod
-    def of(cls, numbers: Tensor, positions: Tensor, rotary: Rotary) -> Self:
+    def of(cls, numbers: Tensor, positions: Tensor, layers: Layers) -> Self:
         """As ``number_sequences`` gives them."""
         flat = numbers.flatten()
         rows = flat.nonzero()[:, 0]
@@ -82,26 +97,47 @@ class Sequences:
         most, count = int(pages.max()), int(pages.sum())
         tables = (first[:, None] + torch.arange(most)).clamp(max=count - 1)
         places = (starts.int(), lengths.int(), tables.int())
-        return cls(numbers.shape, rows, slots, *places, count, rotary(inside))
+        turns = [rotary(inside) for rotary in layers.rotaries]
+        of = [turns[i] for i in layers.rotary_of]
+        return cls(numbers.shape, rows, slots, *places, count, layers.attentions, of)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         """Turn q and k, and attend in every sequence by itself, by the ops that the engine runs.
 
-        q: [samples, heads, tokens, dim], k and v of KV heads. Returns [samples, tokens, heads,
-        dim], zeros for padding.
+        q: [samples, heads, tokens, dim], k and v of KV heads; sinks: a score of each head. Returns
+        [samples, tokens, heads, dim], zeros for padding.
         """
-        how = (scale, window)
-        run = partial(self._by, rope_and_cache, batch_invariant_attention, how)
-        plain = partial(self._by, rope_and_cache.reference, paged_attention.reference, how)
-        return through(run, plain, q, k, v)
+        run = partial(self._by, rope_and_cache, batch_invariant_attention, layer)
+        plain = partial(self._by, rope_and_cache.reference, paged_attention.reference, layer)
+        return through(run, plain, q, k, v, *sinks)
 
     def _by(
-        self, turn: Run, attend: Run, how: tuple[float, int], q: Tensor, k: Tensor, v: Tensor
+        self,
+        turn: Run,
+        attend: Run,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        rows = [x.transpose(1, 2).flatten(0, 1)[self.rows] for x in (q, k, v)]
-        shape = (self.pages, k.shape[1], BLOCK, k.shape[3])
+        how = self.attentions[layer]
+        q, k, v = (x.transpose(1, 2).flatten(0, 1)[self.rows] for x in (q, k, v))
+        if how.turned:
+            q, k = apart(q, how.turned), apart(k, how.turned)
+        shape = (self.pages, k.shape[1], BLOCK, k.shape[2])
         pages = (k.new_zeros(shape), v.new_zeros(shape))
-        turned = turn(*rows, *self.turn, *pages, self.slots)
-        out = attend(turned, *pages, self.starts, self.lengths, self.tables, *how)
+        turned = turn(q, k, v, *self.turns[layer], *pages, self.slots)
+        out = attend(
+            turned,
+            *pages,
+            self.starts,
+            self.lengths,
+            self.tables,
+            how.scale,
+            how.window,
+            how.softcap,
+            None if sinks is None else sinks.float(),
+        )
         whole = out.new_zeros(self.shape.numel(), *out.shape[1:]).index_copy(0, self.rows, out)
         return whole.view(*self.shape, *out.shape[1:])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models.rank_threads import Session, loaded, run_ranks
-from tiny_models import randomize, write_tiny
+from tiny_models import ARCHITECTURES, randomize, write_tiny
 from torch import Tensor
 from trainer_ops.batches import (
     Sampled,
@@ -21,8 +21,10 @@ from trainer_ops.batches import (
 )
 
 from rollout import SamplingParams
+from rollout.integrations.router_replay import expert_batch, replayed_experts
 from rollout.models.config import ModelConfig
 from rollout.trainer_ops import logprobs_of, patch, token_logprobs
+from rollout.trainer_ops.patch import SUPPORTED
 
 
 def assert_equal(model: Any, sequences: list[Sampled]) -> None:
@@ -49,16 +51,34 @@ def unpatched(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(logprobs_of(logits, ids[:, 1:]), (1, 0))
 
 
+ALWAYS = {
+    ("llama", torch.float32),
+    ("qwen3", torch.bfloat16),
+    ("gemma2", torch.bfloat16),
+    ("qwen2_moe", torch.float32),
+}
+BOTH = ("llama", "phi3", "qwen3", "cohere", "gemma2", "olmo2", "gpt_oss", "mixtral", "qwen2_moe")
+ONCE = (
+    *("mistral", "ministral", "qwen2", "cohere2", "gemma", "gemma3", "glm", "glm4", "glm4_moe"),
+    *("granite", "minimax_m2", "olmo3", "olmoe", "qwen3_moe", "smollm3"),
+)
+SETTINGS: dict[str, dict[str, Any]] = {"llama": {"tied": True}, "granite": {"logits_scaling": 2.0}}
+
+
+def test_all_that_are_supported_are_compared() -> None:
+    names = {ARCHITECTURES[arch][1].__name__ for arch in (*BOTH, *ONCE)}
+    assert names == set(SUPPORTED)
+
+
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [
-        ("llama", torch.float32),
-        ("qwen3", torch.bfloat16),
+        *sorted(ALWAYS, key=str),
         *(
             pytest.param(arch, dtype, marks=pytest.mark.more)
-            for arch in ("llama", "mistral", "ministral", "phi3", "qwen2", "qwen3")
+            for arch in (*BOTH, *ONCE)
             for dtype in (torch.float32, torch.bfloat16)
-            if (arch, dtype) not in (("llama", torch.float32), ("qwen3", torch.bfloat16))
+            if (arch, dtype) not in ALWAYS and (arch in BOTH or dtype == torch.bfloat16)
         ),
     ],
     ids=str,
@@ -66,7 +86,7 @@ def unpatched(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 def test_logprobs_are_the_engines_bit_for_bit_before_and_after_an_update(
     arch: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = write_tiny(tmp_path, arch, dtype=dtype, tied=arch == "llama")
+    model = write_tiny(tmp_path, arch, dtype=dtype, **SETTINGS.get(arch, {}))
     with deterministic_engine(tmp_path) as engine, torch.no_grad():
         sequences = sample(engine)
         ids, mask = padded(sequences)
@@ -115,6 +135,39 @@ def test_logits_are_those_of_two_ranks(
     wanted = run_ranks(2, work)[0]
     with torch.no_grad(), patch(model, weight_layout=layout):
         assert torch.equal(model(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parts of experts", "whole experts"])
+@pytest.mark.parametrize("arch", ["qwen2_moe", "olmoe"])
+def test_logits_of_a_mixture_are_those_of_two_ranks(arch: str, whole: bool, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, arch, dtype=torch.bfloat16)
+    config, weights = ModelConfig.from_directory(tmp_path), model.state_dict()
+    ids = torch.randint(0, 320, (2, 37), generator=torch.Generator().manual_seed(2))
+
+    def work(tp: Any) -> Tensor:
+        ranks = loaded(config, tp, weights, torch.bfloat16, "tiles", whole, deterministic=True)
+        return torch.stack(Session(ranks, ids.tolist()).advance([37, 37]))
+
+    wanted = run_ranks(2, work)[0]
+    with torch.no_grad(), patch(model, weight_layout="tiles", expert_parallel=whole):
+        assert torch.equal(model(ids).logits, wanted)
+
+
+def test_experts_that_a_rollout_chose_are_replayed_in_a_patched_model(tmp_path: Path) -> None:
+    """Those are its own, so that no bit changes; others change the logits."""
+    model = write_tiny(tmp_path, "qwen3_moe", dtype=torch.bfloat16)
+    with deterministic_engine(tmp_path) as engine, torch.no_grad(), patch(model):
+        asked = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, return_routed_experts=True)
+        (out,) = engine.generate([[7, 8, 9]], asked)
+        one = out.outputs[0]
+        ids = torch.tensor([[7, 8, 9, *one.token_ids]])
+        told = expert_batch([one.routed_experts], ids.shape[1])
+        with replayed_experts(model, told) as replay:
+            own = token_logprobs(model, ids)[0, 3:]
+        assert own.tolist() == list(one.logprobs.raw)
+        assert (replay.routed, replay.differing) == (2 * (ids.shape[1] - 1), 0)
+        with replayed_experts(model, (told + 1) % 6):
+            assert not torch.equal(token_logprobs(model, ids)[0, 3:], own)
 
 
 def test_a_float32_head_over_bfloat16_is_the_engines(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek_v3", "bamba", "gemma3"])
+@pytest.mark.parametrize("arch", ["deepseek_v3", "bamba", "phimoe", "ministral3"])
 def test_other_blocks_are_refused_by_name(arch: str, tmp_path: Path) -> None:
     model = write_tiny(tmp_path, arch)
     with pytest.raises(ConfigError, match=rf"{type(model).__name__} cannot run .*Train it as it"):
@@ -61,7 +61,7 @@ def _gelu(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (_gelu, r"LlamaForCausalLM with hidden_act gelu: silu alone"),
+        (_gelu, r"LlamaForCausalLM with hidden_act gelu: silu and the tanh"),
         (_adapted, r"layers.0.self_attn.o_proj.*merge adapters"),
         (_dropping, r"layers.0.mlp.drop drops 0.1"),
         (_longrope, r"dynamic depends on the engine's max_model_len"),
@@ -75,6 +75,20 @@ def test_what_a_model_has_beside_is_refused_and_it_stays_whole(
     with pytest.raises(ConfigError, match=what):
         patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "what"),
+    [
+        ("granite", {"logits_scaling": 2.5}, r"logits_scaling 2\.5: .* powers of two"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise 0\.1: set it to 0"),
+    ],
+)
+def test_what_the_engine_computes_in_another_way_is_refused(
+    arch: str, settings: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        patch(write_tiny(tmp_path, arch, **settings))
 
 
 def test_a_second_patch_is_refused_and_removing_twice_is_harmless(tiny: Any) -> None:

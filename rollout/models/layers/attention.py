@@ -56,7 +56,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normalise(q, k)
         if self.turned:
-            q, k = _apart(q, self.turned), _apart(k, self.turned)
+            q, k = apart(q, self.turned), apart(k, self.turned)
         q = rope_and_cache(q, k, v, *turn, kv.k, kv.v, batch.slot_mapping)
         if self.growth is not None:
             periods = (batch.positions + self.growth.ahead) // self.growth.period
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
 
-    def _squares(self, x: Tensor, heads: int) -> Tensor:
+    def squares(self, x: Tensor, heads: int) -> Tensor:
         """[T, 1]: of all ``heads`` of all ranks, added in an order of their own; x: those here."""
         own = _folded(x.float().pow(2))[..., 0]  # [T, heads here]
         copies = max(1, self.build.tp.size * own.shape[-1] // heads)  # of each KV head
@@ -106,8 +106,8 @@ class Attention(nn.Module):
         rows_q, rows_k, tp = q.flatten(1), k.flatten(1), self.build.tp
         if self.build.deterministic:
             config = self.build.config
-            q = self.q_norm.part(rows_q, self._squares(q, config.num_heads)).view_as(q)
-            return q, self.k_norm.part(rows_k, self._squares(k, config.num_kv_heads)).view_as(k)
+            q = self.q_norm.part(rows_q, self.squares(q, config.num_heads)).view_as(q)
+            return q, self.k_norm.part(rows_k, self.squares(k, config.num_kv_heads)).view_as(k)
         if tp.size == 1:
             return self.q_norm.whole(rows_q).view_as(q), self.k_norm.whole(rows_k).view_as(k)
         squares = torch.stack([x.float().pow(2).sum(-1) for x in (rows_q, rows_k)], dim=1)
@@ -145,7 +145,7 @@ class Sinks(Layer):
         return [rows_slot(prefix, (self.heads,), first, count, f"{prefix}.scores", 0)]
 
 
-def _apart(x: Tensor, turned: int) -> Tensor:
+def apart(x: Tensor, turned: int) -> Tensor:
     """Heads whose pairs are neighbours in the order in which pairs are a half apart.
 
     The same for queries and keys leaves their products as they are.

@@ -65,7 +65,7 @@ class LayerNorm(Norm):
             self.declare("bias", (size,))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _standardise(x, self.weight, self.eps, self.bias if self.has_bias else None)
+        return standardise(x, self.weight, self.eps, self.bias if self.has_bias else None)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         found = super().slots(prefix)
@@ -102,7 +102,7 @@ class HeadsNorm(Layer):
         self.declare("weight", (count, build.config.head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _standardise(x, self.weight, self.eps)
+        return standardise(x, self.weight, self.eps)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         count, dim = self.specs["weight"].shape
@@ -128,11 +128,13 @@ class RowNorm(Layer):
         """Where this rank has all elements."""
         return rms_norm(x, self.weight, self.eps, self.offset)
 
-    def part(self, x: Tensor, squares: Tensor) -> Tensor:
+    def part(self, x: Tensor, squares: Tensor, weight: Tensor | None = None) -> Tensor:
+        """``weight``: in the place of this layer's own."""
+        weight = self.weight if weight is None else weight
         wide = x.float() * torch.rsqrt(squares / self.total + self.eps)
         if self.offset is None:
-            return self.weight * wide.to(x.dtype)
-        return (wide * (self.weight.float() + self.offset)).to(x.dtype)
+            return weight * wide.to(x.dtype)
+        return (wide * (weight.float() + self.offset)).to(x.dtype)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         (count,) = self.specs["weight"].shape
@@ -140,7 +142,8 @@ class RowNorm(Layer):
         return [rows_slot(name, (self.total,), self.first, count, name, 0)]
 
 
-def _standardise(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+def standardise(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """x by the mean and variance of its last dimension, in float32, times ``weight``."""
     wide = x.float() if x.dtype != torch.float64 else x
     centred = wide - wide.mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
