@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rollout.api.embedded import EmbeddedBackend
 from rollout.api.layer_comparison import LayerComparison, Place, TrainerRun
+from rollout.api.model_pair import plain_model, rebuilt_model, tensors_of
 from rollout.api.scored_samples import (
     ScoredSamples,
     differs_by_engine,
@@ -22,18 +21,11 @@ from rollout.api.scored_samples import (
 )
 from rollout.api.sync_rollout import Rollout
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.generation import Completion, SamplingParams
 from rollout.kernels import digest
-from rollout.models.build import build_model
-from rollout.models.causal_lm import CausalLM
-from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.messages import WeightInfo
-from rollout.weight_sync.trainer.lockstep import agreed_source
-from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import Box
-from rollout.wire.frames import dtype_from_name
 
 PROMPT = 16  # tokens, drawn by chance
 REMEDIES = {
@@ -63,7 +55,10 @@ class Diagnosis:
 
     ``places``: all that were compared, in the order of a forward pass. ``mean`` and ``largest``:
     of the difference between the raw logprobs that the engine served and the trainer's own, of
-    ``tokens`` sampled tokens. ``flips``: tokens that went to other experts, over all layers.
+    ``tokens`` sampled tokens. ``flips``: tokens that went to other experts, over all layers, of
+    equal inputs. ``rerouted``: of a mixture, how many of ``tokens`` the rollout had drawn by other
+    experts than the trainer's own pass has, and how far their logprobs differ on average, and how
+    far the others'; None where all were drawn by the same.
     """
 
     verdict: Place | None
@@ -72,6 +67,7 @@ class Diagnosis:
     largest: float = 0.0
     tokens: int = 0
     flips: int = 0
+    rerouted: tuple[int, float, float] | None = None
     version: int = 0
 
     @property
@@ -90,6 +86,13 @@ class Diagnosis:
         lines += _plot(self.places)
         if self.flips:
             lines.append(f"experts: {self.flips} choices of experts differ, near ties among them")
+        if self.rerouted is not None:
+            count, theirs, rest = self.rerouted
+            lines.append(
+                f"experts: the rollout drew {count} of {self.tokens} tokens by others than the "
+                f"trainer has; those differ by {theirs:.3g} on average, the rest by {rest:.3g}"
+            )
+            lines.append("  the trainer can follow the rollout's: return_routed_experts, replayed")
         if self.verdict is None:
             return [*lines, "nothing differs beyond rounding"]
         first = self.verdict
@@ -128,9 +131,10 @@ def diagnose(
     if verdict is not None:
         return Diagnosis(verdict=verdict, version=info.version)
     directory, head_dtype = _where(engine, reference, checkpoint, head_dtype)
-    model = _transformers(reference, info.dtype)
-    ours = _rebuilt(directory, info, model, head_dtype, timeout)
+    model = plain_model(reference, info.dtype)
+    ours = rebuilt_model(directory, info, model, head_dtype, timeout)
     params = params or SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True)
+    params = replace(params, return_routed_experts=ours.config.moe is not None)
     samples = _samples(engine, ours.config.vocab_size, params, sequences)
     ids = [prompt + one.token_ids for prompt, one in samples]
     theirs = TrainerRun(model, ids)
@@ -152,8 +156,22 @@ def diagnose(
         largest=float(gaps.max()),
         tokens=len(gaps),
         flips=comparison.flips,
+        rerouted=_rerouted(comparison, [one for _, one in samples], scored, gaps),
         version=info.version,
     )
+
+
+def _rerouted(
+    comparison: LayerComparison, samples: Sequence[Completion], scored: ScoredSamples, gaps: Tensor
+) -> tuple[int, float, float] | None:
+    told = [one.routed_experts for one in samples if one.routed_experts is not None]
+    if len(told) < len(samples):
+        return None
+    here = comparison.rerouted(told)[scored.rows]
+    if not here.any():
+        return None
+    rest = gaps[~here]
+    return int(here.sum()), float(gaps[here].mean()), float(rest.mean()) if len(rest) else 0.0
 
 
 # ---- are the bytes equal? ----
@@ -189,7 +207,7 @@ def _pattern(
             f"{tied[0]} is tied to {info.aliases[tied[0]]} here, and the trainer's holds other "
             "values: it was not updated with it, or untied"
         )
-    values = {n: value for n, value in _items(reference, info, timeout) if n in differing}
+    values = {n: value for n, value in tensors_of(reference, info, timeout) if n in differing}
     mine = {
         name: digest(value.contiguous(), tuple(value.shape), Box.full(tuple(value.shape)))
         for name, value in values.items()
@@ -201,14 +219,6 @@ def _pattern(
                 return f"{a} and {b} are in each other's places"
     zero = [name for name, value in values.items() if not value.any()]
     return f"the trainer's {zero[0]} is all zeros" if zero else ""
-
-
-def _items(reference: Any, info: WeightInfo, timeout: float) -> list[tuple[str, Tensor]]:
-    """The reference's tensors in file form and the engine's dtype, copied where it may change."""
-    found = detect(reference)
-    with closing(found.rank_group(timeout)) as group:
-        source = agreed_source(found, info, group, timeout)
-        return [(piece.name, piece.values.clone()) for piece in source.pieces()]
 
 
 # ---- the two stacks ----
@@ -229,31 +239,6 @@ def _where(
             "diagnose: the engine is elsewhere; give checkpoint=, a directory with its config.json"
         )
     return Path(checkpoint), head_dtype
-
-
-def _transformers(reference: Any, dtype: torch.dtype) -> nn.Module:
-    if isinstance(reference, nn.Module):
-        return reference
-    from transformers import AutoModelForCausalLM
-
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(reference), dtype=dtype)
-    return model.eval()
-
-
-def _rebuilt(
-    directory: Path, info: WeightInfo, reference: Any, head_dtype: str, timeout: float
-) -> CausalLM:
-    """The engine's model, on this process's CPU, with the weights that both sides have."""
-    config = ModelConfig.from_directory(directory)
-    head = None if head_dtype == "auto" else dtype_from_name(head_dtype)
-    model = build_model(config, TensorParallel(), info.dtype, "cpu", "auto", head_dtype=head)
-    if not isinstance(model, CausalLM) or config.recurrent_layers:
-        raise ConfigError(
-            f"diagnose compares layers of models that run natively: {config.architecture} does "
-            "not, or has recurrent layers; `rollout check --against` compares its weights"
-        )
-    model.load_weights(_items(reference, info, timeout))
-    return model
 
 
 def _samples(

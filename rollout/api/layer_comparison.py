@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.models.blocks import DecoderBlock
@@ -188,7 +189,7 @@ class LayerComparison:
                 inner += self._norm(f"{prefix}.{name}", module)
         mixer = getattr(block, block.mixer_name)
         inner += self._attention(index, f"{prefix}.{block.mixer_name}", mixer)
-        inner += self._feed_forward(f"{prefix}.{block.mlp_name}", getattr(block, block.mlp_name))
+        inner += self._feed_forward(self._mlp(index, block), getattr(block, block.mlp_name))
         yield from inner
         seen = self.theirs.seen.get(prefix)
         if seen is None or any(place.differs for place in inner) or not seen.inputs:
@@ -198,6 +199,32 @@ class LayerComparison:
             "block", prefix, out.float() + residual.float(), seen.out,
             "its parts agree: the order of norms, a residual's scale, or what is added twice",
         )  # fmt: skip
+
+    def rerouted(self, told: Sequence[NDArray[Any]]) -> Tensor:
+        """Which tokens, of all sequences in a row, the trainer sent to other experts, in any layer,
+        than ``told``: ``Completion.routed_experts`` of each sequence, which has one row less.
+        """
+        found = torch.zeros(len(self.batch.input_ids), dtype=torch.bool)
+        starts = self.batch.query_starts[:-1].long().tolist()
+        layers = 0
+        for index, block in enumerate(self.ours.model.layers):
+            module = getattr(block, str(block.mlp_name))
+            if not isinstance(module, SparseMoE):
+                continue
+            theirs = self._chosen(self._mlp(index, cast(DecoderBlock, block)), module)
+            for start, rows in zip(starts if theirs is not None else (), told, strict=True):
+                assert theirs is not None
+                one = torch.from_numpy(rows[:, layers].astype("int64"))
+                own = theirs[start : start + len(one)]
+                differs = own.sort(-1).values != one.sort(-1).values
+                found[start : start + len(one)] |= differs.any(-1)
+            layers += 1
+        return found
+
+    def _mlp(self, index: int, block: DecoderBlock) -> str:
+        """What the trainer calls a feed-forward: as the file does, or transformers' own name."""
+        name = f"layers.{index}.{block.mlp_name}"
+        return name if name in self.theirs.seen else f"layers.{index}.mlp"
 
     def _norm(self, name: str, norm: nn.Module) -> list[Place]:
         seen = self.theirs.seen.get(name)
@@ -253,11 +280,20 @@ class LayerComparison:
         if seen is None or not seen.outputs or seen.out.shape != logits.shape:
             return []
         chosen, _ = route(logits, module.moe, router.e_score_correction_bias)
-        theirs, _ = route(seen.out.float(), module.moe, router.e_score_correction_bias)
+        theirs = self._chosen(name, module)
+        assert theirs is not None
         flips = int((chosen.sort(-1).values != theirs.sort(-1).values).any(-1).sum())
         self.flips += flips
         detail = f"{flips} of {len(x)} tokens go to other experts"
         return [self._place("router", f"{name}.gate", logits, seen.out, detail)]
+
+    def _chosen(self, name: str, module: SparseMoE) -> Tensor | None:
+        """Each token's experts by the trainer's router; None where its logits are not known."""
+        router = getattr(module, module.moe.arch.router)
+        seen = self.theirs.seen.get(f"{name}.{module.moe.arch.router}")
+        if seen is None or not seen.outputs or seen.out.shape[-1] != module.moe.num_experts:
+            return None
+        return route(seen.out.float(), module.moe, router.e_score_correction_bias)[0]
 
     def _rope(self) -> list[Place]:
         seen = self.theirs.seen.get("rotary_emb")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollout.api.embedded import EmbeddedBackend
+from rollout.api.layer_search import find_layer
 from rollout.api.sync_rollout import Rollout
+from rollout.config import EngineConfig
 from rollout.engine.facts import differing_facts, engine_facts
 from rollout.engine.journal import JournaledRequest, JournaledSample, find_request
 from rollout.errors import ConfigError
 from rollout.generation import Completion, SamplingParams
+from rollout.weight_sync.protocol.messages import WeightInfo
 
 # Settings that are not taken over: where things were, and what a replay has no use of.
 _LEFT_OUT = (
@@ -29,7 +32,7 @@ class SampleReplay:
 
     ``first_difference``: the position of the first token that is another, and the two; None where
     all are the same. ``logprob_difference``: the largest, of the same tokens' raw logprobs; 0.0 is
-    the same bits.
+    the same bits. ``recorded_logprobs``: of the recorded token there, as it was and as it is here.
     """
 
     index: int
@@ -38,6 +41,7 @@ class SampleReplay:
     first_difference: tuple[int, int | None, int | None] | None
     logprob_difference: float
     note: str = ""
+    recorded_logprobs: tuple[float, float] | None = None
 
     @property
     def same(self) -> bool:
@@ -48,6 +52,9 @@ class SampleReplay:
         if self.first_difference is not None:
             at, then, now = self.first_difference
             text = f"token {at} differs: {_token(then)} then, {_token(now)} now"
+            if self.recorded_logprobs is not None:
+                was, here = self.recorded_logprobs
+                text += f" (logprob of {_token(then)}: {was:.6g} then, {here:.6g} here)"
         elif not self.same:
             text = f"none of {self.recorded} tokens was run again"
         else:
@@ -61,7 +68,8 @@ class SampleReplay:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
     """What came of a replay. ``weights``: what the live weights are to those of the record;
-    ``differing``: the tensors that differ; ``settings``: a line for each that may change bits.
+    ``differing``: the tensors that differ, in the order of a forward pass; ``settings``: a line for
+    each that may change bits; ``layers``: what a comparison of layers found, where there was one.
     """
 
     request_id: str
@@ -70,6 +78,7 @@ class ReplayReport:
     differing: tuple[str, ...]
     settings: tuple[str, ...]
     deterministic: bool
+    layers: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -82,6 +91,7 @@ class ReplayReport:
             lines.append(f"  and {len(self.differing) - _NAMED} more")
         lines += [f"setting differs: {line}" for line in self.settings] or ["settings: the same"]
         lines += [str(sample) for sample in self.samples]
+        lines += self.layers
         if not self.same:
             lines.append(f"because: {self._because()}")
         return lines
@@ -89,9 +99,12 @@ class ReplayReport:
     def _because(self) -> str:
         if self.differing:
             return (
-                "the weights are others than those that the tokens came from: give the checkpoint "
-                "of that version with --checkpoint"
+                "the weights are others than those that the tokens came from, first in "
+                f"{_layer_of(self.differing[0])}: give the checkpoint of that version with "
+                "--checkpoint"
             )
+        if any(line.startswith("layer: ") for line in self.layers):
+            return "what a layer computes here is not what its weights say, see above"
         if self.settings:
             return "settings that decide bits are others, see above"
         if not self.deterministic:
@@ -113,7 +126,9 @@ def replay(
 
     ``settings``: of ``EngineConfig``, in place of the recorded ones. Each sample is drawn with the
     seed that it had, up to the first token of a version whose weights are not the checkpoint's.
-    ``ConfigError`` for an unknown request, or one that cannot be run again (images).
+    Where tokens differ and no weight does, the layers of ``checkpoint`` are compared with
+    transformers' (``layer_search.py``). ``ConfigError`` for an unknown request, or one that cannot
+    be run again (images).
     """
     found = find_request(Path(journal).expanduser(), request_id)
     if found.images:
@@ -139,6 +154,10 @@ def replay(
         facts = engine_facts(backend.config, 0, backend.core.rank_info)
         weights, differing, usable = _compared(found, live)
         samples = [_again(engine, found, index, usable) for index in range(len(found.samples))]
+        info = engine.weight_info()
+    layers: list[str] = []
+    if checkpoint is not None and not differing:
+        layers = _layers(found, samples, Path(checkpoint), backend.config, info, facts)
     return ReplayReport(
         request_id=request_id,
         samples=tuple(samples),
@@ -146,6 +165,32 @@ def replay(
         differing=differing,
         settings=tuple(differing_facts(found.facts, facts, without=_LEFT_OUT)),
         deterministic=bool(facts["deterministic"]),
+        layers=tuple(layers),
+    )
+
+
+def _layers(
+    found: JournaledRequest,
+    samples: Sequence[SampleReplay],
+    checkpoint: Path,
+    config: EngineConfig,
+    info: WeightInfo,
+    facts: Mapping[str, Any],
+) -> list[str]:
+    """What a comparison of layers says up to the first token that differs; nothing where none."""
+    wrong = next((sample for sample in samples if sample.first_difference is not None), None)
+    if wrong is None or wrong.first_difference is None:
+        return []
+    if facts["device"] != "cpu" or config.quantization != "none":
+        return ["layers: compared on a CPU alone, and of weights that are not quantised"]
+    tokens = found.samples[wrong.index].token_ids[: wrong.first_difference[0] + 1]
+    return find_layer(
+        checkpoint,
+        found.prompt_token_ids + tokens,
+        info,
+        head_dtype=config.head_dtype,
+        deterministic=config.deterministic,
+        timeout=config.timeout,
     )
 
 
@@ -165,7 +210,22 @@ def _compared(
         return f"those of version {told} ({len(live)} tensors, by digest)", (), equal
     version = min(wrong, key=lambda v: len(wrong[v]))
     count = f"{len(wrong[version])} of {len(found.digests[version])}"
-    return f"{count} tensors differ from version {version}'s", tuple(wrong[version]), None
+    names = tuple(sorted(wrong[version], key=_depth))
+    return f"{count} tensors differ from version {version}'s", names, None
+
+
+def _depth(name: str) -> tuple[int, int]:
+    """Where a tensor is in a forward pass: embeddings, layers, then the rest."""
+    parts = name.split(".")
+    number = next((int(part) for part in parts if part.isdigit()), None)
+    if number is not None:
+        return 1, number
+    return (0 if any(part.startswith("embed") for part in parts) else 2), 0
+
+
+def _layer_of(name: str) -> str:
+    """The module that has a tensor."""
+    return name.removesuffix(".weight").removesuffix(".bias").removeprefix("model.")
 
 
 def _again(
@@ -180,7 +240,15 @@ def _again(
             logprob_difference=0.0, note=note or "it has no token",
         )  # fmt: skip
     [output] = engine.generate(found.prompt_token_ids, _params(found, index, count))
-    return _judged(index, then, output.outputs[0], count, note)
+    judged = _judged(index, then, output.outputs[0], count, note)
+    if judged.first_difference is None or found.params.routed_experts is not None:
+        return judged
+    at, token, _ = judged.first_difference
+    if token is None:
+        return judged
+    [scored] = engine.score([found.prompt_token_ids], [then.token_ids[: at + 1]], last_n=1)
+    logprobs = (then.logprobs[at], float(scored.logprobs[0]))
+    return replace(judged, recorded_logprobs=logprobs)
 
 
 def _judged(

@@ -260,6 +260,9 @@ class Sequence:
         if self.needs_scores:
             self._begin_scores()
         self.hidden_part = None
+        if self.experts is not None and not self.output_len and self.status is not Status.FINISHED:
+            # It has given no token by them: those of what is computed now count, maybe by others.
+            self.experts = ExpertRows(self.experts.start)
 
     def __repr__(self) -> str:
         return (

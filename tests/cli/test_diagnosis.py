@@ -126,6 +126,34 @@ def test_a_planted_fault_is_named_with_its_place(stacks, fault):
     assert found.remedy in said
 
 
+@pytest.mark.more
+def test_a_mixture_on_two_ranks_is_diagnosed_with_its_experts(tmp_path):
+    """Equal stacks; then a fault in the experts, whose module files name in another way; then a
+    trainer whose routers choose by noise, which is told apart from what one module computes."""
+    model = write_tiny(tmp_path, "mixtral", seed=2)
+    params = SamplingParams(max_tokens=8)
+    with Rollout(
+        tmp_path, device="cpu", num_threads=1, skip_tokenizer_init=True, tensor_parallel_size=2
+    ) as engine:
+        found = diagnose(engine, model, sequences=2, params=params)
+        assert (found.verdict, found.rerouted, found.flips) == (None, None, 0)
+        assert {"router", "experts"} <= {place.kind for place in found.places}
+        scaled = copy.deepcopy(model)
+        _on_output(scaled.model.layers[1].mlp.experts, lambda out: out * 1.1)
+        verdict = diagnose(engine, scaled, sequences=2, params=params).verdict
+        assert (verdict.kind, verdict.name) == ("experts", "layers.1.mlp")
+        noisy = copy.deepcopy(model)
+        gate = noisy.model.layers[0].mlp.gate
+        gate.register_forward_pre_hook(lambda _, args: (args[0].roll(1, -1),))
+        found = diagnose(engine, noisy, sequences=2, params=params)
+        said = "\n".join(found.lines())
+        assert (found.verdict.kind, found.verdict.name) == ("router", "layers.0.mlp.gate"), said
+        assert found.flips > 0
+        count = found.rerouted[0]
+        assert 0 < count <= found.tokens
+        assert f"the rollout drew {count} of {found.tokens} tokens by others" in said
+
+
 def test_what_samples_were_drawn_by_is_told_from_the_weights(stacks):
     engine, model, _ = stacks["qwen3"]
     found = diagnose(engine, model, params=COOL, trainer_temperature=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -21,6 +22,8 @@ from rollout.cli.main import main
 from rollout.engine.journal import Journal, journal_files, read_journal
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
+from rollout.kernels import silu_mul
+from rollout.kernels.silu_mul import cpu
 
 PROMPT = [3, 1, 4, 1, 5]
 DRAWN = SamplingParams(n=2, max_tokens=12, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -70,11 +73,30 @@ def test_other_weights_and_settings_are_named_where_tokens_differ(journaled, cap
     assert report.differing == (name,)
     assert any(line.startswith("deterministic: True then, False now") for line in report.settings)
     assert not report.same
-    assert "because: the weights are others" in "\n".join(report.lines())
+    said = "\n".join(report.lines())
+    assert "because: the weights are others" in said
+    assert "first in layers.1.mlp.down_proj: give the checkpoint" in said
     with pytest.raises(ConfigError, match="no request 'nobody'"):
         replay(where / "journal", "nobody")
     assert main(["replay", "x"]) == 2
     assert "--journal DIR" in capsys.readouterr().err
+
+
+def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer(
+    journaled, capsys, monkeypatch
+):
+    where, first, _ = journaled
+    honest = cpu.silu_mul
+    monkeypatch.setattr(cpu, "silu_mul", lambda x: honest(x) * 1.5)
+    monkeypatch.setattr(silu_mul, "_by_device", {})  # what it found before
+    journal, tiny = str(where / "journal"), str(where / "tiny")
+    assert main(["replay", first.request_id, "--journal", journal, "--checkpoint", tiny]) == 1
+    said = capsys.readouterr().out
+    assert "weights: those of version 0" in said
+    assert re.search(r"sample 0: token \d+ differs: \d+ then, \d+ now \(logprob of \d+: -", said)
+    assert "layer: mlp at layers.0.mlp differs from transformers' by" in said
+    assert "kernel: silu_mul, whose plain-torch reference in its place agrees" in said
+    assert "because: what a layer computes here is not what its weights say" in said
 
 
 def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts_drops(

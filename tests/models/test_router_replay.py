@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiny_models import write_tiny
 from torch import Tensor
 
 from rollout import RequestOutput, Rollout, SamplingParams
+from rollout.engine.sequence import Sequence, Status
 from rollout.errors import InvalidRequest
 from rollout.generation.packed import pack
 from rollout.integrations.router_replay import expert_batch, replayed_experts
@@ -73,6 +75,40 @@ def test_experts_come_back_through_chunks_forks_preemption_and_prefix_hits(train
     [rest] = engine.generate(PROMPTS[:1], replace(WANTED, n=1, routed_experts_prompt_start=30))
     assert (rest.outputs[0].routed_experts == again.outputs[0].routed_experts[30:]).all()
     assert rest.sparse_layers == (True, True)
+
+
+def test_a_prompt_that_begins_again_under_an_update_has_the_experts_of_the_new_weights() -> None:
+    """Until it has given a token; those of what has given some, or has ended, stay."""
+    rows = np.ones((5, 2, 2), np.uint8)
+    for drawn, ended, stays in ((0, False, False), (1, False, True), (0, True, True)):
+        seq = Sequence(
+            seq_id=0, request_id="a", index=0, params=WANTED, seed=0, prompt_token_ids=[1] * 9
+        )
+        assert seq.experts is not None
+        seq.experts.append(rows)
+        for _ in range(drawn):
+            seq.append(3, 0, -1.0, -1.0, 0.0)
+        seq.status = Status.FINISHED if ended else Status.RUNNING
+        seq.forget_kv()
+        assert (seq.experts.stop == 5) is stays
+
+
+@pytest.mark.more
+def test_experts_are_of_the_version_that_a_token_names_whenever_an_update_comes(trainer, tmp_path):
+    """Long prompts in chunks beside a short one, so that steps bring experts before the last."""
+    path, model = trainer
+    other = write_tiny(tmp_path, "qwen3_moe", seed=9)
+    prompts, params = [PROMPTS[0][:5], *PROMPTS], replace(WANTED, n=1, max_tokens=6)
+    with Rollout(str(path), **ENGINE) as engine, ThreadPoolExecutor(1) as pool:
+        for turn in range(4):
+            running = pool.submit(engine.generate, prompts, params)
+            source = other if turn % 2 == 0 else model
+            engine.update_weights(source, in_flight="recompute")
+            for output in running.result(60):
+                one = output.outputs[0]
+                if len(one.weight_versions) == 1:
+                    gave = model if one.weight_versions[0].version % 2 == 0 else other
+                    assert_as_chosen(gave, [output])
 
 
 def test_a_client_gets_the_same_experts_and_a_stream_no_more_than_its_tokens(engine):
