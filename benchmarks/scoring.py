@@ -4,8 +4,10 @@
 
 Weights are made up, in the sizes of ``make_checkpoint.py``; prefill is ``generate`` of one token.
 ``all``: every token of the sequences is scored; ``half``: the second half of each, as completions.
-The prefix cache is emptied before each run. A ratio is that of one round, tokens per second of
-scoring over those of prefill; printed are the medians with their range.
+The prefix cache is emptied before each run. Each run of scoring has a prefill of its own beside it,
+before it and behind it in turns; a ratio is that of such a pair, tokens per second of scoring over
+those of prefill. Printed are the medians with their range. ``--clock cpu``: by the CPU time of this
+process (one rank), for a machine that does other work, too.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from make_checkpoint import SHAPES
 
 from rollout import Rollout, SamplingParams
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
@@ -35,6 +38,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a run, in all sequences")
     parser.add_argument("--length", type=int, default=512, help="of a sequence")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--top", default="0,64", help="alternatives of each token, by commas")
     args = parser.parse_args()
     config = SHAPES[args.shape]()
@@ -54,36 +58,46 @@ def main() -> None:
             num_threads=args.num_threads, max_model_len=args.length + 1, skip_tokenizer_init=True,
             check_finite=False,
         ) as engine:  # fmt: skip
-            runs: dict[str, Callable[[], object]] = {
-                "prefill": lambda: engine.generate(rows, PREFILL)
-            }
+            runs: dict[str, Callable[[], object]] = {}
             prompts, completions = [r[:half] for r in rows], [r[half:] for r in rows]
             for top in map(int, args.top.split(",")):
                 runs[f"all, top {top}"] = lambda top=top: engine.score(rows, top_logprobs=top)  # type: ignore[misc]
                 runs[f"half, top {top}"] = lambda top=top: engine.score(  # type: ignore[misc]
                     prompts, completions, top_logprobs=top
                 )
-            measure(runs, engine, args.rounds, len(rows) * args.length)
+
+            def seconds(run: Callable[[], object]) -> float:
+                engine.reset_prefix_cache()
+                start = CLOCKS[args.clock]()
+                run()
+                return CLOCKS[args.clock]() - start
+
+            for name, run in runs.items():
+                report(name, run, lambda: engine.generate(rows, PREFILL), seconds, args)
 
 
-def measure(
-    runs: dict[str, Callable[[], object]], engine: Rollout, rounds: int, tokens: int
+def report(
+    name: str,
+    run: Callable[[], object],
+    prefill: Callable[[], object],
+    seconds: Callable[[Callable[[], object]], float],
+    args: argparse.Namespace,
 ) -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):  # the first warms up
-        for name, run in runs.items():
-            engine.reset_prefix_cache()
-            start = time.perf_counter()
-            run()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-    for name, found in seconds.items():
-        ratios = sorted(p / s for p, s in zip(seconds["prefill"], found, strict=True))
-        print(
-            f"{name:14} {tokens / statistics.median(found):8.0f} tokens/s, "
-            f"{statistics.median(ratios):.3f} of prefill ({ratios[0]:.3f} to {ratios[-1]:.3f})",
-            flush=True,
-        )
+    """Measure pairs of the two, and print what came."""
+    pairs = []
+    for number in range(args.rounds + 1):
+        first, second = (prefill, run) if number % 2 else (run, prefill)
+        pair = (seconds(first), seconds(second))
+        pairs.append(pair if number % 2 else pair[::-1])
+    pairs = pairs[1:]  # the first warms up
+    ratios = sorted(plain / scored for plain, scored in pairs)
+    tokens = args.tokens // args.length * args.length
+    plain, scored = (tokens / statistics.median(side) for side in zip(*pairs, strict=True))
+    print(
+        f"{name:14} {scored:8.0f} tokens/s ({args.clock}), prefill {plain:8.0f}: "
+        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
