@@ -151,6 +151,13 @@ STATUS: Mapping[type[RolloutError], tuple[str, int]] = {
     DeadlineExceeded: ("DEADLINE_EXCEEDED", 504),
 }
 
+
+def some(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
+    """The first of ``names``, as many as a message may hold, and how many more there are."""
+    text, left = between.join(names[:most]), len(names) - most
+    return f"{text}{between.strip(', ')} and {left} more" if left > 0 else text
+
+
 _BY_NAME = {cls.__name__: cls for cls in STATUS}
 
 

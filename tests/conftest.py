@@ -28,8 +28,23 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-# What takes longest goes first, so that no worker ends long after the others.
+# What takes longest goes first, so that no worker ends long after the others: what `make more`
+# runs, which is little in `make test`, and then the rest.
 _LONGEST = (
+    "test_pretended_card.py",
+    "test_examples.py",
+    "test_soak.py",
+    "test_verl.py",
+    "test_processes.py",
+    "test_transformers_sweep.py",
+    "test_gpu_benchmark.py",
+    "test_trl_async.py",
+    "test_native_targets.py",
+    "test_sanitizer.py",
+    "test_architectures_equal_restart.py",
+    "test_ray.py",
+    "test_async_fleet.py",
+    "test_trl_colocate.py",
     "test_verbs.py",
     "test_clean_exits.py",
     "test_combinations.py",

@@ -20,13 +20,13 @@ class VerbThreads:
     thread is refused: it could not end before those it waits behind, perhaps for itself.
     """
 
-    def __init__(self, most: int = MOST) -> None:
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="rollout-verb")
-        self._most, self._busy = most, 0
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MOST, thread_name_prefix="rollout-verb")
+        self._busy = 0
 
     async def run(self, verb: Callable[[], T]) -> T:
         """The result of ``verb``; raises ``EngineOverloaded`` where too many run already."""
-        if self._busy >= self._most:
+        if self._busy >= MOST:
             raise EngineOverloaded(
                 f"{self._busy} verbs about weights wait here already; try again when one has ended"
             )

@@ -75,9 +75,8 @@ class Control:
     def resume(self, timeout: float | None = None) -> Asked[None]:
         return self._ask("resume", lambda: self._loop.pause_state.open("pause"), timeout)
 
-    def reset_prefix_cache(self, timeout: float | None = None) -> Asked[None]:
-        reset = self._scheduler.blocks.reset_prefix_cache
-        return self._ask("reset_prefix_cache", reset, timeout)
+    def reset_prefix_cache(self) -> Asked[None]:
+        return self._ask("reset_prefix_cache", self._scheduler.blocks.reset_prefix_cache, None)
 
     def sleep(self, level: int = 1, timeout: float | None = None) -> Asked[None]:
         """Free device memory: 1 keeps the weights in host memory, 2 drops them.

@@ -46,6 +46,7 @@ from rollout.errors import (
     InvalidRequest,
     RolloutError,
     WorkerDied,
+    some,
 )
 from rollout.generation import Labels, Request
 from rollout.generation.metrics import EngineCounters, EngineStats
@@ -467,12 +468,10 @@ class EngineCore:
         bad = sorted({name for info in self.rank_info for name in info.get("nonfinite", ())})
         self.counters.nonfinite_tensors = len(bad)
         if bad:
-            more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
             log.warning(
-                "the checkpoint's weights hold NaN or infinity in %s%s: what is generated will be "
+                "the checkpoint's weights hold NaN or infinity in %s: what is generated will be "
                 "meaningless",
-                ", ".join(bad[:8]),
-                more,
+                some(bad),
             )
 
     def _refusal(self) -> RolloutError | None:

@@ -15,7 +15,7 @@ from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memor
 from rollout.engine.memory import available_bytes
 from rollout.engine.state_cache import StateShape
 from rollout.engine.worker.cuda_graphs import check_graphs
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
 from rollout.models.build import build_model, build_tables, slots_beside
@@ -184,10 +184,10 @@ def _check_files(config: EngineConfig, found: FoundModel, table: WeightTable) ->
         }
     problems = []
     if missing := sorted(set(table.slots) - set(held)):
-        problems.append(f"missing {_some(missing)}")
+        problems.append(f"missing {some(missing)}")
     unknown = [n for n in held if n not in table.slots and n not in table.aliases]
     if unknown := sorted(name for name in unknown if not table.ignores(name)):
-        problems.append(f"unknown {_some(unknown)}")
+        problems.append(f"unknown {some(unknown)}")
     for name in sorted(set(held) & {*table.slots, *table.aliases}):
         if tuple(held[name]) != tuple(table.shape_of(name)):
             problems.append(f"{name} is {list(held[name])}, not {list(table.shape_of(name))}")
@@ -198,8 +198,3 @@ def _check_files(config: EngineConfig, found: FoundModel, table: WeightTable) ->
 def _rank_bytes(table: WeightTable, dtype: torch.dtype) -> int:
     """Bytes of one rank's parameters as they lie in memory."""
     return sum(spec.nbytes(dtype) for spec in table.params.values())
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

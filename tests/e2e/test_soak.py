@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120
+SECONDS = 60  # of which each event happens at least once; `make soak` takes ten times as many
 
 
 @pytest.mark.more
-@pytest.mark.timeout(600)
-def test_updates_faults_and_streams_for_two_minutes() -> None:
+def test_updates_faults_and_streams_for_a_minute() -> None:
     roots = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(SECONDS),
          "--clients", "8", "--seed", "1"],
-        capture_output=True, text=True, timeout=580, check=False,
+        capture_output=True, text=True, timeout=270, check=False,
         env={**os.environ, "PYTHONPATH": roots, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

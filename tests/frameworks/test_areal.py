@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from clients.install import folder
+from frameworks.jobs import run
 from safetensors.torch import save_file
 from serving import serve
 from tiny_models import write_tiny
 
 from rollout import Rollout
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-LIMIT = 240
 CLIENT = folder("areal")
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -35,14 +29,8 @@ def test_areals_own_client_samples_scores_and_updates(tmp_path: Path) -> None:
     flags += ["--max-num-batched-tokens", "64"]
     with serve(tmp_path / "tiny", *flags) as served, Rollout.connect(served.grpc) as rollout:
         before = rollout.generate(PROMPT, {**GREEDY, "prompt_logprobs": 0})[0]
-        command = [
-            sys.executable, str(HERE / "areal_job.py"), served.http,
-            str(tmp_path / "weights" / "disk"), str(tmp_path / "sent.safetensors"), str(tmp_path),
-        ]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": f"{CLIENT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-        assert done.returncode == 0, done.stderr[-4000:]
-        got = json.loads(done.stdout.splitlines()[-1])
+        files = (tmp_path / "weights" / "disk", tmp_path / "sent.safetensors", tmp_path)
+        got = run("areal_job.py", served.http, *files, over=CLIENT)[-1]
         assert rollout.check_weights(sent).equal
         after = rollout.generate(PROMPT, GREEDY)[0].outputs[0]
     first = before.outputs[0]

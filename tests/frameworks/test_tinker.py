@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from clients.install import folder
+from frameworks.jobs import run
 from serving import serve
 from tiny_models import write_tiny
 
 from rollout import Rollout
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 CLIENT = folder("tinker")
 KEY = "tml-secret"
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
-LIMIT = 240
 
 
 @pytest.mark.more
@@ -39,16 +33,8 @@ def test_tinkers_own_sdk_samples_and_versions_are_known(tmp_path: Path) -> None:
         asked = {**GREEDY, "prompt_logprobs": 2, "logprobs": 3}
         ours = rollout.generate(PROMPT, asked)[0]
         url = f"http://{served.http}"
-        command = [sys.executable, str(HERE / "tinker_job.py"), url, KEY, "tiny"]
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{CLIENT}{os.pathsep}{ROOT}",
-            "NO_PROXY": "*",
-            "TINKER_TELEMETRY": "0",
-        }
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-        assert done.returncode == 0, done.stderr[-4000:]
-        got = json.loads(done.stdout.splitlines()[-1])
+        quiet = {"TINKER_TELEMETRY": "0"}
+        got = run("tinker_job.py", url, KEY, "tiny", over=CLIENT, env=quiet)[-1]
         with httpx.Client(base_url=url, headers={"X-API-Key": KEY}) as http:
             query = {"sequence_id": got["sequence_id"]}
             versions = http.get("/api/v1/weight_versions", params=query).json()

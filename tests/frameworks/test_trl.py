@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from frameworks import jobs
 from free_ports import free_port
 from serving import serve
 from tiny_models import write_tiny
 from tiny_vision import write_vision
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-LIMIT = 270
-DOCS = ROOT / "docs" / "weight_sync.md"
+DOCS = HERE.parents[1] / "docs" / "weight_sync.md"
 # As the documentation names them.
 ROUTES = re.search(r"--open-routes\s+(\S+)`", DOCS.read_text()).group(1).split(",")
 
@@ -81,17 +77,6 @@ def test_trls_client_loses_a_reply_to_every_weight_verb_and_its_finish_commits_n
     assert got["after"] == 1
 
 
-def run(job: str, *args: object) -> dict:
-    """What the last line of a job says that has TRL, and a stand-in of vLLM, on its path."""
-    path = [str(HERE / "stand_in"), str(ROOT), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "NO_PROXY": "*",
-    }
-    command = [sys.executable, str(HERE / job), *map(str, args)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def run(job: str, *arguments: object) -> Any:
+    """With a stand-in of vLLM, which TRL's client imports a few functions of."""
+    return jobs.run(job, *arguments, over=HERE / "stand_in")[-1]

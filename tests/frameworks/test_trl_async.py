@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from frameworks.jobs import run
 from serving import serve
 from tiny_models import write_tiny
 
 from rollout import ConfigError, Rollout
 from rollout.integrations.trl import RolloutWorker
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
-
-def run(job: str, *arguments: str) -> Any:
-    """What the job says at its end."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / job), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "NO_PROXY": "*",
-        },
-        capture_output=True,
-        text=True,
-        timeout=270,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.more
@@ -47,7 +21,7 @@ def test_the_stock_async_trainer_trains_on_conversations_and_every_sync_arrives(
     tmp_path: Path,
 ) -> None:
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
-    got = run("trl_async_job.py", str(tmp_path / "tiny"), str(tmp_path))
+    got = run("trl_async_job.py", tmp_path / "tiny", tmp_path)[-1]
     assert [sync["equal"] for sync in got["syncs"]] == [True] * 4  # one before the first step
     assert [sync["version"] for sync in got["syncs"]] == [1, 2, 3, 4]
     assert len({sync["norm"] for sync in got["syncs"]}) == 4  # every step changed the weights
@@ -151,7 +125,7 @@ def test_the_stock_async_trainer_sends_adapters_which_are_merged_as_they_are_loa
     flags = ["--dtype", "float32", "--weight-dir", str(scratch), "--tensor-parallel-size", "2"]
     with serve(model, *flags) as served:
         url = f"http://{served.http}"
-        got = run("trl_lora_job.py", str(model), url, served.grpc, str(scratch))
+        got = run("trl_lora_job.py", model, url, served.grpc, scratch)[-1]
         syncs = got["syncs"]
         assert [sync["version"] for sync in syncs] == [1, 2, 3, 4]
         assert [sync["label"] for sync in syncs] == [f"trl-policy-v{n}" for n in (1, 2, 3, 4)]
@@ -191,7 +165,7 @@ def test_the_stock_async_trainer_sends_adapters_which_are_served_beside_the_weig
     flags = ["--dtype", "float32", "--weight-dir", str(scratch), "--tensor-parallel-size", "2"]
     with serve(model, *flags, "--max-adapters", "4") as served:
         url = f"http://{served.http}"
-        syncs = run("trl_lora_job.py", str(model), url, served.grpc, str(scratch))["syncs"]
+        syncs = run("trl_lora_job.py", model, url, served.grpc, scratch)[-1]["syncs"]
         assert [sync["version"] for sync in syncs] == [1, 2, 3, 4]
         assert [sync["adapter"] for sync in syncs] == [f"trl-policy-v{n}@{n}" for n in (1, 2, 3, 4)]
         assert all(sync["named"] for sync in syncs)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from frameworks.jobs import run
 from tiny_models import write_tiny
 
 from rollout.errors import ConfigError, InvalidRequest, WeightMismatch
 from rollout.integrations.trl_colocate import LLM
 
-HERE = Path(__file__).parent
 ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32, "dtype": "float32"}
 
 
@@ -60,27 +55,9 @@ def test_weights_that_are_pushed_are_one_update_and_a_failed_one_changes_nothing
 def test_three_steps_of_the_stock_trainer(tmp_path: Path, size: int, sleep: str) -> None:
     """With two ranks the trainer's own processes are the engine's; asleep while it trains."""
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
-    command = [sys.executable, "-W", "ignore"]
-    if size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    job = [str(HERE / "trl_colocate_job.py"), str(tmp_path / "tiny"), str(tmp_path / "out"), sleep]
-    path = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*command, *job],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks: list[dict[str, Any]] = [
-        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"syncs"')
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    job = ("trl_colocate_job.py", tmp_path / "tiny", tmp_path / "out", sleep)
+    ranks = run(*job, launcher=launcher if size > 1 else ())
     assert len(ranks) == size
     for found in ranks:
         assert [sync["equal"] for sync in found["syncs"]] == [True] * len(found["syncs"])

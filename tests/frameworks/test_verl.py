@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clients.install import folder
+from frameworks.jobs import run
 from tiny_models import write_tiny
 
 from rollout import Rollout
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 CLIENT = folder("verl")
-
-
-def run(job: str, *arguments: Path | str) -> dict[str, Any]:
-    """The last line that a job prints, with verl's environment over this one."""
-    path = [str(CLIENT), str(ROOT), str(HERE.parent)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / job), *map(str, arguments)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=270,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_verl_finds_the_plugin_by_its_entry_point() -> None:
@@ -51,7 +28,7 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     models = [tmp_path / "one", tmp_path / "other"]
     for seed, path in enumerate(models):
         write_tiny(path, seed=seed, tokenizer=True)
-    got = run("verl_job.py", *models)
+    got = run("verl_job.py", *models, over=CLIENT)[-1]
     asked = {"temperature": 1.0, "max_tokens": 8, "seed": 3, "ignore_eos": True}
     told = []
     for path in models:
@@ -77,17 +54,26 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert got["back"]["token_ids"] == got["first"]["token_ids"]
 
 
+@pytest.fixture(scope="module")
+def synced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of both kinds; one process, for most of its time goes into imports."""
+    path = tmp_path_factory.mktemp("verl")
+    write_tiny(path, seed=0, tokenizer=True)
+    found: dict[str, Any] = run("verl_sync_job.py", path, over=CLIENT, limit=560)[-1]
+    return found
+
+
 @pytest.mark.more
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
 @pytest.mark.parametrize(("kind", "versions"), [("apart", 3), ("hybrid", 2)])
 def test_verls_trainer_learns_and_every_step_is_live(
-    tmp_path: Path, kind: str, versions: int
+    synced: dict[str, Any], kind: str, versions: int
 ) -> None:
     """Two FSDP2 ranks of verl's own worker, its losses and manager. Apart: a standalone replica, by
     our checkpoint engine; hybrid: one of two ranks over these workers, which sleeps meanwhile.
     """
-    write_tiny(tmp_path, seed=0, tokenizer=True)
-    got = run("verl_sync_job.py", tmp_path, kind, str(versions))
+    got = synced[kind]
     steps = got["steps"]
     assert [row["global_steps"] for row in steps] == [[n] * 4 for n in range(1, versions + 1)]
     assert (

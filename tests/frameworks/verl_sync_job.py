@@ -1,7 +1,9 @@
 """verl's own trainer workers, replica and CheckpointEngineManager over Ray; prints one JSON object.
 
-verl_sync_job.py MODEL apart 3     a standalone replica, by our checkpoint engine, of three versions
-verl_sync_job.py MODEL hybrid 2    one over the trainer's workers, by verl's "naive", which sleeps
+verl_sync_job.py MODEL
+
+"apart": a standalone replica, by our checkpoint engine, of three versions; "hybrid": one over the
+trainer's workers, by verl's "naive", which sleeps, of two.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ from rollout.errors import RolloutError
 from rollout.integrations.verl import Server
 
 torch.set_num_threads(1)
-model, kind, versions = sys.argv[1], sys.argv[2], int(sys.argv[3])
+[model] = sys.argv[1:]
+VERSIONS = {"apart": 3, "hybrid": 2}
 OVERRIDES = f"""
 actor_rollout_ref.model.path={model}
 actor_rollout_ref.model.use_remove_padding=False
@@ -99,9 +102,10 @@ def documented():
     return found
 
 
-async def started(config):
+async def started(kind):
     """The trainer's workers, a replica, and the manager of their weights."""
-    section, hybrid = config.actor_rollout_ref, kind == "hybrid"
+    config, hybrid = configured(), kind == "hybrid"
+    section = config.actor_rollout_ref
     if hybrid:
         section.rollout.tensor_model_parallel_size = 2
         section.rollout.checkpoint_engine.backend = "naive"
@@ -120,11 +124,12 @@ async def started(config):
     )
     await (replica.init_hybrid(actors) if hybrid else replica.init_standalone())
     manager = CheckpointEngineManager(rollout_config.checkpoint_engine, actors, [replica])
-    return actors, replica, manager
+    return config, actors, replica, manager
 
 
-async def course(config):
-    actors, replica, manager = await started(config)
+async def course(kind):
+    config, actors, replica, manager = await started(kind)
+    versions = VERSIONS[kind]
     driver = SimpleNamespace(config=config, actor_rollout_wg=actors)  # of verl's own driver methods
     found = {"steps": []}
     for step in range(1, versions + 1):
@@ -151,6 +156,8 @@ async def course(config):
     _, outputs = await sampled(replica.server_handle)
     found["after"] = [output.extra_fields["global_steps"] for output in outputs]
     await replica.server_handle.shutdown.remote()
+    for actor in (*actors.workers, *replica.workers, *replica.servers):
+        ray.kill(actor)
     if kind == "apart":
         found["apart"] = await reached_from_other_nodes()
     return found
@@ -203,10 +210,10 @@ def scored(batch):
 
 
 ray.init(
-    num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False,
+    num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False,
     object_store_memory=100 << 20,
 )  # fmt: skip
 try:
-    print(json.dumps(asyncio.run(course(configured()))), flush=True)
+    print(json.dumps({kind: asyncio.run(course(kind)) for kind in VERSIONS}), flush=True)
 finally:
     ray.shutdown()

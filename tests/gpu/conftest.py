@@ -10,5 +10,7 @@ from tiny_models import write_tiny
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-gpu")
-    write_tiny(path, "qwen3", dtype=torch.float32, num_layers=1)
+    # Few weights: the interpreter, on a pretended card, takes a millisecond for a few hundred.
+    sizes = {"num_layers": 1, "vocab_size": 96, "intermediate_size": 64}
+    write_tiny(path, "qwen3", dtype=torch.float32, **sizes)
     return path

@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_interpreter import quicken
 
-from rollout.kernels.gpu_support import triton_runs
+from rollout.kernels.gpu_support import interpreted, triton_runs
+
+if triton_runs() and interpreted():
+    quicken()
 
 
 @pytest.fixture

@@ -77,7 +77,6 @@ class Coordinator:
         aliases: Mapping[str, str],
         device: str,
         num_ranks: int,
-        transports: tuple[str, ...] | None = None,
         undo: str = "shadow",
         staging: str = "auto",
         memory: Mapping[str, int] | None = None,
@@ -102,7 +101,7 @@ class Coordinator:
         self.state = "idle"
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
         self._device, self._devices = device, devices
-        self._transports = offered() if transports is None else transports
+        self._transports = offered()
         self._host = host_id() if engine.one_host else ""  # that of all ranks
         self._dtype = next(iter(self.metadata.values())).dtype
         self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))

@@ -28,9 +28,9 @@ def verb_status(error: RolloutError) -> int:
     return status if status < 500 or isinstance(error, EngineClosed | WorkerDied) else 409
 
 
-def error_body(error: RolloutError, *, weight_verb: bool = False) -> tuple[dict[str, Any], int]:
+def error_body(error: RolloutError) -> tuple[dict[str, Any], int]:
     """The JSON body and HTTP status of an error; a class without a row takes its base's."""
-    status = verb_status(error) if weight_verb else _status(type(error))
+    status = _status(type(error))
     return openai_error(str(error), type(error).__name__, status), status
 
 

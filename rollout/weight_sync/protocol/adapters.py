@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from rollout.errors import ConfigError, VersionConflict, WeightMismatch
+from rollout.errors import ConfigError, VersionConflict, WeightMismatch, some
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import LINEAR, AdapterSpec
 from rollout.weights.components import adapter_component, qualified
 from rollout.weights.names import weight_dtype
-
-_MOST = 8  # modules named in one error
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +125,8 @@ def adapter_tensors(
             for each, shape in of.tensors(module, *meta.shape).items()
         ]
     if problems:
-        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         raise WeightMismatch(
-            f"{'; '.join(problems[:_MOST])}{more}: adapt modules that the engine's model has",
+            f"{some(problems, between='; ')}: adapt modules that the engine's model has",
             problems=problems,
         )
     return tuple(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollout.errors import ChecksumMismatch, WeightMismatch
+from rollout.errors import ChecksumMismatch, WeightMismatch, some
 from rollout.weights import WeightSlot
 
 MASK = (1 << 64) - 1
@@ -43,7 +43,7 @@ def combine(ranks: Sequence[Sequence[SlotDigest]]) -> dict[str, int]:
             elif first[1] != value:
                 torn.append(f"{source} (ranks {first[0]} and {rank})")
     if torn:
-        raise ChecksumMismatch(f"copies of one box differ between ranks: {_some(torn)}")
+        raise ChecksumMismatch(f"copies of one box differ between ranks: {some(torn)}")
     return sums
 
 
@@ -52,7 +52,7 @@ def check_finite(counts: Mapping[str, int]) -> None:
     if counts:
         held = [f"{name} ({count} elements)" for name, count in counts.items()]
         raise WeightMismatch(
-            f"{len(counts)} tensors hold NaN or infinity in the engine's dtype: {_some(held)}; the "
+            f"{len(counts)} tensors hold NaN or infinity in the engine's dtype: {some(held)}; the "
             "update was refused. Has training diverged, or is a value out of the dtype's range? "
             "An engine started with check_finite=False takes them",
             problems=[f"{one} hold NaN or infinity" for one in held],
@@ -64,11 +64,6 @@ def compare(sent: Mapping[str, int], held: Mapping[str, int], aliases: Mapping[s
     differing = [n for n, value in sent.items() if held.get(aliases.get(n, n)) != value]
     if differing:
         raise ChecksumMismatch(
-            f"{len(differing)} of {len(sent)} tensors arrived changed: {_some(differing)}; "
+            f"{len(differing)} of {len(sent)} tensors arrived changed: {some(differing)}; "
             "the update was refused, send it again"
         )
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.weights import CASTABLE, TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.fused_experts import Spellings, nearest
@@ -91,9 +91,8 @@ def check_metadata(
         sent, wanted, aliases, partial=partial, components=components, spelled=spelled
     )
     if problems:
-        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         raise WeightMismatch(
-            f"the update does not fit the model: {'; '.join(problems[:_MOST])}{more}",
+            f"the update does not fit the model: {some(problems, _MOST, '; ')}",
             problems=problems,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.kernels.native import memory_fault
 from rollout.weight_sync.protocol.fit import dtype_fault
 from rollout.weight_sync.trainer.sources.base import (
@@ -77,10 +77,8 @@ def check_all(items: Iterable[tuple[str, Any]]) -> None:
         if (wrong := fault(local_part(tensor))) is not None:
             problems.append(f"{name} {wrong}")
     if problems:
-        more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
-        raise WeightMismatch(
-            f"nothing was sent: {'; '.join(problems[:_MOST])}{more}", problems=problems
-        )
+        named = some(problems, _MOST, "; ")
+        raise WeightMismatch(f"nothing was sent: {named}", problems=problems)
 
 
 def readable(name: str, tensor: Any) -> Tensor:

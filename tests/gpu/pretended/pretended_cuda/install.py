@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from quick_interpreter import quicken
 from torch import Tensor
 
 from pretended_cuda.card import (
@@ -93,6 +94,7 @@ def _launch_on_cards() -> None:
     """Triton's interpreter takes tensors of a card, and no others."""
     from triton.runtime.interpreter import GridExecutor
 
+    quicken()
     launch = GridExecutor.__call__
     turn = threading.Lock()  # the interpreter patches its modules for as long as a kernel runs
 

@@ -1,0 +1,41 @@
+"""Scripts of this folder, each in a process of its own, over which other packages may lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def run(
+    script: str, *arguments: object, over: Path | None = None, launcher: Sequence[str] = (),
+    env: Mapping[str, str] | None = None, limit: float = 270,
+) -> list[Any]:  # fmt: skip
+    """The JSON objects that ``script`` prints on lines of their own, first to last.
+
+    ``over``: a folder of packages that come before all others; ``launcher``: what python runs, and
+    with which arguments, instead of the script itself.
+    """
+    path = [over, HERE.parents[1], HERE.parent, os.environ.get("PYTHONPATH")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, str(HERE / script), *map(str, arguments)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(place) for place in path if place),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "NO_PROXY": "*",
+            **(env or {}),
+        },
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
