@@ -65,7 +65,7 @@ GRPC_SERVER = "rollout.server.grpc.server:serve"
 def _in_thread(
     method: Callable[Concatenate[WeightVerbs, P], R],
 ) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
-    """The awaitable form of a weight verb: it runs in a thread, to its end even when cancelled."""
+    """A weight verb, awaitable: runs in a thread, and to its end even when cancelled."""
 
     async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         await self.start()
@@ -78,7 +78,7 @@ def _in_thread(
 def _at_once(
     method: Callable[Concatenate[WeightVerbs, P], R],
 ) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
-    """The same for a verb that waits for no update: one of the loop's own threads will do."""
+    """The same for a verb that never waits for an update: the loop's own threads will do."""
 
     async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         await self.start()
@@ -110,7 +110,7 @@ class AsyncRollout:
         *,
         tls: ClientTls | None = None,
     ) -> Self:
-        """A service at "host:port" of its gRPC server; ``timeout`` bounds calls but generation."""
+        """Connect to the gRPC server at "host:port"; ``timeout`` bounds all but generation."""
         split_address(address)
         if not isinstance(tls, ClientTls | None):
             raise ConfigError(f"tls must be a ClientTls(ca=...), or None, got {tls!r:.80}")
@@ -122,7 +122,7 @@ class AsyncRollout:
 
     @classmethod
     def over(cls, backend: Backend) -> Self:
-        """The verbs over a backend that somebody else has made; ``shutdown`` closes it."""
+        """The same verbs over an existing backend; ``shutdown`` closes it."""
         self = cls.__new__(cls)
         self._set_up(backend, None)
         return self
@@ -161,10 +161,10 @@ class AsyncRollout:
         """Continue every prompt; outputs in the order of ``prompts``.
 
         ``prompts``: a text, a list of token ids, or a list of either. ``params``: one for all, or
-        one each; a dict stands for the ``SamplingParams`` of its keys (``sampling_params`` is
-        another name of it, vLLM's). ``images``: those of one prompt, or a list of them for each;
-        see ``docs/vision.md``. One call is admitted as a whole. Raises a ``RequestError`` or
-        ``EngineError``.
+        one each; a dict is read as ``SamplingParams`` (``sampling_params`` is another name of it,
+        vLLM's). ``images``: those of a single prompt, or a list for each prompt; see
+        ``docs/vision.md``. A call is admitted as a whole, or not at all. Raises a
+        ``RequestError`` or ``EngineError``.
         """
         params = one_of(params, sampling_params)
         if images is not None:
@@ -203,12 +203,12 @@ class AsyncRollout:
         adapter: str | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[EmbeddingOutput]:
-        """One vector for each prompt: the last hidden state, after the model's last norm, of its
-        last token (``pooling`` "mean": the mean over all of its tokens); the first ``dimensions``
-        numbers of it; of length 1 unless ``normalize`` is False; of the model with ``adapter``.
+        """One embedding per prompt: the last token's hidden state after the model's final norm.
 
-        Prompts as for ``generate``, beside which they run, in the same steps. ``RequestAborted``
-        where one was aborted, ``EngineError`` where the weights give NaN.
+        ``pooling="mean"`` takes the mean over all tokens instead. ``dimensions`` keeps that many
+        leading numbers. The vector has length 1 unless ``normalize`` is False. ``adapter``: which
+        adapter the model runs with. Prompts are given as for ``generate`` and run in the same
+        steps. ``RequestAborted`` if one was aborted, ``EngineError`` if the weights give NaN.
         """
         if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
             raise InvalidRequest(f"dimensions must be 1 or more, got {dimensions!r:.80}")
@@ -229,14 +229,14 @@ class AsyncRollout:
         request_ids: Sequence[str] | None = None,
         **options: Any,
     ) -> list[ClassificationOutput]:
-        """The score head's logits of each prompt's last token (``pooling`` "all": of each token),
-        with probabilities, label and reward: of a model whose architecture ends in
-        ForSequenceClassification, a reward model's among them.
+        """The score head's logits for each prompt, with probabilities, label and reward.
 
-        Prompts as for ``generate``; or conversations as for ``chat``, with its ``options``, which
-        end with their last message unless ``add_generation_prompt``. ``adapter``: of the model with
-        that one. ``InvalidRequest`` where the model has no such head, ``RequestAborted`` where one
-        was aborted, ``EngineError`` where the weights give NaN.
+        For models whose architecture ends in ForSequenceClassification, such as reward models. The
+        logits are the last token's; ``pooling="all"`` gives every token's. Prompts are given as
+        for ``generate``, or as conversations as for ``chat`` with its ``options``; these end with
+        their last message unless ``add_generation_prompt``. ``adapter``: which adapter the model
+        runs with. ``InvalidRequest`` if the model has no such head, ``RequestAborted`` if a prompt
+        was aborted, ``EngineError`` if the weights give NaN.
         """
         params, given = replace(classify_params(pooling), adapter=adapter), cast(Any, prompts)
         if are_conversations(prompts):
@@ -263,16 +263,15 @@ class AsyncRollout:
         adapter: str | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[ScoreOutput]:
-        """Logprobs of given tokens: of the ids of each prompt's completion; without ``completions``
-        of all tokens of the prompts but the first.
+        """Logprobs of given tokens: each prompt's completion, or without ``completions`` all tokens
+        of the prompts but the first.
 
-        ``last_n``: of the last so many of those. ``top_logprobs``: of that many of the most likely
-        tokens at each place as well. ``temperature``: the distribution's, in [1e-5, 1e9].
-        ``adapter``: of the model with that one. Prompts: texts or lists of ids. They are computed
-        beside what is generated, in the same steps; what
-        comes before the first token that is scored may come from the prefix cache, and needs no
-        logits. ``InvalidRequest`` names a row with nothing to score; ``RequestAborted`` where one
-        was aborted, ``EngineError`` where the weights give NaN.
+        ``last_n`` scores only that many of the last of them. ``top_logprobs`` adds the most likely
+        tokens at each position. ``temperature``: of the distribution, in [1e-5, 1e9].
+        ``adapter``: which adapter the model runs with. Prompts are texts or lists of ids, and run
+        in the same steps as generation. Tokens before the first scored one may come from the
+        prefix cache, and need no logits. ``InvalidRequest`` names a row with nothing to score;
+        ``RequestAborted`` if a row was aborted, ``EngineError`` if the weights give NaN.
         """
         await self.start()
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -317,7 +316,7 @@ class AsyncRollout:
         request_ids: Sequence[str] | None = None,
         stream: bool = True,
     ) -> Outputs:
-        """(index of the prompt, output) as they come; with ``stream`` cumulative ones."""
+        """(index of the prompt, output) as they finish; with ``stream`` cumulative ones, too."""
         await self.start()
         each = as_prompts(prompts, self.backend.max_model_len, params)
         ids, many = as_ids(request_ids, len(each)), as_params(params, len(each))
@@ -366,9 +365,10 @@ class AsyncRollout:
         return await self.backend.tokenize(given, add_special_tokens, chat)
 
     async def render(self, messages: Messages, /, **variables: Any) -> str:
-        """The text of a conversation by the model's chat template, up to the assistant's turn.
+        """A conversation as the model's chat template renders it, up to the assistant's turn.
 
-        ``variables`` are the template's: ``tools``, ``add_generation_prompt=False``, its own.
+        ``variables`` are passed to the template: ``tools``, ``add_generation_prompt=False``, or
+        any of its own.
         """
         given = as_conversation(messages)
         await self.start()
@@ -377,8 +377,8 @@ class AsyncRollout:
     def session(self, **variables: Any) -> AsyncSession:
         """A conversation of several turns that continues exact token ids.
 
-        ``variables`` are the chat template's: ``tools``, or its own. Sampling parameters, an
-        adapter among them, are each turn's.
+        ``variables`` are passed to the chat template: ``tools``, or any of its own. Sampling
+        parameters, the adapter included, are given with each turn.
         """
         if "adapter" in variables:
             raise InvalidRequest(
@@ -387,9 +387,9 @@ class AsyncRollout:
         return AsyncSession(self.backend, ChatOptions.of_variables(variables))
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
-        """End this request or these, or all, at the next step; returns how many there were.
+        """End one request, several, or all at the next step; returns how many were running.
 
-        Nothing is raised: their samples come back as they are, with ``finish_reason`` "abort".
+        Nothing is raised: samples come back as far as they got, with ``finish_reason`` "abort".
         """
         await self.start()
         return await self.backend.abort(as_texts(request_ids, "request_ids"))
@@ -402,12 +402,12 @@ class AsyncRollout:
         return await self.backend.server_info()
 
     async def pause_generation(self, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Stop stepping. ``mode``: "keep" running requests as they are, "recompute" their KV
-        afterwards, "wait" for them, or "abort" them: their samples end with ``finish_reason``
-        "abort". New requests wait in the queue.
+        """Stop stepping; new requests wait in the queue.
 
-        ``timeout``: seconds, at most a day. Where running requests have not ended by then,
-        generation goes on as before and ``DeadlineExceeded`` is raised.
+        ``mode`` says what becomes of running requests: "keep" them as they are, "recompute" their
+        KV on resuming, "wait" for them to finish, or "abort" them (``finish_reason`` "abort").
+        ``timeout``: seconds, at most a day. If "wait" takes longer, generation goes on as before
+        and ``DeadlineExceeded`` is raised.
         """
         await self.start()
         if not isinstance(mode, str):
@@ -415,13 +415,13 @@ class AsyncRollout:
         await self.backend.pause(mode, check_timeout(timeout))
 
     async def resume_generation(self) -> None:
-        """Step again after ``pause_generation``; without effect where nothing is paused."""
+        """Step again after ``pause_generation``; does nothing if generation is not paused."""
         await self.start()
         await self.backend.resume()
 
     async def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Give memory back. Level 1 frees the KV cache and moves the weights to host memory; level
-        2 drops the weights, so that a full update is needed. Running requests are frozen.
+        """Free device memory. Level 1 frees the KV cache and moves the weights to host memory;
+        level 2 drops the weights, so that a full update is needed. Running requests are frozen.
         """
         await self.start()
         if type(level) is not int or level not in (1, 2):
@@ -431,17 +431,17 @@ class AsyncRollout:
     async def wake_up(
         self, tags: str | Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        """Bring back what ``sleep`` gave away: ``tags`` "weights", "kv_cache", or None for both."""
+        """Bring back what ``sleep`` freed: ``tags`` "weights", "kv_cache", or None for both."""
         await self.start()
         await self.backend.wake_up(as_texts(tags, "tags"), check_timeout(timeout))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prompt beginnings; after an update this is not needed."""
+        """Empty the prefix cache; not needed after an update."""
         await self.start()
         await self.backend.reset_prefix_cache()
 
     async def metrics(self) -> EngineStats:
-        """One moment of the engine's figures."""
+        """A snapshot of the engine's metrics."""
         await self.start()
         return await self.backend.stats()
 
@@ -469,11 +469,11 @@ class AsyncRollout:
 
     @property
     def address(self) -> Coroutine[Any, Any, str]:
-        """Where others connect, "host:port": ``await r.address``; starts serving on loopback."""
+        """The "host:port" for others to connect to: ``await r.address``; serves on loopback."""
         return self.serve()
 
     async def serve(self, /, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
-        """Offer this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
+        """Serve this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
 
         ``options`` are those of ``server.grpc.server.serve``. Raises ``ConfigError`` naming a busy
         port.

@@ -30,12 +30,12 @@ class Backend(Protocol):
 
     @property
     def link(self) -> WeightLink:
-        """What ``publish`` goes through: ``info`` in the caller's order of transports, ``open``."""
+        """What ``publish`` goes through; its ``info`` has transports in the caller's order."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Known once ``start`` is done: prompts are judged by it before they are looked into."""
+        """Known once ``start`` is done; longer prompts are refused before their ids are read."""
         ...
 
     async def start(self) -> None: ...
@@ -84,7 +84,7 @@ class Backend(Protocol):
     async def server_info(self) -> ServerInfo: ...
 
     def end_calls(self, error: EngineError) -> None:
-        """End every call under way with ``error``; does not wait for it."""
+        """End every running call with ``error``, without waiting for that."""
         ...
 
     async def pause(self, mode: str, timeout: float) -> None: ...
@@ -105,7 +105,7 @@ class Backend(Protocol):
 
     @property
     def prepared(self) -> str:
-        """The update that waits for a decision; "" for none, and where only ``info`` can tell."""
+        """The update that waits for a decision; "" if there is none, or if only ``info`` knows."""
         ...
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
@@ -113,7 +113,7 @@ class Backend(Protocol):
         ...
 
     def serve(self, grant: Grant) -> Standing:
-        """A fleet's coordinator says how long this member may serve, and asks where it stands."""
+        """Take a lease from the fleet's coordinator, and answer where this member stands."""
         ...
 
     def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
@@ -137,11 +137,11 @@ class Backend(Protocol):
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
 
     def load_lora_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterLoaded:
-        """Have requests by ``name`` answered with a PEFT directory's adapter."""
+        """Load the adapter of a PEFT directory as ``name``."""
         ...
 
     def unload_lora_adapter(self, name: str) -> bool:
-        """Forget a name; whether it was there."""
+        """Unload an adapter; returns whether it was loaded."""
         ...
 
     def save_sharded_state(self, path: str, timeout: float) -> int:

@@ -244,7 +244,7 @@ class ColocatedRollout:
         return self.weight_info().version
 
     def rollback(self, timeout: float = DEFAULT_TIMEOUT) -> UpdateReceipt:
-        """The version before the last commit serves again, under a new number."""
+        """Serve the version before the last commit again, under a new number."""
         self._calls.agree("rollback", timeout)
         act = lambda: self._weights.rollback(timeout)  # noqa: E731
         return self._calls.noun("rollback", act, 4 * timeout, UpdateReceipt)
@@ -252,17 +252,17 @@ class ColocatedRollout:
     # ---- memory ----
 
     def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Give memory back on every rank, for the trainer's step; as ``Rollout.sleep``."""
+        """Free memory on every rank for the trainer's step, as ``Rollout.sleep`` does."""
         self._calls.agree("sleep", [level, timeout])
         self._calls.first_does("sleep", lambda: self.engine.sleep(level, timeout), timeout)
 
     def wake_up(self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Take it again: "weights", "kv_cache", or None for both; as ``Rollout.wake_up``."""
+        """Take it back: "weights", "kv_cache", or None for both; as ``Rollout.wake_up``."""
         self._calls.agree("wake_up", [tags, timeout])
         self._calls.first_does("wake_up", lambda: self.engine.wake_up(tags, timeout), timeout)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prompt beginnings; after an update this is not needed."""
+        """Empty the prefix cache; not needed after an update."""
         self._calls.agree("reset_prefix_cache", None)
         self._calls.first_does(
             "reset_prefix_cache", lambda: self.engine.reset_prefix_cache(), DEFAULT_TIMEOUT

@@ -1,9 +1,9 @@
-"""Conversations of several turns that continue exact token ids: nothing is tokenised twice.
+"""Multi-turn conversations that continue exact token ids: nothing is tokenised twice.
 
-A turn's prompt is every id of the turns before, as the engine saw and sampled them, and after it
-the new messages alone. What a chat template puts around them is found by rendering the history
-with a mark in the place of the last answer: what comes after the mark is text that no turn has had
-yet. It is tokenised by itself and appended, less an end token that was already sampled.
+The prompt of a turn is all ids of the turns before it, as the engine saw and sampled them, and then
+only the new messages. The text that the chat template puts around these is found by rendering the
+history with a marker in place of the last answer: what follows the marker is new. It is tokenised
+by itself and appended, without an end token that was already sampled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Turn:
 class AsyncSession:
     """A conversation; made by ``AsyncRollout.session``. A turn that fails leaves it as it was.
 
-    ``chat`` takes messages, which the chat template surrounds; ``generate`` takes text or token
+    ``chat`` takes messages, which go through the chat template; ``generate`` takes text or token
     ids, appended as they are. One turn runs at a time, with one sample (``n=1``): ``fork`` before
     a turn that is to have several.
     """

@@ -73,10 +73,10 @@ class Rollout:
         *,
         tls: ClientTls | None = None,
     ) -> Self:
-        """A service at "host:port" of its gRPC server; every rank of a trainer may hold one.
+        """Connect to the gRPC server at "host:port"; every rank of a trainer may do so.
 
-        ``tls``: the certificates to demand and to show (``rollout.rpc.tls.ClientTls``). Raises
-        ``EngineClosed`` when nothing answers there.
+        ``tls``: the certificates to require and to present (``rollout.rpc.tls.ClientTls``). Raises
+        ``EngineClosed`` if nothing answers there.
         """
         return cls.over(lambda: AsyncRollout.connect(address, token, timeout, tls=tls))
 
@@ -101,7 +101,7 @@ class Rollout:
 
     @classmethod
     def over(cls, make: Callable[[], AsyncRollout]) -> Self:
-        """The blocking verbs over ``make()``, which is started; raises what starting raises."""
+        """The blocking verbs over what ``make`` returns, once that has started."""
         self = cls.__new__(cls)
         self._begin(make)
         return self
@@ -163,7 +163,7 @@ class Rollout:
     def session(self, **variables: Any) -> Session:
         """A conversation of several turns that continues exact token ids.
 
-        ``variables`` are the chat template's: ``tools``, or its own.
+        ``variables`` are passed to the chat template: ``tools``, or any of its own.
         """
         return Session(self._async.session(**variables), self._loop.run)
 
@@ -174,7 +174,7 @@ class Rollout:
 
     @property
     def address(self) -> str:
-        """Where others may ``connect``, "host:port"; an embedded engine starts serving there."""
+        """The "host:port" for others to ``connect`` to; an embedded engine starts serving."""
         return self._loop.run(self._async.address)
 
     def shutdown(self) -> None:
@@ -249,7 +249,7 @@ async def _await(awaitable: Any) -> Any:
 
 
 def _shut_down(rollout: AsyncRollout, loop: _LoopThread) -> None:
-    """Also at the interpreter's exit, where no thread can be started any more."""
+    """Also runs at interpreter exit, when no thread can be started any more."""
     try:
         loop.run(rollout.disconnect())
     finally:

@@ -57,28 +57,33 @@ class WeightVerbs:
     ) -> UpdateReceipt:
         """Make ``source`` live as one new version, or change nothing and say why.
 
-        ``source``: a module (plain, DDP, FSDP, ZeRO), an iterable of ``(name, tensor)``, a
-        checkpoint directory or a ``WeightSource``. Collective over a distributed source: every
-        rank calls it, and gets the same receipt or the same error. ``version`` may jump ahead.
-        ``in_flight``: keep | recompute | abort | wait | pin for running requests; what is pinned
-        finishes on the version before, for at most ``pin_timeout`` (None: ``timeout``), then
-        ``pin_fallback``: keep | recompute | abort. ``partial``: what is not sent keeps its live
-        value. ``server_path`` in place of a source: a checkpoint or version
-        directory that the engine's own host reads, under one of its ``--weight-dir``;
-        with an ``update_id`` a repeated call gets the first one's receipt while that is live.
-        ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
-        ``encoding``: auto | full | delta | delta-zstd; a delta keeps a host copy of what it sent,
-        and goes full by itself where the engine holds something else, and every ``anchor_every``
-        updates. ``max_stall`` (seconds in which no step may run) and ``max_extra_memory`` (bytes
-        that a rank may take on its device beside what it holds): an update that is going to
-        break one is refused before anything moves, with what it would need (``LimitExceeded``).
-        updates. ``adapters``: LoRA adapters by name (PEFT models, or directories that PEFT wrote)
-        that go with the source, or without one: their factors alone, into slots of the engine
-        (``max_adapters``), live at the same commit as ``name@version``. A source that is one of
-        them goes unmerged; any other PEFT model is sent merged. ``adapters_only``: of ``source``,
-        a PEFT model, its active adapters under their names there.
-        The receipt's ``details`` say which of them was taken and why. Raises a
-        ``WeightError`` (the old version serves on) or an ``EngineError``.
+        - ``source``: a module (plain, DDP, FSDP, ZeRO), an iterable of ``(name, tensor)``, a
+          checkpoint directory or a ``WeightSource``. A distributed source makes the call
+          collective: every rank makes it, and all get the same receipt or the same error.
+        - ``server_path``: instead of a source, a checkpoint or version directory that the engine's
+          own host reads, under one of its ``--weight-dir``. With an ``update_id``, a repeated call
+          gets the first call's receipt for as long as that version is live.
+        - ``version``: the number to commit as, above the live one (None: the next).
+        - ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
+        - ``encoding``: auto | full | delta | delta-zstd. A delta keeps a copy of what was sent in
+          host memory. It falls back to a full update where the engine holds other weights, and
+          sends one every ``anchor_every`` updates.
+        - ``in_flight``: what becomes of running requests: keep | recompute | abort | wait | pin.
+          Pinned requests finish on the old version within ``pin_timeout`` (None: ``timeout``);
+          after that ``pin_fallback`` applies: keep | recompute | abort.
+        - ``partial``: tensors that are not sent keep their live values.
+        - ``max_stall`` (seconds in which no step may run) and ``max_extra_memory`` (bytes that a
+          rank may take on its device beside what it holds): an update that would exceed either is
+          refused before anything moves. The ``LimitExceeded`` says what it would need.
+        - ``adapters``: LoRA adapters by name (PEFT models, or directories that PEFT wrote), with or
+          without a source. Only their factors are sent, into slots of the engine
+          (``max_adapters``); they go live in the same commit, as ``name@version``. If the source
+          is one of these models it is sent unmerged; any other PEFT model is merged first.
+        - ``adapters_only``: send only the active adapters of ``source``, a PEFT model, under the
+          names that they have there.
+
+        The receipt's ``details`` say which transport and encoding were used, and why. Raises a
+        ``WeightError`` (the old version keeps serving) or an ``EngineError``.
         """
         options = UpdateOptions(
             version=version,
@@ -134,14 +139,14 @@ class WeightVerbs:
         return self._backend.info()
 
     def rollback(self, timeout: float = DEFAULT_TIMEOUT) -> UpdateReceipt:
-        """The version before the last commit serves again, under a new number.
+        """Serve the version before the last commit again, under a new number.
 
-        Possible once, until the next update begins; else ``VersionConflict``.
+        Possible once, and until the next update begins; otherwise ``VersionConflict``.
         """
         return self._backend.rollback(check_timeout(timeout))
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
-        """Of the last commits (64 at most), oldest first, whoever sent them."""
+        """Receipts of the last 64 commits at most, oldest first, whoever sent them."""
         return self._backend.receipts()
 
     def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
@@ -158,21 +163,22 @@ class WeightVerbs:
     def load_lora_adapter(
         self, name: str, path: str | Path, *, inplace: bool = False
     ) -> AdapterLoaded:
-        """Have requests by ``name`` answered with the adapter of a PEFT directory. Blocks.
+        """Load the adapter of a PEFT directory as ``name``. Blocks; embedded engines only.
 
-        With ``max_adapters`` it lies beside the weights, and requests name it
-        (``SamplingParams(adapter=name)``); the next one of this name is another version, and who
-        has begun goes on with the one before. Else it is merged into the weights. Files that look
-        as when they were read are not read again, unless ``inplace``. ``ConfigError`` for what
-        cannot be read or does not fit, ``WeightMismatch`` for the tensors of another base; then
-        nothing has changed. Where the engine is this process's own.
+        With ``max_adapters`` it is kept beside the weights, and requests name it
+        (``SamplingParams(adapter=name)``). Loading the same name again makes a new version;
+        requests that have begun finish with the old one. Without ``max_adapters`` it is merged
+        into the weights. Files that have not changed are not read again, unless ``inplace``.
+        ``ConfigError`` if it cannot be read or does not fit, ``WeightMismatch`` if its tensors are
+        of another base model; nothing has changed then.
         """
         return self._backend.load_lora_adapter(name, str(path), inplace=inplace)
 
     def unload_lora_adapter(self, name: str) -> bool:
-        """Forget an adapter, also where requests still use it; whether it was there.
+        """Unload an adapter, even if requests still use it; returns whether it was loaded.
 
-        From a client, and of a fleet, by a commit that makes a version, and has no way back.
+        For a client and for a fleet this is a commit: it makes a version, and cannot be rolled
+        back.
         """
         return self._backend.unload_lora_adapter(name)
 

@@ -1,4 +1,4 @@
-"""One engine: what is loaded and sized at its start, and everything others may ask of it."""
+"""One engine: what it loads and sizes at start, and everything that may be asked of it."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ T = TypeVar("T")
 class EngineCore:
     """One engine, from ``start`` to ``close``. Every public method is thread-safe.
 
-    ``epoch`` is random per start, and so is ``seed``, that of requests which bring none, unless
-    ``config`` has one; ``version`` is the weights' version that the next step runs with.
-    ``executor`` overrides the one that ``config`` names. After ``start``: ``model_config``,
+    ``epoch`` is drawn at random for each start. ``seed`` is the config's, or random, and serves
+    requests that bring none. ``version`` is the weight version of the next step. ``executor``
+    overrides the one that ``config`` names. After ``start``: ``model_config``,
     ``tokenizer`` (None: token ids only), ``max_model_len``, ``num_kv_blocks``, ``memory``, and
     ``rank_info``, the ranks' start replies.
     """
@@ -218,8 +218,8 @@ class EngineCore:
         self._encoder = EncoderCache(config.encoder_cache_bytes, vision.features * dtype.itemsize)
 
     def save_sharded_state(self, directory: Path, timeout: float) -> int:
-        """Every rank's live weights to ``directory``, with config and tokenizer; their version,
-        ``base_version``.
+        """Write every rank's live weights, config and tokenizer to ``directory``; returns their
+        version, ``base_version``.
         """
         if self.config.quantization != "none":
             raise ConfigError(
@@ -266,19 +266,19 @@ class EngineCore:
 
     @property
     def directory(self) -> str:
-        """Of the model's config.json."""
+        """Where the model's config.json is."""
         return self._directory
 
     @property
     def broken(self) -> str | None:
-        """Why no weights are live that one version made, if so."""
+        """Why the live weights are not those of a single version; None if they are."""
         return None if self._control is None else self._control.broken
 
     @property
     def state(self) -> str:
         """starting | running | paused | asleep | broken | fenced | dead | closed.
 
-        What an update holds back for a moment is "running": it is served when the update is over.
+        "running" also while an update holds requests back for a moment: they are served after it.
         """
         if self._closed:
             return "closed"
@@ -299,9 +299,9 @@ class EngineCore:
     def submit(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
         """Admit all requests together, in one scheduling step, or raise for all of them.
 
-        ``sink`` is called from the engine's thread and must not block: with cumulative snapshots
-        as tokens arrive when ``stream``, else with each request's final one; or once with an
-        error, which ends the whole call. Raises ``InvalidRequest`` or ``PromptTooLong`` for a bad
+        ``sink`` is called from the engine's thread and must not block. It gets cumulative
+        snapshots as tokens arrive if ``stream``, otherwise each request's final one; an error
+        ends the whole call. Raises ``InvalidRequest`` or ``PromptTooLong`` for a bad
         request, ``EngineOverloaded`` while too much waits, an ``EngineError`` while the engine
         cannot serve.
         """
@@ -317,7 +317,7 @@ class EngineCore:
         admitted.add_done_callback(lambda future: self._not_admitted(future, requests, call))
 
     def stats(self) -> EngineStats:
-        """One moment; takes no lock and waits for nobody."""
+        """A snapshot; takes no lock and waits for nothing."""
         counted = self.counters.snapshot() | self._state_stats()
         if self._encoder is not None:
             counted |= self._encoder.figures.stats()
@@ -355,7 +355,7 @@ class EngineCore:
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> list[Future[Reply]]:
-        """Enqueue a call on every rank, in one order with the steps."""
+        """Enqueue a call on every rank; calls and steps run in the order of enqueueing."""
         if self._loop is not None and self._loop.dead is not None:
             raise WorkerDied(str(self._loop.dead))
         if self._closed or self._executor is None:
@@ -363,12 +363,12 @@ class EngineCore:
         return self._executor.call(method, args, tensors)
 
     def room(self, nbytes: int) -> Tensor | None:
-        """Memory from which a tensor of a call reaches the ranks without a copy, if there is."""
+        """Memory from which a call's tensor reaches the ranks without a copy, if there is any."""
         return None if self._executor is None else self._executor.room(nbytes)
 
     @property
     def reads_on(self) -> str:
-        """The device of the only rank, where it runs in this process; else ""."""
+        """The device of the only rank if it runs in this process, otherwise ""."""
         inside = self._executor is not None and self._executor.runs_here
         return str(self.rank_info[0]["device"]) if inside else ""
 
@@ -413,21 +413,21 @@ class EngineCore:
             self.mark_broken(None)
 
     def end_pins(self, why: str, timeout: float) -> None:
-        """What is pinned to a version takes its fallback, at the next step boundary."""
+        """Have pinned requests take their fallback at the next step boundary."""
         self.loop.ask("end of the pins", lambda: self.pins.end(why), timeout).result()
 
     @property
     def base_version(self) -> int:
-        """The models' version, which their ranks have: commits of adapters alone leave it."""
+        """The version that the ranks hold; commits of adapters alone do not change it."""
         return self.blocks.version
 
     def check_whole(self) -> None:
-        """``EngineBroken`` where no weights are live that one version made."""
+        """Raise ``EngineBroken`` if the live weights are not those of a single version."""
         if self.broken is not None:
             raise EngineBroken(self.control.broken_text)
 
     def mark_broken(self, reason: str | None) -> None:
-        """Refuse generation with ``EngineBroken`` and end what is pending; None mends it."""
+        """Refuse generation with ``EngineBroken`` and end pending requests; None: healthy again."""
         self.control.mark_broken(reason)
 
     # ---- helpers ----
@@ -441,12 +441,12 @@ class EngineCore:
         return tuple(self.rank_info[0].get("sparse_layers", ()))
 
     def _labels(self) -> Labels | None:
-        """Those of a score head; None: the model has a language-model head."""
+        """Labels of a score head; None for a language model."""
         model = self.model_config
         return Labels(names=model.labels, problem_type=model.problem_type) if model.labels else None
 
     def _experts(self) -> tuple[int, int, int] | None:
-        """Layers with experts, experts of a token, experts; None: they cannot be told."""
+        """Number of expert layers, experts per token, experts; None if unknown."""
         moe, layers = self.model_config.moe, sum(self._sparse_layers)
         return (layers, moe.experts_per_token, moe.num_experts) if moe and layers else None
 
@@ -464,7 +464,7 @@ class EngineCore:
             self.died.set_result(error)
 
     def _warn_of_nonfinite(self) -> None:
-        """A checkpoint with NaN is served, as it may be what is to be looked into."""
+        """A checkpoint with NaN is served all the same: somebody may want to look into it."""
         bad = sorted({name for info in self.rank_info for name in info.get("nonfinite", ())})
         self.counters.nonfinite_tensors = len(bad)
         if bad:
@@ -489,7 +489,7 @@ class EngineCore:
         return None
 
     def _admit(self, requests: Sequence[Request], call: Call, arrived: float) -> None:
-        """In the engine's thread: queue a whole call, or end it when that is no longer possible."""
+        """In the engine's thread: queue the whole call, or end it if it can no longer be served."""
         try:
             with self.inputs.handing_over(requests):
                 refusal = self._refusal()
@@ -505,7 +505,7 @@ class EngineCore:
             self.outputs.refuse(call, refusal)
 
     def _not_admitted(self, asked: Future[None], requests: Sequence[Request], call: Call) -> None:
-        """A call that the engine's thread never got to hears why."""
+        """Tell a call that the engine's thread never got to why."""
         error = asked.exception()
         if error is not None:
             with self.inputs.handing_over(requests):
@@ -517,7 +517,7 @@ class EngineCore:
 
 
 def _for_ranks(config: EngineConfig) -> EngineConfig:
-    """As ranks in processes of their own read it: what this program registered, by its import."""
+    """For ranks in other processes, which import load formats that were registered here."""
     if config.resolved_executor == "inline":
         return config
     return replace(config, load_format=portable(config.load_format))

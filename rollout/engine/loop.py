@@ -4,8 +4,8 @@
 
 Everything that touches sequences or blocks runs in this thread, between two steps, in the order in
 which it was asked for. With ``runs_ahead`` the ranks get the next step before the tokens of this
-one are booked, so that they need not wait for this thread; while anything is in the inbox none is
-begun ahead, and the inbox is taken when no step is under way.
+one are booked, so that they do not wait for this thread. No step is begun ahead while the inbox
+holds anything, and the inbox is emptied only when no step is running.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step that the ranks have been given."""
+    """A step that has been sent to the ranks."""
 
     batch: ScheduledBatch
     futures: list[Future[Reply]]
@@ -65,8 +65,8 @@ class StepLoop:
 
     ``on_broken(reason)`` is called, in this thread, when ranks disagree about the version or one
     does not answer a step within ``step_timeout`` seconds, or twice what the longest step so far
-    took. The first step may compile and warm up, and one of more tokens, or patches of images,
-    than any before may take longer than all of them: these have ``first_timeout``.
+    took. The first step may compile and warm up, and one with more tokens or image patches than any
+    before it may take longer than all of them: these get ``first_timeout``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StepLoop:
         self._thread.start()
 
     def stop(self) -> bool:
-        """Ask the thread to end and wait a little; False when a step is still under way."""
+        """Ask the thread to end and wait briefly; False if a step is still running."""
         self._tell_to_end()
         self._thread.join(_CLOSE_WAIT)
         return not self._thread.is_alive()
@@ -154,9 +154,9 @@ class StepLoop:
         return Asked(self.at_boundary(fn), what, timeout)
 
     def ask_drained(self, gate: str, timeout: float) -> Asked[None]:
-        """Shut ``gate`` once nothing that has begun is left, and admit nothing until then.
+        """Shut ``gate`` once everything that has begun is finished; until then admit nothing.
 
-        Whatever else ends the waiting leaves the gate as it was.
+        If the wait ends in any other way, the gate stays as it was.
         """
         drained: Future[None] = Future()
 
@@ -213,7 +213,7 @@ class StepLoop:
             self._refuse_rest()
 
     def _take_inbox(self, wait: bool, limit: float | None) -> None:
-        """Run everything asked for so far; ``wait`` blocks until something is, for ``limit`` s."""
+        """Run everything asked for so far; ``wait``: block for something, ``limit`` s at most."""
         while not self.closed:
             try:
                 fn, future = self._inbox.get(block=wait, timeout=limit)
@@ -250,7 +250,7 @@ class StepLoop:
                 future.set_result(None)
 
     def _step(self) -> bool:
-        """One step, if there is work; whatever goes wrong ends the requests it was about."""
+        """Run one step if there is work; an error ends the requests that it is about."""
         begun, self._ahead = self._ahead, None
         if self.dead is not None:
             return False
@@ -291,9 +291,9 @@ class StepLoop:
             self._outputs.fail(failure, {entry.sequence.request_id for entry in batch.entries})
 
     def _begin(self, batch: ScheduledBatch) -> _Begun | None:
-        """Hand a step to the ranks; None when nothing is left of it.
+        """Send a step to the ranks; None if nothing is left of it.
 
-        A request that cannot be encoded ends, the others of the step go on.
+        A request that cannot be encoded ends; the rest of the step goes on.
         """
         batch = self._constrained(batch)
         if not batch.entries:
@@ -318,10 +318,10 @@ class StepLoop:
         return _Begun(batch, self._executor.call("step", args, tensors), patches)
 
     def _constrained(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch without the rows whose grammars have not said yet what may be drawn.
+        """The batch without the rows whose grammars have not produced a mask yet.
 
-        They go into a later step, and nobody waits for them but for a moment. What cannot go on by
-        its grammar ends.
+        Those go into a later step; this one waits for them only briefly. A request that its
+        grammar does not let continue ends.
         """
         bound = [entry for entry in batch.entries if entry.sequence.waits_for_mask]
         if not bound or self._grammars is None:
@@ -343,7 +343,7 @@ class StepLoop:
         return batch.rows([row for row in batch.rows_running if ready[row]])
 
     def _begin_ahead(self, batch: ScheduledBatch) -> _Begun | None:
-        """What cannot be encoded waits for its turn, when its sequences may be ended."""
+        """If it cannot be encoded, it waits for its turn, when its sequences may be ended."""
         try:
             args, tensors = self.encoder.encode(batch)
         except Exception:
@@ -377,7 +377,7 @@ class StepLoop:
         return SamplerOutput.from_tensors(replies[0][1])
 
     def _replies(self, futures: list[Future[Reply]], tokens: int, patches: int) -> list[Reply]:
-        """Every rank's answer to a step; an error from outside our tree becomes ``EngineError``."""
+        """Every rank's reply to a step; a foreign exception becomes ``EngineError``."""
         began = time.monotonic()
         known = tokens <= self._most_tokens and patches <= self._most_patches
         limit = max(self._step_timeout, 2 * self._longest) if known else self._first_timeout
@@ -403,7 +403,7 @@ class StepLoop:
 
 
 def _settle(futures: list[Future[Reply]], error: RolloutError) -> None:
-    """After one rank's ``error``: a death elsewhere explains it, a rank that hangs is worse."""
+    """After one rank's ``error``: another rank's death explains it, one that hangs is worse."""
     _, hanging = wait(futures, _SETTLE_WAIT)
     for future in futures:
         if future.done() and isinstance(death := future.exception(), WorkerDied):

@@ -1,10 +1,10 @@
 """Which tokens of which sequences are computed in the next step.
 
-One token budget per step: decodes first, then chunks of prefill, first come first served. A
-sequence is admitted only when blocks for all its known tokens are free, so a prefill never stalls;
-when a decode finds no block, the newest running sequence is preempted and computed again later.
-Of sequences that share most of a prompt one goes ahead: the others are admitted when they find its
-blocks in the prefix cache. The same calls on the same state give the same schedule.
+One token budget per step: decodes first, then prefill chunks, first come first served. A sequence
+is admitted only when there are free blocks for all its known tokens, so a prefill never stalls. If
+a decode finds no block, the newest running sequence is preempted and recomputed later. Of sequences
+that share most of a prompt one goes first; the others are admitted once its blocks are in the
+prefix cache. The same calls on the same state give the same schedule.
 
     add -> [fresh] --admit--> running --finish--> gone
                                 |  ^
@@ -29,8 +29,8 @@ _BY_ID = attrgetter("seq_id")
 class Scheduler:
     """Orders sequences by ``seq_id``; owns their blocks through ``blocks``.
 
-    ``frozen``: nothing is scheduled at all. ``admitting`` False: sequences that never ran stay in
-    the queue, what has begun goes on to its end.
+    ``frozen``: nothing is scheduled. ``admitting`` False: sequences that have not run yet stay in
+    the queue, those that have run go on.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scheduler:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing that has begun is left."""
+        """Whether everything that has begun is finished."""
         return not self.running and not any(_top(lane.started) for lane in self._lanes.values())
 
     def sequences(self) -> Iterator[Sequence]:
@@ -75,7 +75,7 @@ class Scheduler:
             self._unforked[first.seq_id], first.forks = others, True
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's work, with blocks reserved for it; no entries when nothing can run.
+        """The next step's work, with its blocks reserved; empty if nothing can run.
 
         While sequences are pinned, they and the others take turns.
         """
@@ -95,12 +95,13 @@ class Scheduler:
         return batch
 
     def schedule_ahead(self, last: ScheduledBatch) -> ScheduledBatch:
-        """The step after ``last``, which is still being computed; no entries: wait for it.
+        """The step after ``last``, which is still running; empty: wait for ``last`` first.
 
-        Only where its tokens decide nothing but who has ended: all that runs draws a token in
-        ``last``, nobody is pinned, nobody waits who could be admitted now or once ``last`` has
-        brought the ends that it is sure to bring, and there are blocks. A sequence that turns out
-        to have ended is computed once in vain; who waits for its place comes a step later.
+        Possible only if the tokens of ``last`` decide nothing but which sequences end: every
+        running sequence samples in it, none is pinned, none waits that could be admitted now or
+        after the ends that ``last`` is sure to bring, and there are free blocks. A sequence that
+        turns out to have ended is computed once in vain; one that waits for its place comes a step
+        later.
         """
         batch = ScheduledBatch(
             version=self.blocks.version, number=last.number + 1, previous_rows=[]
@@ -129,7 +130,7 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Book a computed step, before its sampled tokens are appended."""
+        """Account for a computed step, before its sampled tokens are appended."""
         size = self.blocks.block_size
         for entry in batch.entries:
             seq = entry.sequence
@@ -146,7 +147,7 @@ class Scheduler:
                 self._fork(seq)
 
     def finish(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
+        """Remove a sequence from wherever it is, and free its blocks."""
         if seq.status is Status.RUNNING:
             del self.running[bisect_left(self.running, seq.seq_id, key=_BY_ID)]
         self._waiting.pop(seq.seq_id, None)
@@ -181,7 +182,7 @@ class Scheduler:
         return [] if self.pin is None else [s for s in self.sequences() if s.pin is not None]
 
     def unpin(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """These go on by the live weights, with the KV that they have; None: all that is pinned."""
+        """These go on with the live weights and the KV that they have; None: all pinned ones."""
         pinned = [s for s in self.pinned() if sequences is None or s in sequences]
         for seq in pinned:
             seq.pin = None
@@ -196,7 +197,7 @@ class Scheduler:
         return [seq for seq in self.sequences() if seq.request_id in requests]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when books and sequences disagree."""
+        """Raise ``AssertionError`` if the bookkeeping and the sequences disagree."""
         self.blocks.check_integrity(self.sequences())
         ids = [seq.seq_id for seq in self.running]
         assert ids == sorted(set(ids)), "running is out of order"
@@ -208,7 +209,7 @@ class Scheduler:
         assert all(seq.status is Status.WAITING for seq in self._waiting.values())
 
     def _schedule_running(self, entries: list[ScheduledEntry], pinned: bool) -> int:
-        """Decodes, then chunks of what is still in prefill; returns the budget left."""
+        """Decodes, then prefill chunks; returns the remaining budget."""
         budget, index, size = self._budget, 0, self.blocks.block_size
         prefills: list[Sequence] = []
         while index < len(self.running) and budget:
@@ -262,7 +263,7 @@ class Scheduler:
             heapq.heappush(heap, (seq.seq_id, seq))
 
     def _make_space(self, seq: Sequence, found: PrefixHit) -> bool:
-        """Blocks for all known tokens of a sequence that is to be admitted, if there are."""
+        """Reserve blocks for all known tokens of a sequence to admit, if there are enough."""
         # Leave room for the running ones to grow, or the newcomer is preempted at once.
         margin = min(len(self.running), self.blocks.num_blocks // 32)
         while not self.blocks.admit(seq, found, margin):
@@ -292,7 +293,7 @@ class Scheduler:
         return self._lanes[seq.pin is not None]
 
     def _sort_lanes(self) -> None:
-        """After pins have changed: everything that waits into its lane."""
+        """After pins have changed: put each waiting sequence into its lane."""
         before, self._lanes = self._lanes, {False: _Lane(), True: _Lane()}
         for lane in before.values():
             for item in lane.fresh:
@@ -301,7 +302,7 @@ class Scheduler:
                 heapq.heappush(self._lane_of(item[1]).started, item)
 
     def _make_room(self, seq: Sequence) -> bool:
-        """A block for the next token of ``seq``, at the cost of the newest; False: of itself."""
+        """A block for the next token of ``seq``; False if ``seq`` itself was preempted for it."""
         while not self.blocks.grow(seq):
             newest = self.running[-1]
             if newest is seq and self._drop_holder():
@@ -324,7 +325,7 @@ class Scheduler:
         heapq.heappush(self._lane_of(seq).started, (seq.seq_id, seq))
 
     def _drop_holder(self, keep: Sequence | None = None) -> bool:
-        """Take the shared blocks from the newest waiting sample; False when none holds any."""
+        """Take the shared blocks of the newest waiting sample; False if none holds any."""
         holders = [s for s in self._waiting.values() if s.block_table and s is not keep]
         if not holders:
             return False
@@ -350,7 +351,7 @@ class _Lane:
 
 
 class InFlightPrefixes:
-    """The blocks that running prefills are about to make addressable, by the next one of each."""
+    """Blocks that running prefills are about to add to the cache, by the next one of each."""
 
     def __init__(self, blocks: BlockManager, running: list[Sequence]) -> None:
         self._blocks = blocks
@@ -368,7 +369,7 @@ class InFlightPrefixes:
             self._by_next.setdefault(digest, seq)
 
     def look_up(self, seq: Sequence) -> PrefixHit | None:
-        """What the cache has of ``seq``; None: half of the rest or more is being computed."""
+        """What the cache has of ``seq``; None if at least half of the rest is being computed."""
         tokens = (seq.adapter_name, seq.cache_ids(0, seq.cacheable))
         if tokens in self._covered and not seq.block_table:
             return None

@@ -1,4 +1,4 @@
-"""Nouns of one update: what a trainer and an engine say to each other while weights move.
+"""The messages of one update: what a trainer and an engine say to each other as weights move.
 
     IDLE --begin--> STAGING --seal--> STAGED --all ranks vote yes--> COMMITTING --> IDLE at v+1
                        |                 |      (PREPARED: --decide-->)  |
@@ -6,9 +6,10 @@
                                                   a failure inside commit --> all ranks back to v
                                                   not possible            --> BROKEN
 
-``WeightChannel`` is the seam: ``engine.lease.Lease`` implements it in process, the gRPC client
-over one stream. An update is a lease held by an open channel: closing it before the commit aborts,
-but for one that was sealed with a ``fence``: it is PREPARED then and waits for a ``Decision``.
+``WeightChannel`` is the seam: ``engine.updates.lease.Lease`` implements it in process, the gRPC
+client over one stream. An update is a lease held by an open channel; closing the channel before the
+commit aborts it, unless it was sealed with a ``fence``: then it is PREPARED and waits for a
+``Decision``.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class QuantizationGrid:
 class WeightInfo:
     """What an engine announces about its weights, before any update.
 
-    ``tensors`` is the complete set a full update must send, in file form and the engine's dtype:
-    the sender casts to it and digests that. ``aliases`` maps names that may be sent but are owned
-    by another tensor (a tied head) to their owner.
+    ``tensors`` is the complete set that a full update must send, under checkpoint names and in the
+    engine's dtype: the sender casts to it, and digests the result. ``aliases`` maps names that may
+    be sent but belong to another tensor (a tied head) to their owner.
     """
 
     epoch: Digest
@@ -113,22 +114,22 @@ class WeightInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
-    """Opens an update. ``base`` is the (epoch, version) the sender believes is live, or None.
+    """Opens an update. ``base``: the (epoch, version) that the sender believes live, or None.
 
-    ``metadata`` lists what will be sent where the source knows it, and is checked before any byte
-    moves; None means entries are checked as they arrive. ``partial``: what is not sent keeps its
-    live value. ``offer`` says how the engine's ranks find the sender; ``transport`` alone reads it.
-    ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and begins
-    with a copy of it. "live" is the memory of an equal engine's ranks (``models.raw_load``), whose
+    ``metadata`` lists what will be sent, if the source knows it, and is checked before any byte
+    moves; None: entries are checked as they arrive. ``partial``: what is not sent keeps its live
+    value. ``offer`` says how the engine's ranks find the sender; only ``transport`` reads it.
+    ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and starts from
+    a copy of it. "live" is the memory of an equal engine's ranks (``models.raw_load``), whose
     digests are those of what it was made from. ``timeout`` bounds each wait, in seconds.
-    ``components``: those that are sent, each whole unless ``partial``; the engine's others stay as
-    they are live. ``max_stall`` (seconds) and ``max_extra_memory`` (bytes of a rank's device): what
-    it may take, or nothing is staged. ``adapters``: by name, those that are sent, which are
-    components, too, and always whole. ``adapters_after``: all that are to be there after the
-    commit, by version: those that are sent get theirs, the others have to be held in it, and what
-    is not named goes; None: those that are sent are added, as of the update's version. ``merged``:
-    see ``WeightInfo``; of the policy that is sent. With ``in_flight="pin"``: ``pin_timeout`` in
-    seconds, 0 for ``timeout``, then ``pin_fallback``.
+    ``components``: those that are sent, each whole unless ``partial``; the engine's others stay
+    live. ``max_stall`` (seconds) and ``max_extra_memory`` (bytes on a rank's device) are limits:
+    an update that would exceed one is refused before anything is staged. ``adapters``: those that
+    are sent, by name; they are components, too, and always whole. ``adapters_after``: the version
+    of every adapter that is to exist after the commit: sent ones get theirs, others must already be
+    held in that version, and unnamed ones are unloaded. None: sent ones are added, as the update's
+    version. ``merged``: see ``WeightInfo``; of the policy that is sent. ``in_flight="pin"`` lasts
+    ``pin_timeout`` seconds (0: ``timeout``), after which ``pin_fallback`` applies.
     """
 
     update_id: Text
@@ -188,8 +189,8 @@ Wants = Many[Boxes]
 class Begun:
     """The lease: the update will commit as ``version`` on top of ``base_version`` of ``epoch``.
 
-    Where trainer ranks will send to ranks of the engine directly: ``wants``, what each of the
-    latter takes, and ``layout``, its digest; None where the request showed that it is known.
+    If trainer ranks will send to engine ranks directly: ``wants`` says what each engine rank takes,
+    and ``layout`` is its digest; ``wants`` is None if the request showed that it is known.
     ``shared``: the offer of memory that an engine's neighbours read its buckets in.
     """
 
@@ -206,10 +207,10 @@ class Begun:
 class BucketEntry:
     """One box of one tensor inside a bucket: ``nbytes`` from ``offset``, row-major.
 
-    ``sparse`` is 0 for a box of values. Else the entry overwrites ``count`` elements of the box,
-    whose gaps are coded in ``sparse`` bytes each; see ``delta``. ``inflated`` is the length before
-    compression, 0 where there is none. ``region``: where the values lie row-major from ``offset``
-    of that region of the bucket, which is read in place, and not in the payload.
+    ``sparse`` is 0 for a box of values. Otherwise the entry overwrites ``count`` elements of the
+    box, with their gaps coded in ``sparse`` bytes each; see ``delta``. ``inflated`` is the length
+    before compression, 0 if there is none. ``region``: the values are not in the payload but lie
+    row-major from ``offset`` of that region of the bucket, where they are read in place.
     """
 
     name: Text
@@ -226,10 +227,10 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What trainer rank ``src`` sends to engine rank ``dst`` in one round, where all ranks send.
+    """What trainer rank ``src`` sends to engine rank ``dst`` in one round, if all ranks send.
 
-    It fills bytes ``start`` to ``stop`` of the receiver's part of the round, from whose beginning
-    the offsets of the entries count.
+    It fills bytes ``start`` to ``stop`` of the receiver's part of the round; offsets of entries
+    count from the beginning of that part.
     """
 
     src: Count
@@ -247,9 +248,9 @@ class Message:
 class BucketHeader:
     """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
 
-    ``regions``: handles of the sender's memory that entries lie in, where ranks have to map it.
-    A round in which all trainer ranks send has ``messages`` instead of entries of its own, whose
-    bytes ``nbytes`` adds up; what one rank sees of it is its ``share``.
+    ``regions``: handles of the sender's memory that holds the entries, if ranks have to map it.
+    A round in which all trainer ranks send has ``messages`` instead of entries; ``nbytes`` is their
+    sum, and what one rank receives of it is its ``share``.
     """
 
     index: Count
@@ -276,9 +277,9 @@ class BucketHeader:
 class Seal:
     """After the last bucket: how many buckets there were, and the sender's digest per tensor.
 
-    With a ``fence``, the fencing epoch of whoever will decide, a yes vote makes the engine
-    PREPARED: it keeps what is staged without a stream, and takes a ``Decision`` of this epoch or a
-    later one alone.
+    With a ``fence`` (the fencing epoch of whoever will decide) a yes vote makes the engine
+    PREPARED: it keeps what is staged without a stream, and accepts only a ``Decision`` of this
+    epoch or a later one.
     """
 
     num_buckets: Count
@@ -292,7 +293,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of a PREPARED update; ``fence`` is None of an operator, who may abort alone."""
+    """What becomes of a PREPARED update; ``fence`` None: from an operator, who can only abort."""
 
     update_id: Text
     commit: bool
@@ -307,10 +308,10 @@ class Decision:
 class WeightChannel(Protocol):
     """One update's lease. Calls come from one thread, in the order of the state machine.
 
-    Every method raises the named error of the side that failed and leaves the update aborted.
-    ``reads_in_place``: the engine is in this process, so that a payload may be the source's own
-    tensor, read where it lies. ``secret``: what other streams of this update have to know, "" where
-    it takes no others.
+    Every method raises the error of the side that failed, and leaves the update aborted.
+    ``reads_in_place``: the engine is in this process, so a payload may be the source's own tensor,
+    read where it lies. ``secret``: what further streams of this update have to present; "" if it
+    accepts none.
     """
 
     reads_in_place: bool
@@ -334,9 +335,9 @@ class WeightChannel(Protocol):
         ...
 
     def wait(self, index: int, timeout: float) -> None:
-        """Until every rank has taken bucket ``index`` (and so its buffer may be reused).
+        """Wait until every rank has taken bucket ``index``, so that its buffer may be reused.
 
-        Before any bucket is announced, ``wait(0)`` returns when every rank has met the sender.
+        Before any bucket is announced, ``wait(0)`` returns once every rank has connected.
         """
         ...
 
@@ -349,9 +350,9 @@ class WeightChannel(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Give the update up; the old version serves on. Never raises.
+        """Give up the update; the old version keeps serving. Never raises.
 
-        Before ``begin``: the sender's own checks have refused it, which counts as a failed update.
+        Before ``begin``: the sender's own checks refused it; this counts as a failed update.
         """
         ...
 
@@ -372,19 +373,19 @@ class InPlaceChannel(Protocol):
     def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
         """Announce a bucket whose entries lie in ``regions``, uint8 and flat, on that device.
 
-        What was asked of the device for them is done; they stay as they are until ``wait``.
+        All work of the device on them is done; they do not change until ``wait`` returns.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
-    """What one rank of the engine holds since the commit of ``version``.
+    """What one engine rank has held since the commit of ``version``.
 
-    Read of its memory, through the layouts: before the vote where the commit moves no byte (the two
-    instances change places, or the load went into the live one). Where a commit moves bytes
-    (contents exchanged with host memory, or under captured graphs) all ranks are read again inside
-    it, before a step runs, and it is taken back unless they hold the same.
+    Read from its memory through the layouts, before the vote if the commit moves no bytes (the two
+    instances change places, or the load went into the live one). A commit that moves bytes
+    (contents exchanged with host memory, or under captured graphs) reads all ranks again before a
+    step runs, and is undone unless they hold the same.
     """
 
     rank: Count

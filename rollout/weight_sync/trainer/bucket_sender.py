@@ -31,7 +31,7 @@ Packed = Iterator[tuple[BucketHeader, Tensor]]
 
 
 class BucketSink(Protocol):
-    """Where a rank's pieces go; an error is kept in ``failure`` for the next vote."""
+    """Where a rank's pieces go; an error is kept in ``failure`` until the next vote."""
 
     @property
     def bucket_bytes(self) -> int: ...
@@ -42,11 +42,11 @@ class BucketSink(Protocol):
     def add(self, name: str, part: Piece | CodedDelta) -> None: ...
 
     def exchange(self) -> None:
-        """After a vote that has passed, on every rank."""
+        """Called on every rank after a vote has passed."""
         ...
 
     def flush(self) -> None:
-        """Until everything that was added has been taken by every engine rank."""
+        """Wait until every engine rank has taken everything that was added."""
         ...
 
     def give_up(self, reason: str) -> None:
@@ -55,7 +55,7 @@ class BucketSink(Protocol):
 
 
 class NoSink:
-    """Of a rank that takes part in the gathers alone."""
+    """The sink of a rank that only takes part in the gathers."""
 
     bucket_bytes, failure = 0, None
 
@@ -77,11 +77,10 @@ class BucketSender:
 
     Digests are taken and buckets announced, sent and waited for on a thread beside the caller's,
     while the next bucket is gathered.
-    ``digests``: whether to digest buckets as they are sent. ``zero_copy``: whether large tensors
-    may be read where they lie. ``joined``: this is not the update's first stream, and ends alone.
-    ``small``: what comes is many short tensors, which on a CPU, too, may be read where they lie.
-    ``wire``: the dtype that a tensor of that name and dtype is digested as. ``headers``: those of
-    the updates before.
+    ``digests``: digest buckets as they are sent. ``zero_copy``: large tensors may be read where
+    they lie. ``joined``: this is not the update's first stream, and ends by itself. ``small``: many
+    short tensors are to come, which may be read where they lie even on a CPU. ``wire``: the dtype
+    that a tensor of that name and dtype is digested in. ``headers``: of earlier updates.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class BucketSender:
     # ---- pieces ----
 
     def buffer_for(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
-        """Where the next tensor may be gathered to: its place in the bucket."""
+        """Where the next tensor may be gathered to: its place in a bucket."""
         if self.failure is not None:
             return None
         started = time.perf_counter()
@@ -156,7 +155,7 @@ class BucketSender:
         return self._stays
 
     def add(self, name: str, part: Piece | CodedDelta) -> None:
-        """Pack a piece, or what changed of it, and have full buckets sent."""
+        """Pack a piece, or what changed of it, and send full buckets."""
         self._attempt(repr(name), lambda: self._ship_all(self._packed(name, part)))
 
     def add_staying(self, items: Sequence[tuple[str, Tensor]]) -> bool:
@@ -202,7 +201,7 @@ class BucketSender:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank alone has sent in rounds."""
+        """Bytes that this rank has sent in rounds."""
         return self._sender.sent_bytes
 
     # ---- its end ----
@@ -329,7 +328,7 @@ class BucketSender:
         stats.transfer_seconds += time.perf_counter() - started
 
     def _wait_free(self, index: int) -> None:
-        """Until a bucket's buffer may be packed again."""
+        """Wait until a bucket's buffer may be packed again."""
         self._later(partial(self._taken, index))
         self._worker.wait()
 
@@ -347,10 +346,10 @@ def _one_of_each_kind(items: Sequence[tuple[str, Tensor]]) -> Iterable[Tensor]:
 
 
 class BackgroundWorker:
-    """Runs tasks one after the other; after the first error none of them.
+    """Runs tasks one after the other; after the first error it runs no more.
 
-    ``do``, ``check`` and ``wait`` are for one thread, ``close`` for any. The tasks have deadlines
-    of their own, so that ``wait`` ends. The thread starts with the first task.
+    ``do``, ``check`` and ``wait`` are called from one thread, ``close`` from any. ``wait`` ends
+    because tasks have deadlines of their own. The thread starts with the first task.
     """
 
     def __init__(self, name: str) -> None:
@@ -361,7 +360,7 @@ class BackgroundWorker:
         self._error: BaseException | None = None
 
     def do(self, task: Callable[[], None]) -> None:
-        """Have ``task`` run after those given before; raises what one of them has raised."""
+        """Run ``task`` after those given before; raises what one of them has raised."""
         self.check()
         if self._thread is None:
             self._thread = NativeThread(self._name, self._run, self.close)
@@ -374,7 +373,7 @@ class BackgroundWorker:
             raise self._error
 
     def wait(self) -> None:
-        """Until all tasks given so far have run; raises what one of them has raised."""
+        """Wait until all tasks given so far have run; raises what one of them has raised."""
         if self._thread is not None:
             done = threading.Event()
             self._tasks.put(done)
@@ -382,7 +381,7 @@ class BackgroundWorker:
         self.check()
 
     def close(self) -> None:
-        """Begin no further task; one that is running is not waited for. The last call."""
+        """Begin no further task; does not wait for one that is running. The last call."""
         if self._error is None:
             self._error = TransferFailed("the update has ended")
         self._tasks.put(None)

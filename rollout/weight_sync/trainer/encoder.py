@@ -1,4 +1,4 @@
-"""Full or delta: what the caller wants, what the engine holds, and what is worth it."""
+"""Full or delta: what the caller wants, what the engine holds, and what pays off."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def choose_encoding(
     copies: Committed,
     layout: ShardLayout | None,
 ) -> Encoding:
-    """On the first rank. ``copies``: its own; ``layout``: what all ranks hold, where they said."""
+    """On the first rank. ``copies``: its own; ``layout``: what all ranks hold, if exchanged."""
     why_not = _why_nothing_is_kept(options, info, base)
     if why_not is not None:
         return Encoding(name="full", reason=why_not)
@@ -88,7 +88,7 @@ def _full_or_delta(
 
 
 class Encoder:
-    """One rank's pieces, as they travel, and its copies of them: gone unless the update commits."""
+    """Encodes one rank's pieces, and keeps copies of them, which are lost unless it commits."""
 
     def __init__(
         self, options: UpdateOptions, info: WeightInfo, base: DeltaBase | None, copies: Committed,
@@ -103,7 +103,7 @@ class Encoder:
         self._keeps = encoding.keeps == "each" or (encoding.keeps == "first" and is_first)
 
     def encode(self, piece: Piece, max_bytes: int) -> Piece | CodedDelta:
-        """What changed of a piece since the last commit, or the piece where that is no shorter."""
+        """What changed of a piece since the last commit; the whole piece if that is shorter."""
         by_shards = self.encoding.keeps == "each"
         # An alias is compared with its owner by the engine: it goes whole, and is not kept.
         if not self._keeps or piece.name in self._aliases:

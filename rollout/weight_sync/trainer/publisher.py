@@ -1,8 +1,8 @@
 """The trainer's side of an update, from the first call to the receipt; all ranks or none.
 
-Collective over the source's ranks. The first of them alone opens, seals and commits the update;
-the others take part in the gathers or send what they hold, vote after each bucket's worth of bytes,
-and get the same receipt or the same error.
+Collective over the source's ranks. Only the first rank opens, seals and commits the update; the
+others take part in the gathers or send what they hold, vote after each bucket's worth of bytes, and
+get the same receipt or the same error.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def publish(
 ) -> UpdateReceipt:
     """Make the weights of ``obj`` live on the engine as one version, or change nothing.
 
-    ``obj`` is whatever ``detect`` accepts; every rank of a distributed source calls this, in the
-    same order, and gets the same receipt or error. The first one calls ``connect``, and who has a
-    stream of its own. ``base``: what this rank last committed there, for deltas (None: every update
-    is full). ``plans``: what goes where, between updates. ``adapters``: by name, what goes with
-    it, or by itself where ``obj`` is None.
+    ``obj`` is whatever ``detect`` accepts. Every rank of a distributed source calls this, in the
+    same order, and gets the same receipt or error. ``connect`` is called on the first rank, and on
+    ranks that open a stream of their own. ``base``: what this rank last committed to this engine,
+    for deltas (None: every update is full). ``plans``: cache of which box goes where. ``adapters``:
+    by name, sent with ``obj``, or by themselves if it is None.
     """
     timeout, plans = options.timeout, plans or PlanCache()
     stats = TransferStats(tables=plans.tables)
@@ -88,7 +88,7 @@ def publish(
 
 @contextmanager
 def _told(link: WeightLink | None) -> Iterator[None]:
-    """What the trainer's own checks refuse is said to the engine, which counts it."""
+    """Tell the engine what the trainer's own checks refuse: it counts as a failed update."""
     try:
         yield
     except WeightError as error:
@@ -109,7 +109,7 @@ def _detected(obj: Any, adapters: Mapping[str, Any], plans: PlanCache) -> Detect
 def _first_opens(
     group: RankGroup, open_update: Callable[[], UpdateSession], timeout: float, stack: ExitStack
 ) -> tuple[UpdatePlan, UpdateSession | None]:
-    """Collective: the plan of the update that the first rank opens, which ``stack`` ends."""
+    """Collective: the plan of the update that the first rank opens; ``stack`` closes it."""
 
     def act() -> tuple[UpdatePlan, UpdateSession | None]:
         session = open_update()
@@ -127,7 +127,7 @@ def _first_opens(
 def _reach(
     group: RankGroup, connect: Callable[[], WeightLink], timeout: float
 ) -> tuple[WeightInfo, WeightLink | None]:
-    """What the engine announces; and the way to it, on the first rank."""
+    """What the engine announces; on the first rank also the link to it."""
 
     def reach() -> tuple[WeightInfo, WeightLink | None]:
         link = connect()

@@ -1,4 +1,4 @@
-"""The trainer ranks that hold one source: they go on together or fail together."""
+"""The trainer ranks that hold one source: they proceed together or fail together."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RankGroup:
 
     @classmethod
     def over(cls, ranks: Sequence[int], timeout: float) -> RankGroup:
-        """Meet the other ``ranks`` of this ``torch.distributed`` job within ``timeout`` seconds."""
+        """Connect to the other ``ranks`` of this ``torch.distributed`` job within ``timeout`` s."""
         here = dist.get_rank()
         if here not in ranks:
             raise ConfigError(
@@ -106,7 +106,7 @@ class RankGroup:
     def broadcast(
         self, obj: Mapping[str, Any] | None, timeout: float, phase: str = "announce"
     ) -> dict[str, Any]:
-        """The sender's ``obj`` (JSON-able) on every member; what the others pass is ignored."""
+        """Returns the sender's ``obj`` (JSON-able) on every member; what others pass is ignored."""
         mine = dict(obj or {}) if self.is_sender else {}
         return self.exchange({"obj": mine}, timeout, phase)[0]["obj"]  # type: ignore[no-any-return]
 
@@ -198,7 +198,7 @@ class RankGroup:
         return header["rows"], tensors["data"]
 
     def vote(self, error: BaseException | None, timeout: float, phase: str = "vote") -> None:
-        """Go on only if no member has an ``error``; otherwise all raise the first one.
+        """Proceed only if no member has an ``error``; otherwise all raise the first one.
 
         The same class and message everywhere; ``__cause__`` is the original exception on the rank
         that raised it. One from outside the package's tree is the trainer's own: ``SourceFailed``.
@@ -242,11 +242,10 @@ class RankGroup:
         self.vote(failure, timeout, phase)
 
     def give_up(self, error: errors.RolloutError) -> None:
-        """Tell the others, while this member's own thread is in code that cannot be interrupted.
+        """Tell the others of ``error`` while this member's own thread cannot be interrupted.
 
-        They raise ``error`` from the call they are in or come to next, and so does this member.
-        From a thread beside the one that makes all other calls; one that it is in now ends by its
-        own deadline.
+        All members raise it from the call that they are in, or from their next one. Called from a
+        second thread; a call that the first thread is in ends by its own deadline.
         """
         if self._given_up is not None:
             return

@@ -43,8 +43,8 @@ from rollout.wire.codec import from_plain, to_plain
 
 
 class Sending:
-    """``layout``: of the trainer's ranks, where they said what they hold. ``session``: the first
-    rank's, None on the others.
+    """``layout``: what the trainer's ranks hold, if they exchanged that. ``session``: the first
+    rank's; None on the others.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Sending:
             self.shards = LocalShards(self._boxes, options.bucket_bytes)
 
     def open_sink(self, connect: Callable[[], WeightLink], stack: ExitStack) -> BucketSink:
-        """Where this rank's pieces go; collective where each rank has a stream of its own."""
+        """Where this rank's pieces go; collective if each rank has a stream of its own."""
         plan, timeout = self._plan, 2 * self._options.timeout
         if plan.pieces == "shards" and plan.join is None:
             return ThroughFirst(
@@ -99,7 +99,7 @@ class Sending:
         return sender
 
     def run(self, sink: BucketSink, plans: PlanCache, info: WeightInfo, watch: Watchdog) -> None:
-        """Collective: everything that the plan has this rank send."""
+        """Collective: send everything that the plan assigns to this rank."""
         if self._plan.meet is None:
             self.send_pieces(sink, watch)
             return
@@ -108,7 +108,7 @@ class Sending:
         self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
-        """Collective: every piece, with a vote after each bucket's worth of whole tensors."""
+        """Collective: send every piece, with a vote after each bucket's worth of whole tensors."""
         if self._sends_at_hand():
             sink.flush()
             self._group.vote(sink.failure, self._options.timeout, "last buckets")
@@ -150,7 +150,7 @@ class Sending:
         return added
 
     def _send(self, piece: Piece, sink: BucketSink, watch: Watchdog) -> None:
-        """Digest, encode and pack one piece; full buckets go on their way."""
+        """Digest, encode and pack one piece; full buckets are sent."""
         plan = self._plan
         gathered = plan.pieces == "gathered"
         if gathered and plan.own_digests:
@@ -167,8 +167,8 @@ class Sending:
         sink.add(piece.name, self._encoder.encode(piece, sink.bucket_bytes))
 
     def send_boxes(self, rounds: tuple[BucketHeader, ...], watch: Watchdog) -> None:
-        """Collective: this rank's boxes, straight to the engine's ranks, round by round; or into
-        memory that those share with all trainer ranks.
+        """Collective: send this rank's boxes straight to the engine's ranks, round by round, or
+        into memory that those share with all trainer ranks.
         """
         assert self._boxes is not None
         assert self._plan.meet is not None
@@ -179,7 +179,7 @@ class Sending:
         sending.run(rounds, self._plan.meet["offer"])
 
     def commit(self) -> UpdateReceipt:
-        """Collective: the first rank hears what all have digested and sent, seals and commits."""
+        """Collective: the first rank collects digests and byte counts, seals and commits."""
 
         def act() -> UpdateReceipt:
             assert self._session is not None

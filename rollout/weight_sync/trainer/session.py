@@ -1,4 +1,4 @@
-"""An update that is open: how it goes, decided on the first rank, and what that rank does of it."""
+"""An open update: how it is carried out, as the first rank decides, and that rank's part of it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from rollout.wire.version import PROTOCOL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """What every trainer rank has to know of an open update.
+    """What every trainer rank has to know about an open update.
 
-    ``pieces``: "gathered", whole tensors come to the first rank; "shards", each rank sends what it
-    holds; "boxes", and straight to the engine's ranks that want it. ``own_digests``: each rank
-    digests what it holds, not the first one what was gathered. ``join``: how a rank opens a stream
-    of its own, where it has one. ``meet``: where ranks meet for boxes, and which of them go where;
-    or the memory that they write buckets to together, of ``longest`` bytes at most.
+    ``pieces``: "gathered": whole tensors come to the first rank; "shards": each rank sends what it
+    holds; "boxes": each sends it straight to the engine ranks that want it. ``own_digests``: each
+    rank digests what it holds, instead of the first one what was gathered. ``join``: how a rank
+    opens a stream of its own, if it has one. ``meet``: where ranks meet for boxes, and which boxes
+    go where; or the memory that they write buckets to together, at most ``longest`` bytes.
     """
 
     pieces: str
@@ -63,12 +63,12 @@ class UpdatePlan:
 
     @property
     def each_sends(self) -> bool:
-        """Whether bytes leave every rank, and not the first one alone."""
+        """Whether every rank sends bytes, not only the first one."""
         return self.join is not None or self.meet is not None
 
     @property
     def needs_shards(self) -> bool:
-        """Whether ranks read what they hold, to send, digest or keep it."""
+        """Whether ranks read their own shards, to send, digest or keep them."""
         digests = self.pieces == "gathered" and self.own_digests
         return self.pieces == "shards" or digests or self.encoding.keeps == "each"
 
@@ -82,7 +82,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSession:
-    """On the first rank, which alone talks to the engine: an open update, until it is closed."""
+    """An open update on the first rank, the only one that talks to the engine."""
 
     plan: UpdatePlan
     request: UpdateRequest
@@ -100,7 +100,7 @@ class UpdateSession:
         return piece if values is piece.values else replace(piece, values=values)
 
     def commit(self, digests: Mapping[str, int], sent: list[int]) -> UpdateReceipt:
-        """Seal and commit. ``sent``: bytes by trainer rank, where each sends."""
+        """Seal and commit. ``sent``: bytes by trainer rank, if each sends."""
         self.sender.close()
         if isinstance(self.options.transport, Transport):
             self.options.transport.check_sent(self.sender)
@@ -125,13 +125,13 @@ class UpdateSession:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """What went wrong here, or on another trainer rank, is told to the engine."""
+        """Tell the engine what went wrong here or on another trainer rank."""
         if error is not None:
             self.channel.abort(str(error) or type(error).__name__)
         self.close()
 
     def close(self) -> None:
-        """Abort what did not commit, and let go of the sender and the channel."""
+        """Abort if it has not committed, and release the sender and the channel."""
         # Ranks that read the sender's memory stop when the channel is closed; those that wait for
         # a member of their group are freed by the sender's end.
         ends = (self.sender, self.channel)
@@ -162,16 +162,16 @@ class UpdateSession:
 
 
 def by_boxes(transport: str | Transport, info: WeightInfo) -> bool:
-    """Whether the caller has chosen a transport by which all trainer ranks send their own boxes."""
+    """Whether the caller chose a transport in which all trainer ranks send their own boxes."""
     chosen = asked(transport, info)
     return chosen is not None and chosen.senders == "all"
 
 
 def meeting_host(local_address: str, boxes: ShardLayout | None) -> str:
-    """The address of this machine as the engine, and for boxes other trainer ranks, reach it.
+    """This machine's address as the engine reaches it, and for boxes other trainer ranks, too.
 
-    ``local_address``: as the engine does. One in this process, or reached by loopback, says nothing
-    about other hosts.
+    ``local_address``: the one seen by the engine. An engine in this process, or one reached by
+    loopback, says nothing about other hosts.
     """
     if boxes is None or boxes.num_hosts == 1 or not ip_address(local_address).is_loopback:
         return local_address
@@ -180,9 +180,9 @@ def meeting_host(local_address: str, boxes: ShardLayout | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """What the first rank knows when it opens an update.
+    """Opens an update on the first rank, with all that this rank knows.
 
-    ``layout``: what trainer ranks hold, where that was looked into.
+    ``layout``: what trainer ranks hold, if that was exchanged.
     """
 
     connect: Callable[[], WeightLink]
@@ -194,9 +194,9 @@ class Opener:
     stats: TransferStats
 
     def open(self, source: Incoming, encoding: Encoding) -> UpdateSession:
-        """Open on the best transport and in the best encoding that the engine takes.
+        """Open with the best transport and encoding that the engine accepts.
 
-        Nothing of the source is read before that: what fails here is tried in the next best way.
+        Nothing of the source has been read yet, so what fails here is tried the next best way.
         """
         try:
             metadata = source.metadata()
