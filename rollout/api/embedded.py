@@ -244,7 +244,7 @@ class EmbeddedBackend:
 
     @property
     def prepared(self) -> str:
-        waiting = None if self._coordinator is None else self._coordinator.prepared
+        waiting = None if self._coordinator is None else self._coordinator.turn.prepared
         return "" if waiting is None else waiting.update_id
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:

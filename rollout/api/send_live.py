@@ -42,7 +42,7 @@ def _send(
     coordinator: Coordinator, request: SendTo, peer: RolloutClient, there: WeightInfo
 ) -> UpdateReceipt:
     core = coordinator.engine
-    with coordinator.holding_still(request.timeout) as lease:
+    with coordinator.turn.reading(request.timeout) as lease:
         if core.version != request.version:
             raise VersionConflict(f"version {core.version} is live here, not {request.version}")
         info = coordinator.info()

@@ -495,7 +495,7 @@ def test_adapters_alone_mend_no_weights_that_are_broken(engine, base, monkeypatc
     engine.update_weights(model, adapters={"math": model})
     assert said(engine, "math") == old
     version = engine.update_weights(adapters={"math": other}).version
-    advance = coordinator.advance
+    advance = coordinator.turn.advance
 
     def asleep_at_its_commit(lease: object, state: str) -> None:
         advance(lease, state)
@@ -503,7 +503,7 @@ def test_adapters_alone_mend_no_weights_that_are_broken(engine, base, monkeypatc
             engine.sleep(2)
 
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "advance", asleep_at_its_commit)
+        patch.setattr(coordinator.turn, "advance", asleep_at_its_commit)
         with pytest.raises(EngineBroken, match="until a full update"):
             engine.update_weights(adapters={"math": model})
     engine.wake_up()

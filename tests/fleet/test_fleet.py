@@ -222,14 +222,14 @@ def test_an_update_of_the_moment_ends_what_a_joiner_is_sent_and_brings_it_up_its
     donors = [engine._async.backend.coordinator for engine in engines]
     with Rollout(checkpoint, **ENGINE) as late, ThreadPoolExecutor(1) as pool:
         there = late._async.backend.coordinator
-        there.acquire(None, 30)  # so that what it is sent has to wait
+        there.turn.take(None, 30)  # so that what it is sent has to wait
         name = front.fleet.add(late.address)
-        eventually(lambda: "staging" in [donor.state for donor in donors])
+        eventually(lambda: "staging" in [donor.turn.state for donor in donors])
         front.fleet._state.members[name].fails = 3  # as if others had tried
         update = pool.submit(front.rollout.update_weights, trained, **changes)
         eventually(lambda: not front.fleet._state.idle)
         time.sleep(0.2)
-        there.free(None)
+        there.turn.end(None)
         receipt = update.result(60)
         assert receipt.details["members"] == dict.fromkeys([*front.names, name], "committed")
         assert "too closely" in receipt.details["encoding_reason"]
@@ -246,13 +246,13 @@ def test_a_joiner_that_is_not_free_is_left_out_of_the_update(front, engines, tra
     donors = [engine._async.backend.coordinator for engine in engines]
     with Rollout(checkpoint, **ENGINE) as late:
         there = late._async.backend.coordinator
-        there.acquire(None, 30)
+        there.turn.take(None, 30)
         name = front.fleet.add(late.address)
-        eventually(lambda: "staging" in [donor.state for donor in donors])
+        eventually(lambda: "staging" in [donor.turn.state for donor in donors])
         members = front.rollout.update_weights(trained, timeout=3.0).details["members"]
         assert members.pop(name).startswith("fenced: it was not free for the update within")
         assert members == dict.fromkeys(front.names, "committed")
-        there.free(None)
+        there.turn.end(None)
         front.fleet.wait_serving(4, 60.0)
         assert late.weight_info().version == 2
 

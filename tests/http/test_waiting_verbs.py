@@ -59,7 +59,7 @@ async def test_verbs_that_wait_take_nothing_from_health_text_and_resume(
     running = asyncio.create_task(engine.generate([5, 6, 7], LONG))
     await until(lambda: core.scheduler.running)
     await engine.pause_generation("keep")  # so that it cannot end
-    coordinator.acquire(None, 5)  # as an update under way does
+    coordinator.turn.take(None, 5)  # as an update under way does
     pauses = [asyncio.create_task(http.post("/pause?mode=wait&timeout=50")) for _ in range(12)]
     updates = [asyncio.create_task(engine.rollback(timeout=50)) for _ in range(8)]
     await until(lambda: len(core.loop._drains) == 12)
@@ -79,7 +79,7 @@ async def test_verbs_that_wait_take_nothing_from_health_text_and_resume(
     assert text.status_code == 200
     assert (await running)[0].outputs[0].finish_reason == "length"
     assert {reply.status_code for reply in await asyncio.gather(*pauses)} == {200}
-    coordinator.free(None)
+    coordinator.turn.end(None)
     ended = await asyncio.gather(*updates, return_exceptions=True)
     assert all(isinstance(error, VersionConflict) for error in ended)
     await engine.resume_generation()
@@ -87,7 +87,7 @@ async def test_verbs_that_wait_take_nothing_from_health_text_and_resume(
 
 async def test_more_waiting_verbs_than_threads_are_refused_by_name(engine: AsyncRollout) -> None:
     coordinator = engine.backend.coordinator
-    coordinator.acquire(None, 5)
+    coordinator.turn.take(None, 5)
     waiting = [asyncio.create_task(engine.rollback(timeout=50)) for _ in range(64)]
     await asyncio.sleep(0)
     try:
@@ -95,7 +95,7 @@ async def test_more_waiting_verbs_than_threads_are_refused_by_name(engine: Async
             await engine.rollback()
         assert (await engine.weight_info()).version == 0
     finally:
-        coordinator.free(None)
+        coordinator.turn.end(None)
         await asyncio.gather(*waiting, return_exceptions=True)
 
 

@@ -490,7 +490,7 @@ class LosesTheReply:
             if not self._commits:
                 lease.close()
                 raise TransferFailed("the link broke")
-            self._engine.coordinator.advance(lease, "committing")
+            self._engine.coordinator.turn.advance(lease, "committing")
             threading.Timer(0.3, honest).start()
             raise TransferFailed("the link broke")
 

@@ -1,4 +1,4 @@
-"""One engine's side of updates: the lease, the state machine, the vote, the commit.
+"""One engine's side of updates: what it takes, what it has committed, what is decided.
 
 Holds no weights and moves none: ranks are reached through ``EngineCore.call``, generation
 through ``at_step_boundary``. The state machine is drawn in ``protocol/messages.py``.
@@ -10,11 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Protocol, TypeVar
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
@@ -23,13 +20,11 @@ from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
-from rollout.engine.updates.read_lease import GIVES_WAY, ReadLease
+from rollout.engine.updates.turn import Prepared, Turn
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineBroken,
-    TransferFailed,
-    UpdateInProgress,
     VersionConflict,
 )
 from rollout.weight_sync.protocol import zstd
@@ -48,22 +43,10 @@ from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, component_of
 
-T = TypeVar("T")
 KEPT_RECEIPTS = 64
 _LOOK = 0.05  # seconds between two looks at whether a sender that waits is still there
 _END_OF_PINS = 30.0  # seconds for a step under way to end
 log = logging.getLogger(__name__)
-
-
-class Prepared(Protocol):
-    """An update whose ranks have voted yes, and which waits for a decision."""
-
-    @property
-    def update_id(self) -> str: ...
-
-    def decided(self, decision: Decision) -> UpdateReceipt | None:
-        """Commit, and return the receipt; or abort. Raises what a commit raises."""
-        ...
 
 
 class Coordinator:
@@ -98,7 +81,6 @@ class Coordinator:
         self.spelled = tuple(spelled)
         self.quantized, self.grid, self._adaptable = tuple(quantized), grid, frozenset(adaptable)
         self.num_ranks = num_ranks
-        self.state = "idle"
         self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
         self._device, self._devices = device, devices
         self._transports = offered()
@@ -107,15 +89,12 @@ class Coordinator:
         self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
         self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None
-        # Whose turn it is: a ``Lease`` or a ``ReadLease``; None also of a rollback.
-        self._holder: object = None
-        self._free = threading.Condition()
+        self.turn = Turn(engine)
         self._deciding = threading.Lock()
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
         self.can_roll_back = self.models_changed = False  # by the last commit
-        self.prepared: Prepared | None = None
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen
         # What the ranks voted to hold, by tensor, of the version before the live one.
         self.held_before: dict[str, int] | None = None
@@ -128,12 +107,12 @@ class Coordinator:
         return (*self._transports, *served(self._transports))
 
     def info(self) -> WeightInfo:
-        last = self._receipts[-1].update_id if self._receipts else ""
+        turn, last = self.turn, self._receipts[-1].update_id if self._receipts else ""
         return WeightInfo(
             epoch=self.engine.epoch,
             version=self.engine.version,
             label=self._label,
-            state="broken" if self.state == "idle" and self.engine.broken else self.state,
+            state="broken" if turn.state == "idle" and self.engine.broken else turn.state,
             dtype=self._dtype,
             tensors=tuple(self.metadata.values()),
             components=self.components,
@@ -147,7 +126,7 @@ class Coordinator:
             memory=self._memory,
             zstd=zstd.available(),
             devices=self._devices,
-            prepared="" if self.prepared is None else self.prepared.update_id,
+            prepared="" if turn.prepared is None else turn.prepared.update_id,
             fence=self.fence,
             prefixes=self.prefixes,
             spelled=self.spelled,
@@ -212,24 +191,12 @@ class Coordinator:
                 self._check_fence(decision.fence)
             if (known := self.ended.known(decision.update_id)) is not None:
                 return known.answer(decision)
-            prepared = self.prepared
+            prepared = self.turn.prepared
             if prepared is None or prepared.update_id != decision.update_id:
-                now = self.state if prepared is None else f"{prepared.update_id} is"
+                now = self.turn.state if prepared is None else f"{prepared.update_id} is"
                 raise VersionConflict(f"update {decision.update_id} is not prepared here: {now}")
             self.fence = max(self.fence, decision.fence or 0)
             return prepared.decided(decision)
-
-    @contextmanager
-    def holding_still(self, timeout: float) -> Iterator[ReadLease]:
-        """No update begins to stage, and nothing commits, within the block, unless the lease that
-        it is given is ended: an update that waits does so after ``GIVES_WAY`` seconds.
-        """
-        lease = ReadLease()
-        self.acquire(lease, timeout)
-        try:
-            yield lease
-        finally:
-            self.free(lease)
 
     def see_fence(self, fence: int) -> None:
         """A coordinator of epoch ``fence`` speaks; ``VersionConflict`` where a later one has."""
@@ -243,13 +210,6 @@ class Coordinator:
                 f"fencing epoch {fence} is stale: this engine has seen {self.fence}"
             )
 
-    @property
-    def _is_free(self) -> bool:
-        return self.state in ("idle", "broken")
-
-    def _is_over(self, holder: object) -> bool:
-        return self._is_free or self._holder is not holder
-
     # ---- what a lease uses ----
 
     def prepare(self, prepared: Prepared, fence: int) -> None:
@@ -259,52 +219,8 @@ class Coordinator:
         """
         with self._deciding:
             self._check_fence(fence)
-            self.advance(prepared, "prepared")
-            self.prepared, self.fence = prepared, fence
-
-    def acquire(self, lease: object, timeout: float) -> None:
-        """Take the lease, waiting for another to end; ``UpdateInProgress`` at the deadline.
-
-        A ``ReadLease`` is ended by whoever is none and has waited for it ``GIVES_WAY`` seconds, or
-        a quarter of ``timeout``.
-        """
-        deadline = time.monotonic() + timeout
-        with self._free:
-            while not self._is_free:
-                holder, left = self._holder, deadline - time.monotonic()
-                if left <= 0:
-                    raise UpdateInProgress(
-                        f"another update ({self.state}) did not end within {timeout:g} s"
-                    )
-                reader = None if isinstance(lease, ReadLease) else holder
-                if not isinstance(reader, ReadLease):
-                    self._free.wait_for(partial(self._is_over, holder), left)
-                elif not self._free.wait_for(
-                    partial(self._is_over, holder), min(left, GIVES_WAY, timeout / 4)
-                ):
-                    reader.end()
-                    break
-            self.state, self._holder = "staging", lease
-
-    def free(self, lease: object, broken: str | None = None) -> None:
-        """End the lease; ``broken`` says why live weights are not one version, if so."""
-        with self._free:
-            if self._holder is not lease:
-                return
-            try:
-                if broken:
-                    self.engine.mark_broken(broken)
-            finally:
-                self._holder = self.prepared = None
-                self.state = "idle" if self.engine.broken is None else "broken"
-                self._free.notify_all()
-
-    def advance(self, lease: object, state: str) -> None:
-        """The next state of the update that holds the lease; ``TransferFailed`` if it has ended."""
-        with self._free:
-            if self._holder is not lease:
-                raise TransferFailed(f"the update ended before it was {state}")
-            self.state = state
+            self.turn.prepare(prepared)
+            self.fence = fence
 
     def wait_for_pins(self, until: float, check: Callable[[], None] = lambda: None) -> None:
         """Until no request needs the version before the live one; at ``until``, a monotonic time,

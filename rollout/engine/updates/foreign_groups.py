@@ -43,7 +43,7 @@ class ForeignGroups:
         for name in self.names:
             if name == group.name or "" in (name, group.name):
                 self.leave(name)
-        self._of.acquire(None, timeout)  # other updates' bytes do not wait behind this
+        self._of.turn.take(None, timeout)  # other updates' bytes do not wait behind this
         place = uuid.uuid4().hex
         self._joined[group.name] = group, place
         try:
@@ -54,7 +54,7 @@ class ForeignGroups:
             self.leave(group.name)
             raise
         finally:
-            self._of.free(None)
+            self._of.turn.end(None)
 
     def use(self, name: str | None) -> None:
         """The next broadcasts come over this one; None: over the only one."""

@@ -254,7 +254,7 @@ class Lease:
             # Nothing may fail once it is live.
             receipt = self._sealed.receipt(self._wanted, of.engine.epoch, request)
             self._enter("committing")
-            of.advance(self, "committing")
+            of.turn.advance(self, "committing")
             held = {n: v for n, v in self._sealed.held.items() if n in of.metadata}
             before = of.pins_before() if request.models else {}
             made = {
@@ -320,19 +320,15 @@ class Lease:
         self, request: UpdateRequest, stall: float, num_bytes: int
     ) -> dict[str, str]:
         """Note the stall for the estimates of later updates; what the receipt says of it."""
-        of, foreseen = self._of, self._foreseen
+        of = self._of
         moves = "exchange" if of.switch.moved else "flip"
         if request.models:  # a commit of adapters alone says nothing of theirs
             of.limits.measured("held" if request.staging == "none" else moves, stall, num_bytes)
-        if foreseen is None:
+        if self._foreseen is None:
             return {}
-        told = {"foreseen_stall": f"{foreseen.stall:.6f}", "foreseen_basis": foreseen.basis}
-        told["foreseen_extra_memory_bytes"] = str(foreseen.memory)
-        if request.max_stall is not None and stall > request.max_stall:
-            told["max_stall"] = f"broken: {stall:.6f} s, {request.max_stall:g} s were allowed"
+        told = self._foreseen.told(request.max_stall, stall)
+        if told.get("max_stall", "").startswith("broken"):
             log.warning("update %s: max_stall is %s", request.update_id, told["max_stall"])
-        elif request.max_stall is not None:
-            told["max_stall"] = f"kept: {stall:.6f} s of {request.max_stall:g} s"
         return told
 
     def _acquire(self, request: UpdateRequest) -> Outcome | None:
@@ -340,10 +336,10 @@ class Lease:
         of = self._of
         outcome = of.ended.find(request.update_id)
         if outcome is None:
-            of.acquire(self, request.timeout)
+            of.turn.take(self, request.timeout)
             outcome = of.ended.find(request.update_id)
             if outcome is not None:
-                of.free(self)
+                of.turn.end(self)
         return outcome
 
     def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
@@ -406,7 +402,7 @@ class Lease:
         except BaseException as error:
             self.abort(str(error))
             raise
-        of.advance(self, "staged")
+        of.turn.advance(self, "staged")
 
     def _live(self, phase: str) -> UpdateRequest:
         if self._request is None:
@@ -465,7 +461,7 @@ class Lease:
             if self._drained:
                 of.engine.control.undrain()
             of.adapters.release(self._slots)
-        of.free(self, broken)
+        of.turn.end(self, broken)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:
         """Back to the weights before an update without staging; else why the engine is broken."""

@@ -44,6 +44,16 @@ class Foreseen:
         found += [("max_extra_memory", memory is not None and self.memory > memory)]
         return tuple(name for name, over in found if over)
 
+    def told(self, max_stall: float | None, stall: float) -> dict[str, str]:
+        """For the receipt: this beside the ``stall`` that it came to."""
+        found = {"foreseen_stall": f"{self.stall:.6f}", "foreseen_basis": self.basis}
+        found["foreseen_extra_memory_bytes"] = str(self.memory)
+        if max_stall is not None and stall > max_stall:
+            found["max_stall"] = f"broken: {stall:.6f} s, {max_stall:g} s were allowed"
+        elif max_stall is not None:
+            found["max_stall"] = f"kept: {stall:.6f} s of {max_stall:g} s"
+        return found
+
     def __str__(self) -> str:
         return (
             f"staging={self.staging!r} stalls for about {self.stall:.4f} s ({self.basis}) and takes"

@@ -27,7 +27,7 @@ def live_weights(
     """(name, full tensor on the CPU), in file form and the engine's dtype, of one version.
 
     Bounded by 64 MiB or the largest tensor at a time; the caller sees to it that nothing commits
-    meanwhile (``Coordinator.holding_still``), else ``VersionConflict``.
+    meanwhile (``Turn.reading``), else ``VersionConflict``.
     """
     version = engine.base_version  # the ranks' own
     for group in _groups(metadata):

@@ -30,11 +30,11 @@ def roll_back(of: Coordinator, timeout: float) -> UpdateReceipt:
     Possible once after a commit: with ``undo="shadow"`` until the next update begins to stage over
     it, else until one goes straight into the live instance; else ``VersionConflict``.
     """
-    of.acquire(None, timeout)
+    of.turn.take(None, timeout)
     try:
         return Rollback(of).run(timeout)
     finally:
-        of.free(None)
+        of.turn.end(None)
 
 
 class Rollback:
@@ -51,19 +51,19 @@ class Rollback:
         The engine is PREPARED then, as by an update that was sealed with a fence. Raises
         ``VersionConflict`` where it cannot go back to that, or not as ``request.version``.
         """
-        if of.prepared is not None and of.prepared.update_id == request.update_id:
+        if of.turn.prepared is not None and of.turn.prepared.update_id == request.update_id:
             return
         if of.ended.find(request.update_id) is not None:
             raise VersionConflict(f"update {request.update_id} has gone back already")
         one = cls(of, request.update_id, request.timeout)
-        of.acquire(one, request.timeout)
+        of.turn.take(one, request.timeout)
         try:
             one._check(request)
             if of.models_changed:
                 of.wait_for_pins(time.monotonic() + request.timeout)
             of.prepare(one, request.fence)
         except BaseException:
-            of.free(one)
+            of.turn.end(one)
             raise
 
     def decided(self, decision: Decision) -> UpdateReceipt | None:
@@ -73,14 +73,14 @@ class Rollback:
         reason = decision.reason or "it was decided so"
         try:
             if decision.commit:
-                self._of.advance(self, "committing")
+                self._of.turn.advance(self, "committing")
                 receipt = self.run(self._timeout)
         except BaseException as error:
             reason = str(error)
             raise
         finally:
             self._of.ended.add(Outcome(begun=self._begun, receipt=receipt, reason=reason))
-            self._of.free(self)
+            self._of.turn.end(self)
         return receipt
 
     def run(self, timeout: float) -> UpdateReceipt:

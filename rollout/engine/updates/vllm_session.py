@@ -223,7 +223,7 @@ class VerbSession:
         has begun. One that is prepared is given up where its id is said.
         """
         why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
-        prepared = self._of.prepared
+        prepared = self._of.turn.prepared
         if prepared is not None and prepared.update_id == caller.update_id:  # an operator's word
             self._of.decide(
                 Decision(update_id=caller.update_id, commit=False, fence=None, reason=reason)
