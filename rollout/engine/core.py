@@ -126,6 +126,7 @@ class EngineCore:
         try:
             executor.start()
             self.rank_info = [reply for reply, _ in self._ask("info", {}, config.start_timeout)]
+            self._size()
             self._build(executor)
             sizes = {"num_blocks": self.num_kv_blocks, "num_states": self.kv_size.num_states}
             self._ask("init_kv", sizes, config.start_timeout)
@@ -140,11 +141,9 @@ class EngineCore:
                 self.journal.start(engine_facts(config, self.epoch, self.rank_info))
             self.loop.start()
 
-    def _build(self, executor: Executor) -> None:
-        config = self.config
-        size = self.kv_size = size_kv(
-            config, self.model_config.max_position_embeddings, self.rank_info
-        )
+    def _size(self) -> None:
+        config, longest = self.config, self.model_config.max_position_embeddings
+        size = self.kv_size = size_kv(config, longest, self.rank_info)
         self.max_model_len, self.num_kv_blocks = size.max_model_len, size.num_blocks
         self.memory = plan_memory(config, size, self.rank_info)
         for reply in self.rank_info:
@@ -155,6 +154,9 @@ class EngineCore:
             )
         log.info("memory %s; seed %d", self.memory, self.seed)
         self._warn_of_nonfinite()
+
+    def _build(self, executor: Executor) -> None:
+        config, size = self.config, self.kv_size
         self.eos_ids, vision = self._eos_ids(), self.model_config.vision
         self.inputs = InputProcessor(
             vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len,

@@ -248,7 +248,7 @@ def test_an_update_whose_channel_closes_is_aborted_at_once(engine, new) -> None:
     assert entered.wait(30)
     with pytest.raises(UpdateInProgress):
         update(engine, new, timeout=0.3)
-    engine.coordinator._holder.close()
+    engine.coordinator.turn.holder.close()
     assert update(engine, new).version == 1
     leave.set()
     thread.join(30)

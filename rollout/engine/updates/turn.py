@@ -36,7 +36,7 @@ class Turn:
         self.state = "idle"
         self.prepared: Prepared | None = None
         self._engine = engine
-        self._holder: object = None
+        self.holder: object = None
         self._changed = threading.Condition()
 
     def take(self, holder: object, timeout: float) -> None:
@@ -48,7 +48,7 @@ class Turn:
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._is_free:
-                before, left = self._holder, deadline - time.monotonic()
+                before, left = self.holder, deadline - time.monotonic()
                 if left <= 0:
                     raise UpdateInProgress(
                         f"another update ({self.state}) did not end within {timeout:g} s"
@@ -61,12 +61,12 @@ class Turn:
                 ):
                     reader.end()
                     break
-            self.state, self._holder = "staging", holder
+            self.state, self.holder = "staging", holder
 
     def advance(self, holder: object, state: str) -> None:
         """The next state of the holder's update; ``TransferFailed`` if its turn has ended."""
         with self._changed:
-            if self._holder is not holder:
+            if self.holder is not holder:
                 raise TransferFailed(f"the update ended before it was {state}")
             self.state = state
 
@@ -78,13 +78,13 @@ class Turn:
     def end(self, holder: object, broken: str | None = None) -> None:
         """``broken``: why live weights are not those of a single version, if they are not."""
         with self._changed:
-            if self._holder is not holder:
+            if self.holder is not holder:
                 return
             try:
                 if broken:
                     self._engine.mark_broken(broken)
             finally:
-                self._holder = self.prepared = None
+                self.holder = self.prepared = None
                 self.state = "idle" if self._engine.broken is None else "broken"
                 self._changed.notify_all()
 
@@ -105,4 +105,4 @@ class Turn:
         return self.state in ("idle", "broken")
 
     def _is_over(self, holder: object) -> bool:
-        return self._is_free or self._holder is not holder
+        return self._is_free or self.holder is not holder
