@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from math import inf, prod
-from types import TracebackType
 from typing import Self
 
 from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
@@ -222,12 +221,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._done.set()
         self._thread.join()
 
