@@ -1,4 +1,4 @@
-"""One engine's side of updates: what it takes, what it has committed, what is decided.
+"""One engine's side of updates: what it accepts, what it has committed, what is decided.
 
 Holds no weights and moves none: ranks are reached through ``EngineCore.call``, generation
 through ``at_step_boundary``. The state machine is drawn in ``protocol/messages.py``.
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Transactions on one engine's weights. Thread-safe; one update at a time holds the lease."""
+    """Transactions on one engine's weights. Thread-safe; one at a time has its ``turn``."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Coordinator:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """What every sender's update may come by."""
+        """The ones that every sender may use."""
         return (*self._transports, *served(self._transports))
 
     def info(self) -> WeightInfo:
@@ -152,13 +152,13 @@ class Coordinator:
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]:
-        """Of the last commits, oldest first."""
+        """Receipts of the last commits, oldest first."""
         return tuple(self._receipts)
 
     def digests(self, timeout: float) -> dict[str, int]:
         """Digest per tensor of the live weights, read on every rank beside generation.
 
-        Of one version: a reading that a commit fell into is thrown away and done again.
+        All of one version: a reading during which something was committed is repeated.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -172,19 +172,19 @@ class Coordinator:
                 )
 
     def committed_at(self, version: int) -> float | None:
-        """When a version of the last receipts went live, by ``time.monotonic()``."""
+        """When a recent version went live, by ``time.monotonic()``."""
         return self._committed.get(version)
 
     def relabel(self, label: str) -> None:
-        """Call the live version so, beside its number."""
+        """Set the label of the live version."""
         check_label(label)
         self._label = label
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
-        """Commit the prepared update, or abort it; the receipt of what is committed.
+        """Commit or abort the prepared update; returns the receipt of a commit.
 
-        A decision that comes again is answered as it was. ``VersionConflict`` where its fencing
-        epoch is below one seen here, the update is not prepared, or has ended the other way.
+        A repeated decision gets the first answer again. ``VersionConflict`` if its fencing epoch is
+        below one seen here, or the update is not prepared or has ended the other way.
         """
         with self._deciding:
             if decision.fence is not None:
@@ -199,7 +199,7 @@ class Coordinator:
             return prepared.decided(decision)
 
     def see_fence(self, fence: int) -> None:
-        """A coordinator of epoch ``fence`` speaks; ``VersionConflict`` where a later one has."""
+        """Note a coordinator's epoch; ``VersionConflict`` if a later one was seen."""
         with self._deciding:
             self._check_fence(fence)
             self.fence = fence
@@ -213,9 +213,9 @@ class Coordinator:
     # ---- what a lease uses ----
 
     def prepare(self, prepared: Prepared, fence: int) -> None:
-        """The ranks have voted yes: from now on the update waits for ``decide``, without a stream.
+        """The ranks have voted yes: the update now waits for ``decide``, and needs no stream.
 
-        ``VersionConflict`` where ``fence`` is below one that was seen.
+        ``VersionConflict`` if ``fence`` is below one that was seen.
         """
         with self._deciding:
             self._check_fence(fence)
@@ -223,8 +223,10 @@ class Coordinator:
             self.fence = fence
 
     def wait_for_pins(self, until: float, check: Callable[[], None] = lambda: None) -> None:
-        """Until no request needs the version before the live one; at ``until``, a monotonic time,
-        those that do take their fallback. ``check`` raises where nobody waits for it any more.
+        """Wait until no request is pinned to the version before the live one.
+
+        At ``until`` (monotonic time) those that still are take their fallback. ``check`` raises
+        once nobody waits for the update any more.
         """
         pins = self.engine.pins
         while not pins.wait(min(_LOOK, until - time.monotonic())):
@@ -233,15 +235,15 @@ class Coordinator:
                 self.engine.end_pins("before the next update", _END_OF_PINS)
 
     def pins_before(self) -> dict[str, str]:
-        """What became of the requests that the models' last commit has pinned, for a receipt."""
+        """For a receipt: what became of the requests that the models' last commit pinned."""
         pins = self.engine.pins
         return {"pins": pins.told} if pins.since >= 0 else {}
 
     def staged_in(self, request: UpdateRequest) -> UpdateRequest:
-        """``request`` with "auto" resolved where this engine has set no memory aside for a shadow.
+        """``request`` with staging "auto" resolved, if this engine keeps no memory for a shadow.
 
-        Then an update goes straight into what is live, as the engine was started to. A delta needs
-        a shadow: ``VersionConflict``, upon which its sender sends everything.
+        Such an engine loads updates straight into the live weights. A delta needs a shadow:
+        ``VersionConflict``, upon which its sender sends everything.
         """
         if not request.models:
             return replace(request, staging="device")  # their slots are beside what is live
@@ -254,9 +256,9 @@ class Coordinator:
         return replace(request, staging="none")
 
     def foresee(self, request: UpdateRequest) -> Foreseen | None:
-        """What an update with a limit would take; ``LimitExceeded`` where it would break it.
+        """What an update with limits would take; ``LimitExceeded`` if it would exceed one.
 
-        None for one without. For the holder of the lease, before anything is staged.
+        None without limits. Called by the holder of the lease, before anything is staged.
         """
         if request.max_stall is None and request.max_extra_memory is None:
             return None
@@ -269,7 +271,7 @@ class Coordinator:
         return self.limits.check(request, plans, self._receipts, num_bytes)
 
     def _check_pin(self, staging: str) -> None:
-        """``ConfigError`` where two versions cannot run."""
+        """Raise ``ConfigError`` if two versions cannot run at a time."""
         if staging == "none" or (staging == "host" and self._device != "cpu"):
             raise ConfigError(
                 f'in_flight="pin" runs two versions at a time, and staging={staging!r} leaves no '
@@ -284,9 +286,9 @@ class Coordinator:
             self.can_roll_back = False
 
     def restore(self, timeout: float) -> str | None:
-        """After an update failed that went into the live instances: bring all back to before it.
+        """After an unstaged update failed: bring all ranks back to the weights before it.
 
-        None when they are, else why not. For an ``undo`` that has kept what was live.
+        Returns None, or why that failed. Needs an ``undo`` that kept what was live.
         """
         try:
             gather_replies(self.engine.call("stage_restore", {}), "restore", timeout)
@@ -297,7 +299,7 @@ class Coordinator:
         return None
 
     def check_fields(self, request: UpdateRequest, transports: tuple[str, ...]) -> Accepted:
-        """Raise what is wrong with the request itself, whatever is live; needs no lease."""
+        """Raise what is wrong with the request itself, regardless of what is live."""
         check_room(request.adapters, self._max_adapters, self._max_lora_rank)
         wanted = self.wanted(request)
         for spec in request.adapters.values():
@@ -313,7 +315,7 @@ class Coordinator:
         )
 
     def check(self, request: UpdateRequest) -> int:
-        """The version the update will have on what is live; for the holder of the lease."""
+        """The version that the update will make; called by the holder of the lease."""
         live = (self.engine.epoch, self.engine.version)
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(

@@ -46,7 +46,7 @@ from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import Reply
 
-_AHEAD = 2  # buckets under way that each sender may have, and as many again
+_AHEAD = 2  # buckets in flight per sender, and as many again
 log = logging.getLogger(__name__)
 _CLOSED = "the channel was closed before the commit"
 
@@ -54,8 +54,8 @@ _CLOSED = "the channel was closed before the commit"
 class Lease:
     """The right to change the weights, for one update; taken at its ``begin``.
 
-    ``transports``: what it may come by, where that is not what the coordinator takes of every
-    sender. ``abort`` and ``close`` from any thread.
+    ``transports``: the ones it may use, if not those that the coordinator accepts from everybody.
+    ``abort`` and ``close`` may be called from any thread.
     """
 
     reads_in_place = True
@@ -65,12 +65,12 @@ class Lease:
         self._of = coordinator
         self._transports = coordinator.transports if transports is None else transports
         self._accepted = Accepted()
-        self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
+        self._asked: UpdateRequest | None = None  # as it came, to recognise a repeated begin
         self._request: UpdateRequest | None = None
         self._begun: Begun | None = None
         self._committed: UpdateReceipt | None = None
-        self._replays: Outcome | None = None  # the commit of an update whose id came once more
-        self._carried: list[int] = []  # a hash of the header of each that came with its bytes
+        self._replays: Outcome | None = None  # the commit of a repeated update id
+        self._carried: list[int] = []  # header hashes of the buckets that carried their bytes
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._connecting: list[Future[Reply]] | None = None
         self._sealed: Sealed | None = None
@@ -80,8 +80,8 @@ class Lease:
         self._touched = False  # ranks may have begun to overwrite what they hold
         self._slots: dict[str, int] = {}  # where its adapters are staged
         self._wanted: dict[str, TensorMeta] = {}  # all that may be sent
-        # Closing can come from another thread at any time. While ``begin`` runs, that thread
-        # leaves the cleaning up to it; a commit that has begun is no longer to be stopped.
+        # Another thread may close at any time. While ``begin`` runs, the cleaning up is left to it;
+        # a commit that has begun cannot be stopped.
         self._lock = threading.Lock()
         self._phase = ""  # beginning | committing, while one of them runs; prepared, from a vote on
         self._ended: str | None = None
@@ -157,7 +157,7 @@ class Lease:
         carried: Mapping[str, Tensor] | None,
         told: BucketHeader | None = None,
     ) -> None:
-        """``told``: the header itself, for a rank in this process; else it goes in plain form."""
+        """``told``: the header itself, for a rank in this process; others get its plain form."""
         request = self._live("bucket")
         if self._accepted.bounded:
             check_size(header, request.bucket_bytes)
@@ -218,7 +218,7 @@ class Lease:
         return "" if self._request is None else self._request.update_id
 
     def decided(self, decision: Decision) -> UpdateReceipt | None:
-        """The coordinator's alone: the end of a prepared update."""
+        """Called by the coordinator only: the end of a prepared update."""
         if decision.commit:
             return self._commit()
         self._leave()
@@ -227,10 +227,10 @@ class Lease:
         return None
 
     def seal_unattested(self, seal: Seal, label: str | None) -> None:
-        """As ``seal`` for a sender that sent no digests: the receipt has those of what is held.
+        """As ``seal``, for a sender without digests: the receipt has those of what the ranks hold.
 
-        Completeness is judged by the ranks and copies of one box must agree; that what arrived is
-        what was sent, nothing proves. ``label``: the version's, known only now.
+        The ranks judge completeness, and copies of one box must agree; nothing proves that what
+        arrived is what was sent. ``label``: the version's, known only now.
         """
         self._request = replace(self._live("seal"), label=label)
         self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
@@ -288,7 +288,7 @@ class Lease:
                 models=bool(request.models),
                 merged=of.merged_after(request),
             )
-        finally:  # it is live, whatever becomes of the books
+        finally:  # it is live, even if recording it fails
             self._leave()
             self._end("committed")
         return receipt
@@ -299,7 +299,7 @@ class Lease:
         self._end(reason, failed=True)
 
     def withdraw(self, reason: str) -> None:
-        """End a sealed update that has nothing to make live: neither a commit nor a failure."""
+        """End a sealed update that has nothing to commit; it does not count as a failure."""
         self._end(reason)
 
     def close(self) -> None:
@@ -313,13 +313,13 @@ class Lease:
     # ---- helpers ----
 
     def _refused(self, reason: str) -> None:
-        """It failed before it had begun: here, or by its trainer's own checks."""
+        """Count an update that failed before it began, here or by its trainer's own checks."""
         self._of.engine.counters.record_failed_update(NOT_BEGUN, reason)
 
     def _against_limits(
         self, request: UpdateRequest, stall: float, num_bytes: int
     ) -> dict[str, str]:
-        """Note the stall for the estimates of later updates; what the receipt says of it."""
+        """Record the stall for later estimates; returns what the receipt says about it."""
         of = self._of
         moves = "exchange" if of.switch.moved else "flip"
         if request.models:  # a commit of adapters alone says nothing of theirs
@@ -332,7 +332,7 @@ class Lease:
         return told
 
     def _acquire(self, request: UpdateRequest) -> Outcome | None:
-        """Take the lease; or, without it, the commit of this id, which may end while we wait."""
+        """Take the lease; or return, without it, the commit that this id has made meanwhile."""
         of = self._of
         outcome = of.ended.find(request.update_id)
         if outcome is None:
@@ -343,7 +343,7 @@ class Lease:
         return outcome
 
     def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
-        """Have the ranks open what will be filled; what they want, if the sender has to know."""
+        """Have the ranks open what will be filled; returns what they want, if it has to be sent."""
         of, check = self._of, partial(self._not_ended, "begin")
         if request.models:  # adapters leave both instances alone
             of.wait_for_pins(self._began + request.timeout, check)
@@ -369,7 +369,7 @@ class Lease:
         return _wants([reply for reply, _ in replies], self._accepted.known)
 
     def _replay(self, request: UpdateRequest, outcome: Outcome) -> Begun:
-        """Answer an update that is live already as if it had just come: by what it did then."""
+        """Answer an update that is live already as it was answered then."""
         if not self._accepted.on_channel:
             raise VersionConflict(
                 f"update {request.update_id} has been committed here already, as version "
@@ -380,9 +380,9 @@ class Lease:
         return outcome.begun
 
     def _comes_again(self, header: BucketHeader, payload: Tensor | None) -> bool:
-        """Whether a bucket that brings its bytes is one that has been taken; else note it.
+        """Whether a bucket that carries its bytes was taken before; otherwise remember it.
 
-        By index and header: were its bytes others this time, the digests at the seal would tell.
+        Judged by index and header: had its bytes changed, the digests at the seal would tell.
         """
         if payload is None:
             return False
@@ -393,7 +393,7 @@ class Lease:
         return False
 
     def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:
-        """Every rank's vote, and ``judge``'s on the digests they hold; either can refuse."""
+        """Collect every rank's vote, and ``judge``'s on the digests they hold; any may refuse."""
         request, of = self._live("seal"), self._of
         for index in sorted(self._waiting):
             self.wait(index, request.timeout)
@@ -464,7 +464,7 @@ class Lease:
         of.turn.end(self, broken)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:
-        """Back to the weights before an update without staging; else why the engine is broken."""
+        """Restore the weights from before an unstaged update; else why the engine is broken."""
         of = self._of
         if not self._base_is_whole:
             return f"an update without staging failed midway: {reason}"

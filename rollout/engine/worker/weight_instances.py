@@ -3,9 +3,9 @@
     live ---- generation runs it          shadow ---- the next update fills it
       ^----------------- swap ----------------^       (swapping again goes back)
 
-They share no parameter. The shadow is built by the first staged update. After a level 2 sleep
-there is no live instance until a full update has been committed. Where going back must outlive
-the shadow, ``undo`` says what is kept beside the two; see ``rollback.py``.
+They share no parameters. The shadow is built by the first staged update. After a level 2 sleep
+there is no live instance until a full update has been committed. For a rollback that outlives the
+shadow, ``undo`` says what is kept beside the two; see ``rollback.py``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rollout.weights.components import component_of
 class ModelInstances:
     """Holds live and shadow.
 
-    A commit changes the two, and moves no byte. Contents are exchanged instead where the shadow is
-    on another device, or where captured graphs hold the addresses of the live instance (``pinned``)
-    and there are none over the shadow (``may_flip``). ``forget`` is told of a shadow that is given
-    up.
+    A commit swaps the two and moves no bytes. Their contents are exchanged instead if the shadow is
+    on another device, or if captured graphs hold addresses of the live instance (``pinned``) and
+    none were captured over the shadow (``may_flip``). ``forget`` is called with a shadow that is
+    dropped.
 
-    ``commit``, ``go_back`` and ``revert`` are for the main thread, all else for the staging
-    thread; the order of calls (a vote before its commit, a commit before the next begin) keeps
-    them apart.
+    ``commit``, ``go_back`` and ``revert`` are called from the main thread, everything else from the
+    staging thread; the order of calls (a vote before its commit, a commit before the next begin)
+    keeps them apart.
 
     ``undo``: "shadow" keeps nothing beside the two. "host" keeps a copy, "sparse" the elements
     that differ, of the version before the live one, once the shadow is overwritten or where there
@@ -104,7 +104,7 @@ class ModelInstances:
         return shadow
 
     def stepped_previous(self) -> None:
-        """A step by ``previous`` has been asked of the device: the next load waits for it."""
+        """A step by ``previous`` was enqueued on the device: the next load waits for it."""
         if self._device.type == "cuda":
             self._note_steps(moved=False)
 
@@ -114,12 +114,12 @@ class ModelInstances:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for going back, beside the shadow."""
+        """Bytes kept for a rollback, beside the shadow."""
         return 0 if self._kept is None else self._kept.snapshot.nbytes
 
     @property
     def device_bytes(self) -> int:
-        """What the two instances take on the device, on a CPU with what is kept for going back."""
+        """Bytes of both instances on the device; on a CPU also what is kept for a rollback."""
         held = [one for one in (self._live, self._shadow) if one is not None]
         on_device = sum(_bytes_of(one) for one in held if one.build.device == self._device)
         return on_device + (self.kept_bytes if self._device.type == "cpu" else 0)
@@ -127,8 +127,8 @@ class ModelInstances:
     # ---- the staging thread's side ----
 
     def foresee(self) -> dict[str, dict[str, int]]:
-        """By staging, what an update would take here: bytes at most that are ``extra`` to
-        ``device_bytes``, and those ``moved`` by its commit.
+        """What an update would take here, by staging: at most ``extra`` bytes beyond
+        ``device_bytes``, and the bytes ``moved`` by its commit.
         """
         return {name: self._foreseen(name) for name in ("auto", "device", "host", "none")}
 
@@ -157,8 +157,8 @@ class ModelInstances:
     ) -> WeightLoad:
         """A load into the shadow; ``partial`` copies the live weights there first.
 
-        Where the last update wrote but a little, only that is copied; of a load that is not
-        partial, only the components beside ``components``, which come whole.
+        If the last update wrote only a little, only that is copied; for a load that is not partial,
+        only the components other than ``components``, which are sent whole.
         ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
         """
         self._wait_for_steps()
@@ -215,7 +215,7 @@ class ModelInstances:
         return self._live.begin_load()
 
     def finish_load(self, live: bool) -> None:
-        """Everything is there and derived: what is kept for going back may shrink."""
+        """Everything is loaded and derived: what is kept for a rollback may shrink."""
         if live and self._undo == "sparse" and self._kept is not None and self._live is not None:
             self._kept.snapshot.shrink(self._live)
 
@@ -235,7 +235,7 @@ class ModelInstances:
         self._forget()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Every slot of this rank, taking all that it needs; both instances have the same."""
+        """Every slot of this rank, with all that it takes; the same for both instances."""
         model = self.live if self._shadow is None else self._shadow
         for slots in model.table.slots.values():
             for slot in slots:
@@ -313,7 +313,7 @@ class ModelInstances:
         self._past.pop()
 
     def drop_shadow(self) -> None:
-        """Let go of all that is kept for going back."""
+        """Drop everything that is kept for a rollback."""
         self._give_up_shadow()
         self._shadow_is = self._revert = self._written = self._diff = None
         self._forget()
@@ -333,7 +333,7 @@ class ModelInstances:
         return shadow if here else None
 
     def drop_weights(self) -> None:
-        """Let go of both instances; only a full update brings weights back."""
+        """Drop both instances; only a full update brings weights back."""
         self.drop_shadow()
         with self.reader.lock:
             self._live = self._live_is = None
@@ -375,7 +375,7 @@ class ModelInstances:
                 model.policy.contents_moved()
 
     def _swap(self) -> bool:
-        """Exchange the two; whether that moved their contents."""
+        """Exchange the two; returns whether that moved bytes."""
         live, shadow = self._live, self._shadow
         if shadow is None:
             raise VersionConflict("this rank holds no other version to switch to")
