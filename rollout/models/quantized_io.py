@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
@@ -29,6 +31,17 @@ class _Sums:
     nonfinite: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Rows of which parts have come. Rows that come whole never wait, so a band may have gaps."""
+
+    box: Box
+    values: Tensor
+    edges: NDArray[np.int64]  # where its rows of cells begin, and where the last one ends
+    whole: NDArray[np.int64]  # elements of each
+    missing: NDArray[np.int64]  # how many of these have yet to come
+
+
 class QuantizedIO:
     """One rank's quantised parameters, addressed in the coordinates of their sources.
 
@@ -49,7 +62,7 @@ class QuantizedIO:
         self._table, self._storages, self._dtype = table, storages, dtype
         self._journal = journal
         self._sums: dict[WeightSlot, _Sums] = {}
-        self._bands: dict[tuple[WeightSlot, int], tuple[Tensor, int]] = {}  # rows, elements missing
+        self._bands: dict[tuple[WeightSlot, int], _Band] = {}  # by their first row
         self._pending = 0  # bytes of them
 
     def write(self, slot: WeightSlot, value: WeightValue) -> int:
@@ -142,30 +155,41 @@ class QuantizedIO:
                     self._wait(slot, start, Box((x, k0), (z, k1)), values[x - n0 : z - n0])
 
     def _wait(self, slot: WeightSlot, start: int, box: Box, values: Tensor) -> None:
-        """Keep a part of a band, and quantise the band when nothing is missing."""
+        """Keep a part of a band; quantise the rows of cells of which nothing is missing now."""
+        band = self._bands.get((slot, start)) or self._open_band(slot, start, values.device)
+        (n0, k0), (_, k1) = band.box.starts, band.box.stops
+        (a, _), (z, _) = box.starts, box.stops
+        band.values[box.shifted((-n0, -k0)).slices] = values
+        rows = np.clip(band.edges[1:], a, z) - np.clip(band.edges[:-1], a, z)
+        np.subtract(band.missing, rows * (box.stops[1] - box.starts[1]), out=band.missing)
+        complete = band.missing <= 0
+        band.missing[complete] = band.whole[complete]  # as if nothing of it had come
+        for first, end in _runs(complete):
+            low, high = int(band.edges[first]), int(band.edges[end])
+            self._quantize(slot, Box((low, k0), (high, k1)), band.values[low - n0 : high - n0])
+        if (band.missing == band.whole).all():
+            del self._bands[slot, start]
+            self._pending -= band.values.nbytes
+
+    def _open_band(self, slot: WeightSlot, start: int, device: torch.device) -> _Band:
         whole = self._table.needs(slot)
         (n0, k0), (n1, k1) = whole.starts, whole.stops
-        n0, n1 = max(n0, start), min(n1, start + BAND)
-        band = Box((n0, k0), (n1, k1))
-        if (slot, start) not in self._bands:
-            rows = torch.empty(band.shape, dtype=self._dtype, device=values.device)
-            self._pending += rows.nbytes
-            room = self._table.pending * self._dtype.itemsize
-            if self._pending > room:
-                raise WeightMismatch(
-                    f"{slot.source}: {self._pending >> 20} MiB of pieces wait for the rest of "
-                    f"their scales' blocks, and {room >> 20} were set aside; send "
-                    "the pieces of a tensor one after the other, or another transport"
-                )
-            self._bands[slot, start] = rows, band.numel
-        rows, missing = self._bands[slot, start]
-        rows[box.shifted((-n0, -k0)).slices] = values
-        missing -= box.numel
-        self._bands[slot, start] = rows, missing
-        if missing <= 0:
-            del self._bands[slot, start]
-            self._pending -= rows.nbytes
-            self._quantize(slot, band, rows)
+        box = Box((max(n0, start), k0), (min(n1, start + BAND), k1))
+        values = torch.empty(box.shape, dtype=self._dtype, device=device)
+        room = self._table.pending * self._dtype.itemsize
+        if self._pending + values.nbytes > room:
+            raise WeightMismatch(
+                f"{slot.source}: {self._pending + values.nbytes >> 20} MiB of pieces wait for the "
+                f"rest of their scales' blocks, and {room >> 20} were set aside; send "
+                "the pieces of a tensor one after the other, or another transport"
+            )
+        self._pending += values.nbytes
+        step = self._table.scheme(slot).rows
+        inner = range(box.starts[0] // step * step + step, box.stops[0], step)
+        edges = np.array([box.starts[0], *inner, box.stops[0]])
+        elements = np.diff(edges) * (k1 - k0)
+        band = self._bands[slot, start] = _Band(box, values, edges, elements, elements.copy())
+        return band
 
     def _quantize(self, slot: WeightSlot, box: Box, values: Tensor) -> None:
         """Write the codes and scales of ``box``, which is of whole cells; note what they are."""
@@ -230,6 +254,12 @@ class QuantizedIO:
 
     def _recorded(self, slot: WeightSlot) -> Tensor:
         return self._storages[DIGESTS][self._table.quantized[slot]]
+
+
+def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """[first, end) of each run of neighbours that are set."""
+    changes = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
+    return [(int(first), int(end)) for first, end in changes.reshape(-1, 2)]
 
 
 def _in_bytes(box: Box, scheme: Scheme) -> Box:

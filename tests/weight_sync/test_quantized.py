@@ -110,6 +110,24 @@ def test_pieces_are_quantised_as_the_whole(checkpoints, scheme, cut) -> None:
         assert torch.equal(model.storages()[name], storage), name
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_that_two_pieces_share_beside_whole_ones_is_quantised(checkpoints, scheme) -> None:
+    """As FSDP1 cuts a flat parameter: the end of one rank's shard is amid a row."""
+    [model] = ranks_of(checkpoints, scheme, 1, checkpoints[2])
+    load = model.begin_load()
+    for name, tensor in checkpoints[1].items():
+        if tensor.dim() == 1:
+            load.feed([(name, tensor)])
+            continue
+        rows, columns = tensor.shape
+        cuts = (Box((0, 0), (5, columns)), Box((5, 0), (6, 11)), Box((5, 11), (6, columns)))
+        for box in (*cuts, Box((6, 0), (rows, columns))):
+            piece = TensorPiece(tuple(tensor.shape), tensor.dtype, box, tensor[box.slices])
+            load.feed([(name, piece)])
+    load.finish()
+    assert held([model]) == held(ranks_of(checkpoints, scheme, 1))
+
+
 def test_pieces_that_wait_are_bounded(checkpoints) -> None:
     [model] = ranks_of(checkpoints, "int8", 1)
     assert model.table.pending == (1 << 25) + 2 * 256 * 96
