@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from rollout.models.blocks import DecoderBlock
 from rollout.models.causal_lm import CausalLM
+from rollout.models.chunks import within_chunks
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.norm import Norm
 from rollout.models.moe import SparseMoE, route
 
-BLOCK = 32  # tokens of one KV block
+BLOCK = 16  # tokens of one KV block
 # By kind of module: what rounding alone may differ by, relative to the root mean square, in units
 # of the coarser dtype's epsilon.
 NOISE = {"embedding": 2.0, "norm": 8.0, "rope": 8.0, "router": 64.0, "head": 64.0}
@@ -100,6 +101,8 @@ class TrainerRun:
             if name.endswith("rotary_emb") and isinstance(out, tuple):
                 seen.outputs.append(torch.stack([_rows(part) for part in out[:2]], dim=1))
                 return
+            if name.endswith(".router") and isinstance(out, tuple) and len(out) == 2:
+                out = out[::-1]  # Llama 4's gives its logits behind the scores
             first = out[0] if isinstance(out, tuple) else out
             if isinstance(first, Tensor):
                 seen.outputs.append(_rows(first))
@@ -212,13 +215,14 @@ class LayerComparison:
             if not isinstance(module, SparseMoE):
                 continue
             theirs = self._chosen(self._mlp(index, cast(DecoderBlock, block)), module)
-            for start, rows in zip(starts if theirs is not None else (), told, strict=True):
-                assert theirs is not None
-                one = torch.from_numpy(rows[:, layers].astype("int64"))
+            layers += 1
+            if theirs is None:
+                continue
+            for start, rows in zip(starts, told, strict=True):
+                one = torch.from_numpy(rows[:, layers - 1].astype("int64"))
                 own = theirs[start : start + len(one)]
                 differs = own.sort(-1).values != one.sort(-1).values
                 found[start : start + len(one)] |= differs.any(-1)
-            layers += 1
         return found
 
     def _mlp(self, index: int, block: DecoderBlock) -> str:
@@ -365,7 +369,8 @@ class LayerComparison:
         return self.ours.rotaries[self.ours.rotary_of[index]](self.batch.positions)
 
     def _kv(self, index: int) -> tuple[ForwardBatch, LayerKV]:
-        return self.batch, self.pages[index]
+        pages, chunk = self.pages[index], self.ours.chunk_of[index]
+        return within_chunks(self.batch, chunk, BLOCK) if chunk else self.batch, pages
 
 
 def _with(place: Place, *, detail: str) -> Place:

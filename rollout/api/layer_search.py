@@ -33,10 +33,12 @@ def find_layer(
     try:
         plain = plain_model(directory, info.dtype)
         ours = rebuilt_model(directory, info, plain, head_dtype, timeout, deterministic)
+        comparison = LayerComparison(ours, TrainerRun(plain, [ids]), [ids])
+        places = list(comparison.places())
     except ConfigError as error:
         return [f"layers: not compared: {error}"]
-    comparison = LayerComparison(ours, TrainerRun(plain, [ids]), [ids])
-    places = list(comparison.places())
+    except Exception as error:  # noqa: BLE001 - of transformers' code; what is known already counts
+        return [f"layers: not compared: {type(error).__name__}: {error}"]
     first = next((place for place in places if place.differs), None)
     if first is None:
         return [f"layers: all {len(places)} modules agree with transformers' but for rounding"]

@@ -173,3 +173,15 @@ def test_stacks_that_are_the_same_differ_in_nothing(stacks, arch, capsys):
     assert "nothing differs beyond rounding" in said
     assert status == 0
     assert "weights: equal" in said
+
+
+@pytest.mark.parametrize("arch", ["phimoe", "llama4"])
+def test_a_mixture_whose_router_tells_otherwise_agrees_with_itself(arch, tmp_path):
+    """Phi-MoE's router is no module that gives logits, Llama 4's gives them behind its scores, and
+    attends within chunks, which the sequences are longer than."""
+    model = write_tiny(tmp_path, arch, seed=2)
+    with Rollout(
+        tmp_path, device="cpu", num_threads=1, skip_tokenizer_init=True, block_size=16
+    ) as engine:
+        found = diagnose(engine, model, sequences=1, params=SamplingParams(max_tokens=8))
+    assert found.verdict is None, "\n".join(found.lines())

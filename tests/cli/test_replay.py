@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -83,7 +84,7 @@ def test_other_weights_and_settings_are_named_where_tokens_differ(journaled, cap
 
 
 def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer(
-    journaled, capsys, monkeypatch
+    journaled, capsys, monkeypatch, tmp_path
 ):
     where, first, _ = journaled
     honest = cpu.silu_mul
@@ -97,6 +98,14 @@ def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer
     assert "layer: mlp at layers.0.mlp differs from transformers' by" in said
     assert "kernel: silu_mul, whose plain-torch reference in its place agrees" in said
     assert "because: what a layer computes here is not what its weights say" in said
+    unknown = tmp_path / "unknown"  # to transformers, which wants a model_type
+    shutil.copytree(tiny, unknown)
+    config = json.loads((unknown / "config.json").read_text())
+    del config["model_type"]
+    (unknown / "config.json").write_text(json.dumps(config))
+    report = replay(journal, first.request_id, checkpoint=unknown)
+    assert not report.same
+    assert report.layers[0].startswith("layers: not compared: ValueError: Unrecognized model")
 
 
 def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts_drops(
