@@ -280,8 +280,7 @@ class FleetChannel:
         if request.transport == "ipc":
             self._memory = HostMemory.of_trainer(request, read=not alone)
         elif len(near) > 1:
-            info = self._of.links[near[0].name].client.info()
-            self._memory = HostMemory.of_front(info, request)
+            self._memory = HostMemory.of_front(request)
         for part in near if self._memory.offer else ():
             part.maps = FRONT
         firsts = {group[0].name: group for group in shared.values()}

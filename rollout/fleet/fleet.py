@@ -498,7 +498,9 @@ class Fleet:
             log.info("member %s gets version %d of %s", name, action.version, donor.name)
             receipt = donor.client.send_to(link.sending(action.version, FILL_TIMEOUT))
             adapters = total(adapter.digest for adapter in receipt.adapters.values())
-            found = _Found.of(link.control.info(), (receipt.digest - adapters) & MASK)
+            info = link.control.info()
+            link.place = place_of(info)
+            found = _Found.of(info, (receipt.digest - adapters) & MASK)
         except RolloutError as error:
             why = f"bringing it up to date from {action.donor} failed: {error}"
             log.warning("member %s: %s", name, why)

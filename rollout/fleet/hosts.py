@@ -72,10 +72,10 @@ class HostMemory:
         return cls(request.offer, None, receiver)
 
     @classmethod
-    def of_front(cls, info: WeightInfo, request: UpdateRequest) -> HostMemory:
+    def of_front(cls, request: UpdateRequest) -> HostMemory:
         """Memory of the front, for buckets that come with their bytes; none where it is refused."""
         try:
-            sender = IpcSender(info, request.bucket_bytes, most=request.bucket_bytes)
+            sender = IpcSender.of_packed(request)
         except TransferFailed:
             return cls()
         return cls(sender.offer, sender)

@@ -31,6 +31,7 @@ from rollout.generation import (
 )
 from rollout.generation.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.address import split_address
 from rollout.rpc.chunks import document
 from rollout.rpc.connection import Connection
 from rollout.rpc.convert import (
@@ -189,8 +190,12 @@ class RolloutClient:
 
         Blocks, for some seconds at most.
         """
-        found = (problem(self.address, self._tls) for problem in (tls_problem, http_problem))
-        return next((why for why in found if why), None)
+        try:
+            split_address(self.address)
+            found = (problem(self.address, self._tls) for problem in (tls_problem, http_problem))
+            return next((why for why in found if why), None)
+        except ConfigError as error:
+            return str(error)
 
     @property
     def is_loading(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any
 import grpc
 
 from rollout.errors import ConfigError
+
+_BEGIN = "-----BEGIN"
+_CERTIFICATE = re.compile(r"-----BEGIN ((?:\w+ )?CERTIFICATE)-----.+?-----END \1-----", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,14 @@ class ClientTls:
 
     @property
     def ca_text(self) -> str:
-        """The authority's certificates in PEM; ``ConfigError`` where they cannot be read."""
-        return _read(self.ca, "authority").decode(errors="replace")
+        """The authority's certificates in PEM, without what else its file says; ``ConfigError``
+        where there is none, or it cannot be read.
+        """
+        text = _read(self.ca, "authority").decode("ascii", "replace")
+        found = [one[0] for one in _CERTIFICATE.finditer(text)]
+        if not found:
+            raise ConfigError(f"the TLS authority {self.ca:.300} holds no certificate in PEM")
+        return "".join(f"{one}\n" for one in found)
 
     @property
     def options(self) -> tuple[tuple[str, str], ...]:
@@ -125,21 +135,28 @@ _NEEDS_TLS = "it speaks TLS: pass --tls-ca PEM (tls=ClientTls(ca=...)), who sign
 
 
 def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:
-    """Of a client of Python's own sockets; without ``tls`` it believes anybody."""
+    """Of a client of Python's own sockets; without ``tls`` it believes anybody.
+
+    ``ConfigError`` for bad files.
+    """
     found = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     found.set_alpn_protocols([protocol])
     if tls is None:  # whoever it is: only whether TLS is spoken is asked
         found.check_hostname = False
         found.verify_mode = ssl.CERT_NONE
         return found
-    found.load_verify_locations(cadata=tls.ca_text)
-    if tls.cert is not None:
-        found.load_cert_chain(tls.cert, tls.key)
+    text = tls.ca_text
+    try:
+        found.load_verify_locations(cadata=text)
+        if tls.cert is not None:
+            found.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:  # ssl's errors are among them
+        raise ConfigError(f"the TLS files cannot be used: {error}") from None
     return found
 
 
 def _read(path: str, what: str) -> bytes:
-    if path.lstrip().startswith("-----BEGIN"):
+    if _BEGIN in path:
         return path.encode()
     try:
         return Path(path).read_bytes()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from certificates import make_certificates
@@ -11,8 +13,11 @@ from certificates import make_certificates
 from rollout import Rollout
 from rollout.cli.main import main
 from rollout.errors import ConfigError, EngineClosed
-from rollout.rpc.tls import ClientTls, ServerTls
+from rollout.rpc.client import RolloutClient
+from rollout.rpc.tls import ClientTls, ServerTls, client_context
 from rollout.server.grpc.server import serve
+from rollout.weight_sync.protocol.membership import SendTo
+from rollout.wire.codec import from_json, to_json
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +107,28 @@ def test_what_cannot_be_read_is_a_mistake_by_name(made) -> None:
         ClientTls(ca="x", cert="y")
     with pytest.raises(ConfigError, match="certificate"):
         ServerTls(cert="absent", key=made("ours.key")).credentials()
+
+
+def test_an_authority_may_come_with_comments_and_is_sent_without(made, tmp_path) -> None:
+    plain = Path(made("ours-ca.pem")).read_text()
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(f"# Issuer: F\u0151tan\u00fas\u00edtv\u00e1ny\n{plain}", encoding="utf-8")
+    tls = ClientTls(ca=str(bundle))
+    assert len(client_context(tls, "h2").get_ca_certs()) == 1
+    assert ClientTls(ca=tls.ca_text).ca_text == tls.ca_text == plain
+    wanted = SendTo(address="127.0.0.1:1", version=1, timeout=1.0, tls_ca=tls.ca_text * 300)
+    assert from_json(SendTo, to_json(wanted)) == wanted
+    bundle.write_text("# none")
+    with pytest.raises(ConfigError, match="holds no certificate in PEM"):
+        client_context(tls, "h2")
+
+
+def test_an_engine_reads_no_file_that_a_peer_names_as_an_authority(engine, made) -> None:
+    wanted = SendTo(address="127.0.0.1:1", version=0, timeout=1.0, tls_ca=made("ours-ca.pem"))
+    with pytest.raises(ConfigError, match="never a path"):
+        engine._async.backend.send_to(wanted)
+
+
+def test_an_address_of_another_form_is_told() -> None:
+    with closing(RolloutClient("localhost", timeout=1.0)) as client:
+        assert "is not host:port" in str(client.problem())

@@ -2,9 +2,10 @@
 
 import pytest
 from fleet_front import ENGINE, Front
+from tiny_models import write_tiny
 
 from rollout import Rollout
-from rollout.errors import TransferFailed
+from rollout.errors import EngineClosed, TransferFailed
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.server.grpc.sharing import SharingChannel
 
@@ -114,3 +115,45 @@ def test_a_host_without_room_gets_a_copy_for_each_member(
         assert all(one.check_weights(trained).equal for one in spread_out)
     finally:
         front.close()
+
+
+def test_who_came_later_shares_too_and_nobody_is_asked_for_what_others_need(
+    engines, tmp_path, trained, monkeypatch
+):
+    front = Front(tmp_path / "record", engines[:2])
+
+    def gone():
+        raise EngineClosed("it is gone")
+
+    try:
+        front.fleet.wait_serving(2, WAIT)
+        front.rollout.update_weights(trained, transport="inline", **OPTIONS)
+        front.fleet.add(engines[2].address)
+        front.fleet.wait_serving(3, WAIT)  # which another has brought up to date
+        info = front.fleet.ask_any(lambda client: client.info())
+        for link in front.fleet.links()[:2]:
+            monkeypatch.setattr(link.client, "info", gone)
+        monkeypatch.setattr(front.fleet, "ask_any", lambda verb: info)
+        receipt = front.rollout.update_weights(trained, transport="inline", **OPTIONS)
+        names = [link.name for link in front.fleet.links()]
+        assert receipt.details["members"] == dict.fromkeys(names, "committed")
+        assert receipt.details["members_map"] == dict.fromkeys(names, "the front")
+    finally:
+        front.close()
+
+
+@pytest.mark.more
+def test_tensors_that_are_tied_fit_the_shared_memory_once_more(tmp_path):
+    model = write_tiny(tmp_path / "tied", tied=True, vocab_size=2000, num_layers=1)
+    with (
+        Rollout(str(tmp_path / "tied"), **ENGINE) as one,
+        Rollout(str(tmp_path / "tied"), **ENGINE) as two,
+    ):
+        front = Front(tmp_path / "record", [one, two])
+        try:
+            front.fleet.wait_serving(2, WAIT)
+            for given in (model, iter(list(model.state_dict().items()))):
+                receipt = front.rollout.update_weights(given, transport="inline", timeout=WAIT)
+                assert set(receipt.details["members_map"]) == set(front.names)
+        finally:
+            front.close()

@@ -294,7 +294,10 @@ def test_what_trl_sends_is_answered_in_the_shape_it_parses(http: httpx.Client) -
 
 def test_control_routes_take_parameters_from_the_query_or_a_body(http: httpx.Client) -> None:
     paused = {"is_paused": True}
-    for asked in ({"params": {"mode": "keep"}}, {"json": {"mode": "keep", "timeout": 5}}):
+    for asked in (
+        {"params": {"mode": "keep", "api-version": "1"}},
+        {"json": {"mode": "keep", "timeout": 5}},
+    ):
         assert http.post("/pause", **asked).json() == {"status": "paused"}
         assert http.get("/is_paused").json() == paused
         assert http.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200

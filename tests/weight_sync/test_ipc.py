@@ -54,7 +54,7 @@ class Channel:
 
 @pytest.fixture
 def sender():
-    sender = IpcSender(info(), 1 << 20)
+    sender = IpcSender(info().tensors, 1 << 20)
     yield sender
     sender.close()
 
@@ -101,9 +101,9 @@ def test_the_name_is_gone_once_every_rank_has_mapped_it(sender) -> None:
 
 
 def test_halves_are_no_larger_than_they_need_to_be(sender) -> None:
-    small = IpcSender(info(), 1 << 30)
+    small = IpcSender(info().tensors, 1 << 30)
     assert len(small.buffers[0]) <= 64 * 64 * 4 + 2 * PAGE
-    big = IpcSender(info(tensors=(TensorMeta("a", torch.float32, (1 << 16, 1 << 10)),)), 1 << 30)
+    big = IpcSender((TensorMeta("a", torch.float32, (1 << 16, 1 << 10)),), 1 << 30)
     try:
         assert len(big.buffers[0]) == MAX_HALF
     finally:
@@ -177,7 +177,7 @@ KILLED = """
 import os, sys
 from test_ipc import info
 from rollout.weight_sync.transports.shared_memory import IpcSender
-sender = IpcSender(info(), 1 << 20)
+sender = IpcSender(info().tensors, 1 << 20)
 print(sender.shared.name, flush=True)
 sys.stdin.read()
 """
@@ -192,12 +192,12 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_one() -> None:
     with process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
-        other = IpcSender(info(), 1 << 20)
+        other = IpcSender(info().tensors, 1 << 20)
         assert (SHARED_MEMORY / name).exists()  # its sender lives
         other.close()
         process.send_signal(signal.SIGKILL)
         process.wait()
-    IpcSender(info(), 1 << 20).close()
+    IpcSender(info().tensors, 1 << 20).close()
     assert not (SHARED_MEMORY / name).exists()
 
 

@@ -15,7 +15,6 @@ from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
     UpdateRequest,
     WeightChannel,
-    WeightInfo,
 )
 from rollout.weight_sync.transports.shared_memory import IpcSender
 
@@ -31,15 +30,15 @@ class SharingChannel:
     reads_in_place = False
     secret = ""
 
-    def __init__(self, channel: WeightChannel, info: WeightInfo) -> None:
-        self._channel, self._info = channel, info
+    def __init__(self, channel: WeightChannel) -> None:
+        self._channel = channel
         self._sender: IpcSender | None = None
         self._next = 0  # bucket
 
     def begin(self, request: UpdateRequest) -> Begun:
         """With bytes on the channel to this engine alone where there is no memory to share."""
         try:
-            sender = IpcSender(self._info, request.bucket_bytes, most=request.bucket_bytes)
+            sender = IpcSender.of_packed(request)
         except TransferFailed:
             return self._channel.begin(replace(request, offer={}))
         self._sender = sender

@@ -34,13 +34,7 @@ from rollout.server.grpc.services import checked
 from rollout.server.grpc.sharing import SharingChannel
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.link import StreamOffer
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    Seal,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest, WeightChannel
 from rollout.wire.codec import from_json, parsed
 from rollout.wire.frames import tensor_bytes
 
@@ -88,11 +82,8 @@ class HeldUpdates:
 class UpdateStream:
     """One update; ``talk`` is one connection to it, of which the newest counts."""
 
-    def __init__(
-        self, channel: WeightChannel, held: HeldUpdates, info: Callable[[], WeightInfo]
-    ) -> None:
-        """``info``: what the engine announces."""
-        self._channel, self._held, self._info = channel, held, info
+    def __init__(self, channel: WeightChannel, held: HeldUpdates) -> None:
+        self._channel, self._held = channel, held
         self._loop = asyncio.get_running_loop()
         self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = asyncio.Semaphore(AHEAD)
@@ -293,7 +284,7 @@ class UpdateStream:
         self._limit = request.bucket_bytes
         stream = StreamOffer.of(request)
         if stream.shares:
-            self._channel = SharingChannel(self._channel, self._info())
+            self._channel = SharingChannel(self._channel)
         begun = document(self._channel.begin(request))
         if not stream.grace:
             return pb.UpdateEvent(begun=begun)

@@ -129,9 +129,7 @@ class WeightSyncService:
                 update = self._held.find(resume)
                 events = update.talk(commands, resume)
             else:
-                update = UpdateStream(
-                    self._channel(first), self._held, lambda: self._rollout.backend.info()
-                )
+                update = UpdateStream(self._channel(first), self._held)
                 events = update.talk(_behind(first, commands))
             self._open.add(update)
             async with contextlib.aclosing(events):

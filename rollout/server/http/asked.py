@@ -33,7 +33,7 @@ class Asked:
 
     async def __call__(self, request: Request) -> Any:
         values: dict[str, Any] = {}
-        for name in request.query_params:
+        for name in request.query_params.keys() - _GATEWAYS:
             several = request.query_params.getlist(name)
             values[name] = several if self._is_list(name) else several[-1]
         for name, value in _document(await request.body(), self.names).items():

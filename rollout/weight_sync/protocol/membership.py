@@ -8,8 +8,13 @@ counts, which starts when it has *received* that reading.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from rollout.wire.codec import ADDED, Count, Digest, Seconds, Text
+
+MAX_AUTHORITIES = 1 << 20  # bytes; all those of a Linux distribution are a quarter of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class SendTo:
     token: Text = ""
     version: Count
     timeout: Seconds
-    tls_ca: Text = field(default="", metadata=ADDED)
+    tls_ca: Annotated[str, Meta(max_length=MAX_AUTHORITIES)] = field(default="", metadata=ADDED)
     tls_server_name: Text = field(default="", metadata=ADDED)
 
 

@@ -19,7 +19,7 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
@@ -44,6 +44,7 @@ from rollout.weight_sync.transports.base import (
     offer_of,
 )
 from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
+from rollout.weights import TensorMeta
 from rollout.wire.codec import Positive, Text
 
 # Smaller halves stay in the caches between the copy in and the copy out, and both fit the 64 MB
@@ -82,7 +83,7 @@ class SharedMemory(Transport):
         return None if near else "the engine is on another host"
 
     def open(self, opening: Opening) -> Sender:
-        return IpcSender(opening.info, opening.bucket_bytes, opening.senders)
+        return IpcSender(opening.info.tensors, opening.bucket_bytes, opening.senders)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
         shared = offer_of(SharedFile, request)
@@ -103,13 +104,17 @@ class IpcSender(Sender):
     bytes_go = "memory"
 
     def __init__(
-        self, info: WeightInfo, bucket_bytes: int, senders: int = 1, most: int = MAX_HALF
+        self,
+        tensors: Iterable[TensorMeta] | None,
+        bucket_bytes: int,
+        senders: int = 1,
+        most: int = MAX_HALF,
     ) -> None:
-        """``senders``: trainer ranks that write, all of which have it mapped by the first ``send``.
-        ``most``: the longest half.
+        """``tensors``: all that is sent, None where that is unknown. ``senders``: trainer ranks
+        that write, all of which have it mapped by the first ``send``. ``most``: the longest half.
         """
         self._alone = senders == 1
-        needed = sum(meta.nbytes + _PAGE for meta in info.tensors)
+        needed = most if tensors is None else sum(meta.nbytes + _PAGE for meta in tensors)
         half = _pages(min(bucket_bytes, needed, most))
         _sweep()
         name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
@@ -142,6 +147,11 @@ class IpcSender(Sender):
     def close(self) -> None:
         self.forget()
         self.buffers = ()
+
+    @classmethod
+    def of_packed(cls, request: UpdateRequest) -> IpcSender:
+        """For an update whose buckets somebody else packs, as long as the request lets them be."""
+        return cls(request.metadata, request.bucket_bytes, most=request.bucket_bytes)
 
     def _create(self) -> tuple[Tensor, ...]:
         shared, size = self.shared, _PAGE + 2 * self.shared.half
