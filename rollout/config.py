@@ -290,13 +290,13 @@ class EngineConfig:
             )
         if not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
+        if isinstance(self.cuda_graphs, bool):
+            object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
         for f in fields(self):
             if f.type in ("str", "str | None"):
                 object.__setattr__(self, f.name, _text(f.name, getattr(self, f.name)))
         if self.quantization is None:  # as vLLM has it
             object.__setattr__(self, "quantization", "none")
-        if isinstance(self.cuda_graphs, bool):
-            object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r:.80}"

@@ -269,10 +269,14 @@ class Fleet:
         reversible: bool = True,
         joins: bool = False,
     ) -> tuple[list[Link], int]:
-        """Once no other is under way; ``UpdateInProgress`` where that takes ``timeout`` seconds."""
+        """Once no other is under way; ``UpdateInProgress`` where that takes ``timeout`` seconds.
+
+        A moment in which too few members serve, as after this process was stopped, is waited out.
+        """
+        deadline = time.monotonic() + timeout
         with self._changed:
-            self._changed.wait_for(lambda: self._may_begin or self._closing.is_set(), timeout)
-            self._check_open()
+            self.wait(lambda: not self._is_short, min(2 * self.lease, timeout))
+            self.wait(lambda: self._may_begin, deadline - time.monotonic())
             names, version = self._state.begin(
                 update_id, version, time.monotonic(), back=back, reversible=reversible,
                 joins=joins,
@@ -349,6 +353,11 @@ class Fleet:
     @property
     def _may_begin(self) -> bool:
         return self._state.idle and not self._commits
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether fewer members serve than a commit needs, though there are enough of them."""
+        return len(self._state.serving) < self.quorum <= len(self._links)
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -187,6 +187,18 @@ def test_calls_outlast_a_moment_in_which_no_member_may_serve(front, engines):
     assert len(list(stream)[-1].outputs[0].token_ids) == 150
 
 
+def test_an_update_outlasts_a_moment_in_which_too_few_members_serve(front, trained, monkeypatch):
+    """As after the front itself was stopped for longer than its leases."""
+    coordinator, until = type(front.fleet._state), time.monotonic() + 0.5
+    serving = coordinator.serving
+    monkeypatch.setattr(
+        coordinator,
+        "serving",
+        property(lambda self: serving.fget(self)[: None if time.monotonic() > until else 1]),
+    )
+    assert set(front.rollout.update_weights(trained).details["members"].values()) == {"committed"}
+
+
 def test_fewer_members_than_the_quorum_abort_the_update_everywhere(front, engines, trained):
     engines[0].shutdown()
     engines[1].shutdown()

@@ -63,7 +63,7 @@ def test_lists_and_packed_bytes_say_the_same_with_the_version(http: httpx.Client
         ({"prompts": []}, "1 to 2048"),
         ({"prompts": ["a", 1]}, "prompts: give a list of texts or a list of lists of token ids"),
         ({"prompts": [[1], [2]], "completions": [[3], []]}, "completion 1 is empty"),
-        ({"temperature": 0.0}, "prompt_temperature must be"),
+        ({"temperature": 0.0}, "temperature must be in [1e-5, 1e9], got 0.0"),
         ({"temperature": "hot"}, "temperature"),
         ({"text_1": "a", "text_2": "b"}, "cross-encoder"),
         ({"prompts": [[1]], "completions": [[10**6]]}, "outside the vocabulary"),

@@ -86,7 +86,7 @@ def test_no_code_of_a_checkpoint_runs_unless_it_is_trusted(remote, capsys):
     ):
         with pytest.raises(ConfigError, match=r"OwnForCausalLM\), and is run with trust_remote_c"):
             run()
-    assert main(["serve", str(path), "--device", "cpu"]) == 2
+    assert main(["serve", str(path), "--device", "cpu", "--port", "0", "--grpc-port", "0"]) == 2
     assert "trust_remote_code=True" in capsys.readouterr().err
     assert not sentinel.exists()
 
