@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from inspect import isfunction, signature
+from inspect import iscoroutinefunction, isfunction, signature
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -119,7 +119,14 @@ def _explained(method: Any, spellings: Spellings, error: type[Exception]) -> Any
                     raise error(text) from None
             raise
 
-    return verb
+    if not iscoroutinefunction(method):
+        return verb
+
+    @wraps(method)
+    async def awaited(self: Any, /, *args: Any, **given: Any) -> Any:
+        return await verb(self, *args, **given)
+
+    return awaited  # a coroutine function still, which Ray's actors and web routes ask for
 
 
 _FRACTION = (

@@ -1,6 +1,7 @@
 """The same verbs, embedded and over gRPC."""
 
 import asyncio
+import inspect
 import os
 import re
 import signal
@@ -443,3 +444,8 @@ def test_what_is_no_address_token_or_certificate_is_told_before_a_connection() -
             Rollout.connect("127.0.0.1:1", token)
     with pytest.raises(ConfigError, match="tls must be a ClientTls"):
         Rollout.connect("127.0.0.1:1", tls=True)
+
+
+def test_verbs_of_an_event_loop_are_coroutine_functions_to_who_asks() -> None:
+    for name in ("generate", "abort", "pause_generation", "metrics"):
+        assert inspect.iscoroutinefunction(getattr(AsyncRollout, name))
