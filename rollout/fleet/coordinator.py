@@ -426,8 +426,10 @@ class Coordinator:
         who is bringing it up to date gives way to the update.
         """
         standing = member.standing
-        if standing is None or standing.prepared or member.status is Status.SERVING:
+        if standing is None or member.status is Status.SERVING:
             return False
+        if standing.prepared and not member.holds:
+            return False  # by what was last heard; one that holds what is live has committed since
         heard = member.busy or now - member.heard < 2 * self.lease
         return member.behind and heard and standing.version < self.promise.version
 

@@ -8,6 +8,7 @@ or out of bounds is a ``TransferFailed`` that names it. What fields say together
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -34,6 +35,10 @@ MAX_DIMS = 16
 # and refuse the rest by name. For nouns that are documents themselves.
 ADDED = {"added": True}
 _Check = Callable[[Any, str], None]
+
+# msgspec 0.22 crashes where two threads give it a type at once that it has not seen before.
+_learning = threading.RLock()
+_known: set[Any] = set()
 
 
 def _wide(plain: Any, at: str) -> None:
@@ -86,10 +91,19 @@ def from_plain(kind: Any, plain: Any) -> Any:
     try:
         if (check := _check(kind)) is not None:
             check(plain, "")
-        return msgspec.convert(plain, kind, strict=True, dec_hook=_decoded)
+        if kind in _known:
+            return _converted(kind, plain)
+        with _learning:
+            found = _converted(kind, plain)
+            _known.add(kind)
+            return found
     except (ValueError, RecursionError, OverflowError) as error:
         what = getattr(kind, "__name__", "document")
         raise TransferFailed(f"malformed {what}: {error}") from error
+
+
+def _converted(kind: Any, plain: Any) -> Any:
+    return msgspec.convert(plain, kind, strict=True, dec_hook=_decoded)
 
 
 @overload

@@ -221,6 +221,23 @@ def test_who_is_behind_joins_by_the_next_whole_update_however_close_they_follow(
     assert [action.grant.until for action in granted] == [50.0 + LEASE]
 
 
+def test_who_has_just_joined_takes_part_in_the_update_that_follows_at_once() -> None:
+    """Also where it was last heard of between its vote and its commit."""
+    fleet = serving("a", "b")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    fleet.begin("u5", None, 0.0, joins=True)
+    fleet.unfilled("c", "its donor went on", 0.0)
+    for name in "abc":
+        fleet.voted("u5", name, 88, 0.0)
+    now = LEASE / 2
+    stand(fleet, "c", asked(fleet, "c", now), now, version=3, prepared="u5")
+    [write] = fleet.commit("u5", now)
+    fleet.written(write.promise, now)
+    for name in "abc":
+        fleet.decided("u5", name, "", now)
+    assert fleet.begin("u6", None, now, joins=True)[0] == ["a", "b", "c"]
+
+
 def test_who_is_kept_out_needs_a_whole_update_and_has_some_chances() -> None:
     fleet = serving("a", "b")
     stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)

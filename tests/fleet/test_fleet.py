@@ -430,7 +430,7 @@ def test_one_members_refusal_of_the_request_ends_it_for_all(front, engines, trai
     with pytest.raises(LimitExceeded, match=rf"member {front.names[0]}: .*max_extra_memory"):
         front.rollout.update_weights(trained, max_extra_memory=size // 2, bucket_bytes=1 << 16)
     assert [engine.weight_version for engine in engines] == [1, 1, 1]
-    assert [engine.weight_info().state for engine in engines] == ["idle"] * 3
+    eventually(lambda: [engine.weight_info().state for engine in engines] == ["idle"] * 3)
     front.fleet.wait_serving(3, 60.0)
     receipt = front.rollout.update_weights(trained)
     assert receipt.details["members"] == dict.fromkeys(front.names, "committed")

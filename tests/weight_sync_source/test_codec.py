@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -135,3 +137,31 @@ def test_what_is_no_json_is_refused() -> None:
     for data in (b"", b"{", b"\xff", b'{"a":NaN}', b"[" * 100_000):
         with pytest.raises(TransferFailed):
             from_json(Begun, data)
+
+
+FIRST_READS = """
+import sys, threading
+from dataclasses import make_dataclass
+from rollout.wire.codec import from_plain
+
+sys.setswitchinterval(1e-6)
+names = [f"x{i}" for i in range(20)]
+for _ in range(100):
+    inner = make_dataclass("Inner", [(name, int) for name in names])
+    outer = make_dataclass("Outer", [(name, inner) for name in names])
+    plain = dict.fromkeys(names, dict.fromkeys(names, 1))
+    gate, read = threading.Barrier(4), []
+    def go():
+        gate.wait(60)
+        read.append(from_plain(outer, plain))
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert len(read) == 4 and read[0] == read[3]
+"""
+
+
+def test_threads_may_read_a_noun_for_the_first_time_at_once() -> None:
+    """In a process of its own: msgspec by itself would end it by SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", FIRST_READS], timeout=120, check=False)
+    assert done.returncode == 0
