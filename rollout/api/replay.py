@@ -13,7 +13,7 @@ from rollout.api.sync_rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.engine.facts import differing_facts, engine_facts
 from rollout.engine.journal import JournaledRequest, JournaledSample, find_request
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineError
 from rollout.generation import Completion, SamplingParams
 from rollout.weight_sync.protocol.messages import WeightInfo
 
@@ -246,7 +246,10 @@ def _again(
     at, token, _ = judged.first_difference
     if token is None:
         return judged
-    [scored] = engine.score([found.prompt_token_ids], [then.token_ids[: at + 1]], last_n=1)
+    try:
+        [scored] = engine.score([found.prompt_token_ids], [then.token_ids[: at + 1]], last_n=1)
+    except EngineError:  # NaN here: that is the difference
+        return judged
     logprobs = (then.logprobs[at], float(scored.logprobs[0]))
     return replace(judged, recorded_logprobs=logprobs)
 

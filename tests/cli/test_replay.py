@@ -106,6 +106,11 @@ def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer
     report = replay(journal, first.request_id, checkpoint=unknown)
     assert not report.same
     assert report.layers[0].startswith("layers: not compared: ValueError: Unrecognized model")
+    monkeypatch.setattr(cpu, "silu_mul", lambda x: honest(x) * float("nan"))
+    monkeypatch.setattr(silu_mul, "_by_device", {})
+    report = replay(journal, first.request_id, checkpoint=tiny)  # here no token has a logprob
+    assert report.samples[0].first_difference == (0, first.outputs[0].token_ids[0], None)
+    assert report.layers[0].startswith("layer: mlp at layers.0.mlp differs")
 
 
 def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts_drops(
