@@ -165,6 +165,10 @@ class Fleet:
             return any(member.is_new for member in self._state.members.values())
 
     @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
+    @property
     def quorum(self) -> int:
         return self._state.quorum
 

@@ -10,8 +10,9 @@ import pytest
 
 from rollout import Rollout
 from rollout.errors import EngineClosed
-from rollout.fleet.backend import FleetBackend
 from rollout.fleet.call import FleetCall
+from rollout.fleet.calls import Calls
+from rollout.fleet.hold import Hold
 from rollout.fleet.link import Link
 from rollout.fleet.stats import summed
 from rollout.generation import RequestOutput, SamplingParams
@@ -38,19 +39,12 @@ class Call(FleetCall):
         return self.stream
 
 
-class Backend(FleetBackend):
+class OfOne(Calls):
     """Over one member that serves."""
 
     def __init__(self):
-        standing = SimpleNamespace(waiting=0)
-        super().__init__(
-            SimpleNamespace(
-                epoch=1,
-                standings=lambda: {"m0": standing},
-                serving=lambda: [MEMBER],
-                life=lambda name: 1,
-            )
-        )
+        fleet = OneMember(lease=1.0)
+        super().__init__(fleet, Hold(fleet))
 
     async def _met(self, name):
         return MEMBER
@@ -66,7 +60,7 @@ def test_a_stream_that_breaks_behind_its_last_output_has_said_all():
         raise EngineClosed("its connection is gone")
 
     async def course():
-        return [each async for each in Backend()._spread(call(stream()))]
+        return [each async for each in OfOne().run(call(stream()))]
 
     [(row, last)] = asyncio.run(course())
     assert (row, last.finished) == (0, True)
@@ -79,12 +73,12 @@ def test_who_does_not_read_a_stream_finds_the_newest_output_alone():
             await asyncio.sleep(0)
 
     async def course():
-        backend = Backend()
-        reading = backend._spread(call(stream()))
+        calls = OfOne()
+        reading = calls.run(call(stream()))
         first = await anext(reading)
         for _ in range(300):
             await asyncio.sleep(0)
-        [queue] = backend._calls
+        [queue] = calls._queues
         assert queue.qsize() <= 2
         return [first, *[each async for each in reading]]
 
@@ -97,6 +91,7 @@ class OneMember:
     """A fleet of one that is out of service, or of another life, when its test says so."""
 
     epoch = 1
+    closed = False
 
     def __init__(self, lease):
         self.lease, self.member, self.born = lease, MEMBER, 1
@@ -132,14 +127,14 @@ def finished_by(fleet, attempt):
         def outputs(self, client, rows):
             return outputs()
 
-    class Over(FleetBackend):
+    class Over(Calls):
         async def _met(self, name):
             return MEMBER
 
     made = Attempts(prompts=[[1]], params=[SamplingParams()], request_ids=["a"], stream=False)
 
     async def course():
-        return [each async for each in Over(fleet)._spread(made)]
+        return [each async for each in Over(fleet, Hold(fleet)).run(made)]
 
     [(_, last)] = asyncio.run(course())
     assert last.finished
@@ -182,7 +177,7 @@ def test_a_lost_member_is_not_asked_again_while_it_only_seems_to_serve(comes_bac
 
 def test_where_no_other_member_serves_a_call_says_so():
     with pytest.raises(EngineClosed, match="no other member"):
-        FleetBackend(OneMember(lease=1.0))._shares(call(None), [0], {"m0"})
+        OfOne()._shares(call(None), [0], {"m0"})
 
 
 def test_members_without_pins_add_up_to_none(front):
