@@ -61,5 +61,6 @@ class ServingLease:
     def refusal(self) -> EngineClosed:
         return EngineClosed(
             "this member of a fleet may not serve: its lease has run out, as its coordinator has "
-            "fenced it or cannot reach it; ask the fleet's own address"
+            "fenced it or cannot reach it; ask the fleet's own address, start the fleet's front "
+            "again, or restart this engine for it to serve alone"
         )
