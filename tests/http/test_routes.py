@@ -183,6 +183,8 @@ def test_metrics_speak_our_names_and_vllms(http: httpx.Client) -> None:
         assert name in after
     assert after["rollout_weight_version"] == http.get("/weight_info").json()["version"]
     assert after["rollout_time_to_first_token_seconds_count"] > 0
+    scraped = http.get("/metrics", params={"name[]": ["vllm:num_requests_waiting"]})
+    assert "vllm:num_requests_waiting" in scraped.text
 
 
 def test_weights_and_world_are_described(http: httpx.Client) -> None:
