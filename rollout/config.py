@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.spellings import EMBEDDED, Spellings, explains_names
+from rollout.wire.spellings import EMBEDDED, Spellings, explains_names
 
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day

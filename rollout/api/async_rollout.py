@@ -52,7 +52,7 @@ from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ClientTls
-from rollout.spellings import VERBS, explains_arguments
+from rollout.wire.spellings import VERBS, explains_arguments
 from rollout.wire.version import ServerInfo
 
 P = ParamSpec("P")

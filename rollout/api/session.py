@@ -29,7 +29,7 @@ from rollout.generation import (
     SamplingParams,
 )
 from rollout.rpc.convert import Messages
-from rollout.spellings import VERBS, explains_arguments
+from rollout.wire.spellings import VERBS, explains_arguments
 
 R = TypeVar("R")
 OneParams = SamplingParams | Mapping[str, Any]

@@ -22,7 +22,7 @@ from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import EngineClosed, InvalidRequest
 from rollout.generation import AnyPrompt, RequestOutput
 from rollout.rpc.tls import ClientTls
-from rollout.spellings import VERBS, explains_arguments
+from rollout.wire.spellings import VERBS, explains_arguments
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
 BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service

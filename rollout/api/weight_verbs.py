@@ -9,7 +9,6 @@ from typing import Any
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError
-from rollout.spellings import VERBS, explains_arguments
 from rollout.weight_sync.protocol.delta import DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
@@ -20,6 +19,7 @@ from rollout.weight_sync.trainer.weight_report import check_weights as check
 from rollout.weight_sync.trainer.weight_report import preflight as preflight_source
 from rollout.weights.adapters import AdapterLoaded
 from rollout.weights.components import POLICY
+from rollout.wire.spellings import VERBS, explains_arguments
 
 
 @explains_arguments(VERBS, ConfigError)

@@ -16,7 +16,7 @@ from rollout.cli.spellings import respelled
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.generation import SamplingParams
-from rollout.spellings import SAMPLING, as_flag
+from rollout.wire.spellings import SAMPLING, as_flag
 
 ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(

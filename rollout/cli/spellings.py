@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.spellings import ENGINE, as_flag
+from rollout.wire.spellings import ENGINE, as_flag
 
 COMMANDS = ("serve", "generate", "check", "bench", "fleet")  # those that take theirs
 

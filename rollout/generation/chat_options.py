@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rollout.errors import InvalidRequest
-from rollout.spellings import VERBS
+from rollout.wire.spellings import VERBS
 
 MAX_TOOLS = 1024
 # What the template's caller sets itself; anything else may be a variable of the template.

@@ -11,7 +11,7 @@ from typing import Any
 from rollout.errors import InvalidRequest
 from rollout.generation.grammar import grammar
 from rollout.generation.packed import read_experts
-from rollout.spellings import SAMPLING, explains_names
+from rollout.wire.spellings import SAMPLING, explains_names
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 MAX_SAMPLES = 16384

@@ -446,6 +446,8 @@ def test_what_is_no_address_token_or_certificate_is_told_before_a_connection() -
         Rollout.connect("127.0.0.1:1", tls=True)
 
 
-def test_verbs_of_an_event_loop_are_coroutine_functions_to_who_asks() -> None:
+def test_verbs_of_an_event_loop_are_of_their_kind_to_who_asks() -> None:
     for name in ("generate", "abort", "pause_generation", "metrics"):
         assert inspect.iscoroutinefunction(getattr(AsyncRollout, name))
+    for name in ("stream", "stream_many", "stream_chat"):
+        assert inspect.isasyncgenfunction(getattr(AsyncRollout, name))

@@ -11,7 +11,7 @@ from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import SamplingParams
-from rollout.spellings import EMBEDDED, SAMPLING
+from rollout.wire.spellings import EMBEDDED, SAMPLING
 
 
 def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:

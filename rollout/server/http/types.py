@@ -20,7 +20,7 @@ from rollout.config import MAX_TIMEOUT
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.http.grammars import Grammar, of_response_format
-from rollout.spellings import SAMPLING
+from rollout.wire.spellings import SAMPLING
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import wraps
-from inspect import iscoroutinefunction, isfunction, signature
+from inspect import isasyncgenfunction, iscoroutinefunction, isfunction, signature
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -119,14 +120,20 @@ def _explained(method: Any, spellings: Spellings, error: type[Exception]) -> Any
                     raise error(text) from None
             raise
 
-    if not iscoroutinefunction(method):
-        return verb
-
     @wraps(method)
     async def awaited(self: Any, /, *args: Any, **given: Any) -> Any:
         return await verb(self, *args, **given)
 
-    return awaited  # a coroutine function still, which Ray's actors and web routes ask for
+    @wraps(method)
+    async def iterated(self: Any, /, *args: Any, **given: Any) -> Any:
+        async with aclosing(verb(self, *args, **given)) as items:
+            async for item in items:
+                yield item
+
+    # Of the same kind still, which Ray's actors and web routes ask for.
+    if iscoroutinefunction(method):
+        return awaited
+    return iterated if isasyncgenfunction(method) else verb
 
 
 _FRACTION = (
