@@ -132,6 +132,7 @@ class AsyncRollout:
         self.weights = WeightVerbs(backend)
         self.threads = VerbThreads()
         self._address = address
+        self._served_as: tuple[str, int, dict[str, Any]] | None = None
         self._server: Any = None
         self._serving = asyncio.Lock()
         self.sessions = Sessions(self.session)  # those that HTTP clients name
@@ -475,15 +476,17 @@ class AsyncRollout:
     async def serve(self, /, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
         """Serve this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
 
-        ``options`` are those of ``server.grpc.server.serve``. Raises ``ConfigError`` naming a busy
-        port.
+        ``options`` are those of ``server.grpc.server.serve``. Once it is served, the same call
+        gives its address again. Raises ``ConfigError`` naming a busy port, or where it is served
+        otherwise already.
         """
         if not isinstance(host, str) or type(port) is not int or not 0 <= port < 1 << 16:
             raise ConfigError(
                 f"serve takes a host and a port of 0..65535, got {host!r:.80} and {port!r:.80}"
             )
         async with self._serving:
-            if self._address is not None and (options or port):
+            asked = host, port, options
+            if self._address is not None and (options or port) and asked != self._served_as:
                 raise ConfigError(
                     f"it is served at {self._address} already; an engine has one gRPC server"
                 )
@@ -492,7 +495,7 @@ class AsyncRollout:
                 module, _, name = GRPC_SERVER.partition(":")
                 serve = getattr(importlib.import_module(module), name)
                 self._server = await serve(self, host, port, **options)
-                self._address = str(self._server.address)
+                self._address, self._served_as = str(self._server.address), asked
             return self._address
 
     async def shutdown(self) -> None:

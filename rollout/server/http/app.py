@@ -7,9 +7,9 @@ import uuid
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout.api import AsyncRollout
@@ -143,10 +143,7 @@ async def live(rollout: Engine) -> Response:
 
 
 @routes.on("GET", "/metrics", Access.GENERATION)
-async def metrics(
-    rollout: Engine, names: Annotated[list[str] | None, Query(alias="name[]")] = None
-) -> Response:
-    """``name[]``, by which Prometheus asks for some, changes nothing: all are given."""
+async def metrics(rollout: Engine) -> Response:
     info = await rollout.server_info()
     text = render(await rollout.metrics(), info.model)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

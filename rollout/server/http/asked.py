@@ -55,15 +55,15 @@ class Asked:
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses names in the query that it does not take, and a body where it has none.
+    """A control route refuses names in the query that it does not take, and a body where it has
+    none: what is passed over in silence would look as if it had been done.
 
-    What is passed over in silence would look as if it had been done. Probes (``Access.OPEN``) are
-    answered whatever they bring.
+    Others take whatever clients and gateways add to the query (an SDK's version, say).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
-        if any(access_of(method, self.path) is Access.OPEN for method in self.methods or ()):
+        if all(access_of(method, self.path) is not Access.CONTROL for method in self.methods or ()):
             return handler
         known, takes_body = _names_of(self.dependant), bool(self.body_field)
         takes_body |= any(isinstance(d.call, Asked) for d in self.dependant.dependencies)

@@ -187,7 +187,7 @@ async def update_weights(
 
 
 @routes.on("POST", "/fetch_weights", Access.CONTROL)
-async def fetch_weights() -> dict[str, Any]:
+async def fetch_weights(body: Annotated[Any, Body()] = None) -> dict[str, Any]:
     """SkyRL's, of a checkpoint's delta, whatever its body: it can name nothing else."""
     raise InvalidRequest(NO_CHECKPOINT_DELTAS)
 
