@@ -23,12 +23,11 @@ from rollout.weight_sync.transports.p2p import P2PMember, outgoing, payload_byte
 from rollout.weights import Box
 
 
-class BoxSending:
-    """Collective over the source's ranks: they go from round to round together, or all fail.
+class BoxRounds:
+    """What trainer ranks do who each send their own boxes: they go from round to round together,
+    or all fail.
 
-    ``first``: the first rank's way to the engine, None on the others. By the vote of round i that
-    rank knows that round i - 1 has arrived everywhere, so every rank may overwrite what it sent of
-    it.
+    ``first``: the first rank's way to the engine, None on the others.
     """
 
     def __init__(
@@ -42,6 +41,42 @@ class BoxSending:
     ) -> None:
         self._boxes, self._group, self._first = boxes, group, first
         self._stats, self._timeout, self._watch = stats, timeout, watch
+
+    def together(self, phase: str, act: Callable[[], None]) -> None:
+        """Run ``act`` here and vote; the first error of any rank is raised on all."""
+        failure: Exception | None = None
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - the trainer's code runs in here, too
+            failure = error
+        if self._first is not None:
+            failure = failure or self._first.failure
+        # The first rank may itself wait for the engine's ranks until its deadline.
+        self._group.vote(failure, 2 * self._timeout, phase)
+
+    def write(self, wanted: Mapping[str, Sequence[tuple[BucketEntry, int]]], into: Tensor) -> None:
+        """Copy this rank's entries, by tensor, to where each lies in ``into``, uint8, and digest
+        them.
+
+        A tensor is read once, however many entries are of it: reading casts.
+        """
+        for name in sorted(wanted, key=lambda name: not self._boxes.has_read(name)):
+            held = self._boxes.digest(name, self._stats, self._watch)
+            for entry, start in wanted[name]:
+                buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
+                nontemporal_copy(buffer, _values(held, entry))
+
+    def digest_rest(self) -> None:
+        """Of the boxes that no entry was of."""
+        self._boxes.digest_all(self._stats, self._watch)
+
+
+class BoxSending(BoxRounds):
+    """Collective over the source's ranks: each sends its boxes right to the engine's ranks.
+
+    By the vote of round i the first rank knows that round i - 1 has arrived everywhere, so every
+    rank may overwrite what it sent of it.
+    """
 
     def run(self, rounds: tuple[BucketHeader, ...], offer: Mapping[str, Any]) -> None:
         """Send everything; returns when it has arrived and all boxes are digested.
@@ -57,13 +92,12 @@ class BoxSending:
             else:
                 member = P2PMember(offer, rank)
                 sender = _Follower(stack.enter_context(closing(member)), self._timeout)
-            self._together("connect", sender.connect)
+            self.together("connect", sender.connect)
             for header in rounds:
                 buffer = buffers[header.index % 2]
-                self._together(f"round {header.index}", partial(self._send, sender, header, buffer))
-            self._together("last round", sender.flush)
-            digest_rest = partial(self._boxes.digest_all, self._stats, self._watch)
-            self._together("digests", digest_rest)
+                self.together(f"round {header.index}", partial(self._send, sender, header, buffer))
+            self.together("last round", sender.flush)
+            self.together("digests", self.digest_rest)
             self._stats.wire_bytes = sender.sent_bytes
 
     def _send(self, sender: BucketSender | _Follower, header: BucketHeader, into: Tensor) -> None:
@@ -79,11 +113,8 @@ class BoxSending:
             for entry in message.entries:
                 where = at + entry.offset - message.start
                 wanted.setdefault(entry.name, []).append((entry, where))
-        write_boxes(self._boxes, wanted, into, self._stats, self._watch)
+        self.write(wanted, into)
         return into[: payload_bytes(header, self._group.rank)]
-
-    def _together(self, phase: str, act: Callable[[], None]) -> None:
-        together(self._group, self._first, self._timeout, phase, act)
 
 
 class _Follower:
@@ -106,43 +137,6 @@ class _Follower:
 
     def flush(self) -> None:
         return None  # the first rank knows when the last round has arrived
-
-
-def together(
-    group: RankGroup,
-    first: BucketSender | None,
-    timeout: float,
-    phase: str,
-    act: Callable[[], None],
-) -> None:
-    """Run ``act`` here and vote; the first error of any rank is raised on all."""
-    failure: Exception | None = None
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001 - the trainer's code runs in here, too
-        failure = error
-    if first is not None:
-        failure = failure or first.failure
-    # The first rank may itself wait for the engine's ranks until its deadline.
-    group.vote(failure, 2 * timeout, phase)
-
-
-def write_boxes(
-    boxes: LocalBoxes,
-    wanted: Mapping[str, Sequence[tuple[BucketEntry, int]]],
-    into: Tensor,
-    stats: TransferStats,
-    watch: Watchdog,
-) -> None:
-    """Copy this rank's entries, by tensor, to where each lies in ``into``, uint8, and digest them.
-
-    A tensor is read once, however many entries are of it: reading casts.
-    """
-    for name in sorted(wanted, key=lambda name: not boxes.has_read(name)):
-        held = boxes.digest(name, stats, watch)
-        for entry, start in wanted[name]:
-            buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
-            nontemporal_copy(buffer, _values(held, entry))
 
 
 def _values(held: Mapping[Box, Tensor], entry: BucketEntry) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -13,35 +13,19 @@ from torch import Tensor
 
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
-from rollout.weight_sync.trainer.local_shards import LocalBoxes
-from rollout.weight_sync.trainer.lockstep import Watchdog
-from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.reshard import together, write_boxes
-from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.reshard import BoxRounds
 from rollout.weight_sync.transports.shared_memory import SharedFile, SharedWriter
 from rollout.wire.codec import from_plain
 
 
-class SharedBuckets:
+class SharedBuckets(BoxRounds):
     """Collective over the source's ranks: nothing is gathered, each byte is copied once.
 
-    ``first``: the first rank's way to the engine, None on the others. By the vote of bucket i all
-    of it is written, and bucket i - 1 has been taken by every engine rank, so that its half is
-    free; then the first rank announces it, as if it had packed it alone.
+    By the vote of bucket i all of it is written, and bucket i - 1 has been taken by every engine
+    rank, so that its half is free; then the first rank announces it, as if it had packed it alone.
     """
 
-    def __init__(
-        self,
-        boxes: LocalBoxes,
-        group: RankGroup,
-        first: BucketSender | None,
-        stats: TransferStats,
-        timeout: float,
-        watch: Watchdog,
-    ) -> None:
-        self._boxes, self._group, self._first = boxes, group, first
-        self._stats, self._timeout, self._watch = stats, timeout, watch
-        self._written = 0  # bytes
+    _written = 0  # bytes
 
     def run(self, rounds: tuple[BucketHeader, ...], offer: Mapping[str, Any]) -> None:
         """Write everything; returns when it has been taken and all boxes are digested.
@@ -53,16 +37,15 @@ class SharedBuckets:
             if memory is None:
                 writer = SharedWriter(from_plain(SharedFile, offer))
                 memory = stack.enter_context(closing(writer))
-            self._together("connect", memory.connect)
+            self.together("connect", memory.connect)
             for header in map(whole, rounds):
                 half = memory.buffers[header.index % 2]
-                self._together(f"bucket {header.index}", partial(self._write, header, half))
+                self.together(f"bucket {header.index}", partial(self._write, header, half))
                 if self._first is not None:
                     told = replace(header, messages=())
                     self._first.announce(told, half[: header.nbytes])
-            self._together("last buckets", self._flush)
-            digest_rest = partial(self._boxes.digest_all, self._stats, self._watch)
-            self._together("digests", digest_rest)
+            self.together("last buckets", self._flush)
+            self.together("digests", self.digest_rest)
             self._stats.wire_bytes = self._written
 
     def _write(self, header: BucketHeader, into: Tensor) -> None:
@@ -74,7 +57,7 @@ class SharedBuckets:
                 self._written += message.nbytes
                 for entry in message.entries:
                     wanted.setdefault(entry.name, []).append((entry, entry.offset))
-        write_boxes(self._boxes, wanted, into, self._stats, self._watch)
+        self.write(wanted, into)
         self._stats.gather_seconds += time.perf_counter() - started
         if self._first is not None and header.index:
             self._first.taken(header.index - 1)
@@ -82,9 +65,6 @@ class SharedBuckets:
     def _flush(self) -> None:
         if self._first is not None:
             self._first.flush()
-
-    def _together(self, phase: str, act: Callable[[], None]) -> None:
-        together(self._group, self._first, self._timeout, phase, act)
 
 
 def whole(header: BucketHeader) -> BucketHeader:
