@@ -23,6 +23,8 @@ def shaken(model: PeftModel, seed: int) -> PeftModel:
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter *= 0.7 + 0.6 * torch.rand_like(parameter)
+            elif "lora_" in name:
                 parameter.normal_(std=0.2)
     return model

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_models import shaken
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
@@ -45,19 +46,12 @@ def base(tmp_path_factory) -> Path:
 def peft_model(base: Path, kind: str, seed: int, grown: float = 1.0) -> PeftModel:
     """``grown``: of another base, whose weights are this many times as large, here and there."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    torch.manual_seed(seed)
     with torch.no_grad():
         if grown != 1.0:
             for name, parameter in model.named_parameters():
                 if "proj.weight" in name:
                     parameter *= torch.linspace(1.0, grown, parameter.shape[1])
-        model = get_peft_model(model, LoraConfig(**KINDS[kind]), kind)
-        for name, parameter in model.named_parameters():
-            if "lora_magnitude" in name:
-                parameter *= 0.7 + 0.6 * torch.rand_like(parameter)
-            elif "lora_" in name:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    return shaken(get_peft_model(model, LoraConfig(**KINDS[kind]), kind), seed).eval()
 
 
 @pytest.fixture(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_models import shaken
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
@@ -40,14 +41,7 @@ def peft_model(base: Path, kind: str, factor: float = 1.0) -> PeftModel:
         weights = {model.lm_head.weight, model.model.embed_tokens.weight}
         for weight in weights:
             weight *= torch.linspace(1.0, factor, weight.shape[1])
-        model = get_peft_model(model, LoraConfig(**KINDS[kind]), kind)
-        torch.manual_seed(len(kind))
-        for name, parameter in model.named_parameters():
-            if "lora_magnitude" in name:
-                parameter *= 0.7 + 0.6 * torch.rand_like(parameter)
-            elif "lora_" in name:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    return shaken(get_peft_model(model, LoraConfig(**KINDS[kind]), kind), len(kind)).eval()
 
 
 def said(rollout: Rollout, names: list[str | None], **more: Any) -> list[Any]:

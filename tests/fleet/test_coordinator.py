@@ -196,6 +196,17 @@ def test_what_was_asked_during_a_commit_does_not_fence_who_has_committed() -> No
     assert fleet.serving == ["a", "b"]
 
 
+def joining():
+    """A fleet of a and b, and c that joins by update u5, for which all have voted."""
+    fleet = serving("a", "b")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    fleet.begin("u5", None, 0.0, joins=True)
+    fleet.unfilled("c", "its donor went on", 0.0)
+    for name in "abc":
+        fleet.voted("u5", name, 88, 0.0)
+    return fleet
+
+
 def test_who_is_behind_joins_by_the_next_whole_update_however_close_they_follow() -> None:
     """Each update ends what another sends it: it would be behind for ever."""
     fleet = serving("a", "b")
@@ -223,12 +234,7 @@ def test_who_is_behind_joins_by_the_next_whole_update_however_close_they_follow(
 
 def test_who_has_just_joined_takes_part_in_the_update_that_follows_at_once() -> None:
     """Also where it was last heard of between its vote and its commit."""
-    fleet = serving("a", "b")
-    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
-    fleet.begin("u5", None, 0.0, joins=True)
-    fleet.unfilled("c", "its donor went on", 0.0)
-    for name in "abc":
-        fleet.voted("u5", name, 88, 0.0)
+    fleet = joining()
     now = LEASE / 2
     stand(fleet, "c", asked(fleet, "c", now), now, version=3, prepared="u5")
     [write] = fleet.commit("u5", now)
@@ -250,12 +256,7 @@ def test_who_is_kept_out_needs_a_whole_update_and_has_some_chances() -> None:
 
 
 def test_a_joiner_that_goes_silent_behind_its_vote_does_not_hold_up_the_commit() -> None:
-    fleet = serving("a", "b")
-    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
-    fleet.begin("u5", None, 0.0, joins=True)
-    fleet.unfilled("c", "its donor went on", 0.0)
-    for name in "abc":
-        fleet.voted("u5", name, 88, 0.0)
+    fleet = joining()
     [write] = fleet.commit("u5", 0.0)
     fleet.written(write.promise, 0.0)
     for name in "ab":
