@@ -191,7 +191,6 @@ class RolloutClient:
         Blocks, for some seconds at most.
         """
         try:
-            split_address(self.address)
             found = (problem(self.address, self._tls) for problem in (tls_problem, http_problem))
             return next((why for why in found if why), None)
         except ConfigError as error:
@@ -240,7 +239,7 @@ class RolloutClient:
     @property
     def local_address(self) -> str:
         """The address of this machine on the interface that reaches the service."""
-        return local_address(self.address.rpartition(":")[0].strip("[]"))
+        return local_address(split_address(self.address)[0])
 
     def open(self) -> GrpcWeightChannel:
         """A channel for one update; its lease is one stream, opened by ``begin``."""

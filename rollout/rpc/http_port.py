@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 
+from rollout.rpc.address import split_address
 from rollout.rpc.tls import ClientTls, client_context
 
 GRPC_PORT = "X-Rollout-Grpc-Port"  # header of our servers' /health, once they serve gRPC
@@ -14,13 +15,12 @@ def http_problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> s
 
     Blocks, for a few times ``timeout`` seconds at most.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(address)
     if tls is None:
-        asked = http.client.HTTPConnection(host, int(port), timeout=timeout)
+        asked = http.client.HTTPConnection(host, port, timeout=timeout)
     else:
         context = client_context(tls, "http/1.1")
-        asked = http.client.HTTPSConnection(host, int(port), timeout=timeout, context=context)
+        asked = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     try:
         asked.request("GET", "/health")
         found = asked.getresponse().headers.get(GRPC_PORT, "")

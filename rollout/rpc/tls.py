@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from rollout.errors import ConfigError
+from rollout.rpc.address import split_address
 
 _BEGIN = "-----BEGIN"
 _CERTIFICATE = re.compile(r"-----BEGIN ((?:\w+ )?CERTIFICATE)-----.+?-----END \1-----", re.DOTALL)
@@ -96,12 +97,11 @@ def problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> str | 
     Blocks, for a few times ``timeout`` seconds at most. None: TLS is not the reason, or nobody is
     there.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(address)
     name = host if tls is None else tls.server_name or host
     try:
         with (
-            socket.create_connection((host, int(port)), timeout) as sock,
+            socket.create_connection((host, port), timeout) as sock,
             client_context(tls, "h2").wrap_socket(sock, server_hostname=name) as secured,
         ):
             if tls is None:
