@@ -27,6 +27,7 @@ from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.journal import Journal
 from rollout.engine.kv_cache import KVSize, MemoryPlan, mib, plan_memory, size_kv
+from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
@@ -48,7 +49,7 @@ from rollout.errors import (
     WorkerDied,
     some,
 )
-from rollout.generation import Labels, Request
+from rollout.generation import Request
 from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.loader import copy_side_files, portable
 from rollout.models.config import ModelConfig
@@ -153,26 +154,20 @@ class EngineCore:
                 *(mib(reply["weight_bytes"]), reply["device"], reply["seconds"]),
             )
         log.info("memory %s; seed %d", self.memory, self.seed)
-        self._warn_of_nonfinite()
 
     def _build(self, executor: Executor) -> None:
         config, size = self.config, self.kv_size
-        self.eos_ids, vision = self._eos_ids(), self.model_config.vision
+        model = LoadedModel(
+            config=self.model_config, tokenizer=self.tokenizer, ranks=self.rank_info
+        )
+        self._warn_of_nonfinite(model.nonfinite)
         self.inputs = InputProcessor(
-            vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len,
-            eos_ids=self.eos_ids, tokenizer=self.tokenizer, seed=self.seed,
-            max_queued=config.max_queued_requests,
-            num_waiting=lambda: self.scheduler.num_waiting,
-            hidden_states=all(reply["hidden_states"] for reply in self.rank_info),
-            adapters=self.adapters,
-            image_token=None if vision is None else vision.image_token,
-            experts=self._experts(),
-            classifier=self.model_config.architecture if self.model_config.labels else "",
-            padding=self.model_config.pad_token_id,
+            model, self.max_model_len, seed=self.seed, max_queued=config.max_queued_requests,
+            num_waiting=lambda: self.scheduler.num_waiting, adapters=self.adapters,
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size
-            self.grammars = Grammars(self.tokenizer.path, vocab_size, self.eos_ids)
+            self.grammars = Grammars(self.tokenizer.path, vocab_size, model.eos_ids)
         self._build_images()
         states = None
         if size.running:
@@ -186,9 +181,8 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
         )  # fmt: skip
         self.outputs = OutputProcessor(
-            self.scheduler, self.counters, epoch=self.epoch, eos_ids=self.eos_ids,
-            live_ids=self.inputs.live_ids, journal=self.journal,
-            sparse_layers=self._sparse_layers, labels=self._labels(), adapters=self.adapters,
+            model, self.scheduler, self.counters, epoch=self.epoch,
+            live_ids=self.inputs.live_ids, journal=self.journal, adapters=self.adapters,
         )  # fmt: skip
         self.pins = Pins(self.scheduler, self.outputs, self.counters)
         self._switch = VersionSwitch(
@@ -438,26 +432,6 @@ class EngineCore:
         live = (seq.adapter for seq in self.scheduler.sequences())
         return {adapter.slot for adapter in live if adapter is not None}
 
-    @property
-    def _sparse_layers(self) -> tuple[bool, ...]:
-        return tuple(self.rank_info[0].get("sparse_layers", ()))
-
-    def _labels(self) -> Labels | None:
-        """Labels of a score head; None for a language model."""
-        model = self.model_config
-        return Labels(names=model.labels, problem_type=model.problem_type) if model.labels else None
-
-    def _experts(self) -> tuple[int, int, int] | None:
-        """Number of expert layers, experts per token, experts; None if unknown."""
-        moe, layers = self.model_config.moe, sum(self._sparse_layers)
-        return (layers, moe.experts_per_token, moe.num_experts) if moe and layers else None
-
-    def _eos_ids(self) -> frozenset[int]:
-        eos = set(self.model_config.eos_token_ids)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos.add(self.tokenizer.eos_token_id)
-        return frozenset(token for token in eos if token < self.model_config.vocab_size)
-
     def _on_death(self, error: WorkerDied) -> None:
         """From the executor's thread, once."""
         log.error("%s (weight version %d was live)", error, self.version)
@@ -465,15 +439,14 @@ class EngineCore:
         if not self.died.done():
             self.died.set_result(error)
 
-    def _warn_of_nonfinite(self) -> None:
+    def _warn_of_nonfinite(self, names: list[str]) -> None:
         """A checkpoint with NaN is served all the same: somebody may want to look into it."""
-        bad = sorted({name for info in self.rank_info for name in info.get("nonfinite", ())})
-        self.counters.nonfinite_tensors = len(bad)
-        if bad:
+        self.counters.nonfinite_tensors = len(names)
+        if names:
             log.warning(
                 "the checkpoint's weights hold NaN or infinity in %s: what is generated will be "
                 "meaningless",
-                some(bad),
+                some(names),
             )
 
     def _refusal(self) -> RolloutError | None:

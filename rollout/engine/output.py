@@ -14,12 +14,13 @@ from torch import Tensor
 from rollout.engine.adapter_commits import AdapterCommits
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.journal import Finished, Journal
+from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.request_state import Call, RequestState, Sample, Snapshot
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence
 from rollout.errors import EngineError
-from rollout.generation import Labels, SamplingMask
+from rollout.generation import SamplingMask
 from rollout.generation.metrics import EngineCounters
 from rollout.weights.adapters import AdapterVersion
 
@@ -35,23 +36,20 @@ class OutputProcessor:
 
     def __init__(
         self,
+        model: LoadedModel,
         scheduler: Scheduler,
         counters: EngineCounters,
         *,
         epoch: int,
-        eos_ids: frozenset[int],
         live_ids: set[str],
         journal: Journal | None = None,
-        sparse_layers: tuple[bool, ...] = (),
-        labels: Labels | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        self._sparse_layers, self._labels = sparse_layers, labels
+        self._model = model
         self.requests: dict[str, RequestState] = {}
         self._scheduler = scheduler
         self._counters = counters
         self._epoch = epoch
-        self._eos_ids = eos_ids
         self._journal = journal
         self._adapters = adapters
         self._adapter_commits = AdapterCommits()
@@ -119,7 +117,7 @@ class OutputProcessor:
                 self._observe(state, sample, now)
             sample.last_time = now
             try:
-                ended = sample.check_stop(self._eos_ids)
+                ended = sample.check_stop(self._model.eos_ids)
             except Exception as error:  # its text, most likely; the others' tokens are good
                 log.exception("request %r cannot go on", seq.request_id)
                 text = f"request {seq.request_id!r} failed: {type(error).__name__}: {error}"
@@ -211,7 +209,7 @@ class OutputProcessor:
         changed, self._changed = self._changed, {}
         for state in changed.values():
             snapshot = state.snapshot(
-                self._epoch, self._staleness, self._sparse_layers, self._labels
+                self._epoch, self._staleness, self._model.sparse_layers, self._model.labels
             )
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
