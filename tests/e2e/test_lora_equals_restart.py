@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from adapted_models import adapted
+from peft import LoraConfig
 from start_engines import fill_prefix_cache, outcome, start
-from transformers import AutoModelForCausalLM
 
 from rollout.errors import ConfigError
 
@@ -17,22 +15,10 @@ from rollout.errors import ConfigError
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
 
-def adapted(path: Path, **settings: Any) -> PeftModel:
-    """The checkpoint's model with adapters that do something; the same bits at every call."""
-    settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings}
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(**settings))
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.2)
-    return model
-
-
 @pytest.fixture(scope="module")
 def lora_fresh(engine, checkpoints, tmp_path_factory) -> Any:
     path = tmp_path_factory.mktemp("merged") / "checkpoint"
-    adapted(checkpoints["a"]).merge_and_unload().save_pretrained(path)
+    adapted(checkpoints["a"], 7).merge_and_unload().save_pretrained(path)
     with start(path, engine.weight_info().tensor_parallel_size) as rollout:
         return path, outcome(rollout)
 
@@ -45,7 +31,7 @@ def test_a_live_update_equals_a_start_from_the_merged_checkpoint(
     for partial in (False, True):
         engine.update_weights(checkpoints["a"])
         fill_prefix_cache(engine)
-        model = adapted(checkpoints["a"])
+        model = adapted(checkpoints["a"], 7)
         receipt = engine.update_weights(model, partial=partial)
         assert outcome(engine) == said
         assert receipt.num_tensors == (6 if partial else engine.preflight(model).num_tensors)
@@ -54,7 +40,7 @@ def test_a_live_update_equals_a_start_from_the_merged_checkpoint(
 
 
 def test_an_adapter_that_cannot_be_merged_changes_nothing(engine, checkpoints) -> None:
-    before, model = engine.weight_version, adapted(checkpoints["a"], use_dora=True)
+    before, model = engine.weight_version, adapted(checkpoints["a"], 7, use_dora=True)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj: DoRA"):

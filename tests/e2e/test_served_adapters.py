@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_models import shaken
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
@@ -38,12 +39,7 @@ GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 def peft_model(base: Path, name: str, seed: int, **settings: Any) -> PeftModel:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings), name)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    return shaken(model, seed).eval()
 
 
 def saved(base: Path, into: Path, seed: int, **settings: Any) -> Path:

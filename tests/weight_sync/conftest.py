@@ -1,9 +1,12 @@
-"""Two tiny checkpoints of one tied model, which four ranks can share."""
+"""Two tiny checkpoints of one tied model that four ranks can share, and an engine of the first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from engine_ranks import Engine
 from tiny_models import write_tiny
 
 from rollout.models.config import ModelConfig
@@ -24,3 +27,11 @@ def checkpoints(tmp_path_factory):
     old = write_tiny(where / "old", "qwen3", tied=True, seed=0, **heads)
     new = write_tiny(where / "new", "qwen3", tied=True, seed=1, **heads)
     return ModelConfig.from_directory(where / "old"), file_form(old), file_form(new)
+
+
+@pytest.fixture
+def engine(checkpoints) -> Iterator[Engine]:
+    """Of its test alone; a file whose tests go on from one another has one of its own."""
+    engine = Engine(checkpoints[0], 2, checkpoints[1])
+    yield engine
+    engine.close()

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from engine_ranks import Engine, same
+from engine_ranks import same
 from manual_update import BUCKET, ManualUpdate
 from trainer import Trainer
 
@@ -27,13 +27,6 @@ HUGE = 1 << 45  # bytes: no machine has them
 PLACE = Rendezvous(host="127.0.0.1", port=9, secret="s", size=3, backend="gloo")
 GROUP = {"rendezvous": to_plain(PLACE)}
 MEMORY = {"name": f"rollout-ipc-1-{'0' * 32}", "secret": "0" * 32, "half": 4096}
-
-
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
 
 
 @pytest.mark.parametrize("nbytes", [BUCKET + 1, HUGE])

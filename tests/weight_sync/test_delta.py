@@ -30,13 +30,6 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
-
-
 def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator)

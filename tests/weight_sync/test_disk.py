@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from engine_ranks import Engine, same
+from engine_ranks import same
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
 from rollout.errors import (
@@ -46,13 +46,6 @@ class PutGetList:
 @pytest.fixture(params=["objects", "directory"])
 def store(request, tmp_path):
     return PutGetList() if request.param == "objects" else LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
 
 
 def writer(store, **options) -> VersionWriter:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_ranks import Engine, same
+from engine_ranks import same
 from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
@@ -21,13 +21,6 @@ from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
 
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
 
 
 def writer(store, **options) -> VersionWriter:

@@ -204,13 +204,6 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_one() -> None:
 # ---- "auto", where shared memory turns out not to work ----
 
 
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
-
-
 class Elsewhere:
     """The engine as if its ranks saw another /dev/shm than their host id says."""
 

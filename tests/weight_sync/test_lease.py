@@ -6,17 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_ranks import Engine, same
+from engine_ranks import same
 from manual_update import ManualUpdate
 
 from rollout.errors import DeadlineExceeded, TransferFailed, UpdateInProgress, VersionConflict
-
-
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_ranks import Engine, same
+from engine_ranks import same
 from trainer import Trainer, fresh, nudged
 
 from rollout.errors import ConfigError, TransferFailed
@@ -18,13 +18,6 @@ from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.wire.codec import from_plain, to_plain
 
 needs_zstd = pytest.mark.skipif(not zstd.available(), reason="zstd is not installed")
-
-
-@pytest.fixture
-def engine(checkpoints):
-    engine = Engine(checkpoints[0], 2, checkpoints[1])
-    yield engine
-    engine.close()
 
 
 def delta(dtype=torch.bfloat16):

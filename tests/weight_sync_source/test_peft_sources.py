@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_models import shaken
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import write_tiny
@@ -135,11 +136,7 @@ def test_fused_experts_that_an_adapter_targets_are_merged_and_split(tmp_path: An
     base = write_tiny(tmp_path / "base", "qwen3_moe")
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(target_modules=["q_proj"], target_parameters=names, r=2)
-    model = get_peft_model(base, config)
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(std=0.1)
+    model = shaken(get_peft_model(base, config), 3)
     tensors = [
         TensorMeta(name, FP32, tuple(tensor.shape))
         for name, tensor in load_file(tmp_path / "base" / "model.safetensors").items()
