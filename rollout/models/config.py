@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any, Self, TypeVar
 import torch
 
 from rollout.errors import ConfigError
-from rollout.models.arch import Arch, Scale
-from rollout.models.config_reader import Reader
+from rollout.models.arch import Arch
+from rollout.models.config_reader import Reader, read_json
 from rollout.models.delta_config import DeltaConfig, read_delta, with_linear
 from rollout.models.labels_config import read_labels
 from rollout.models.latent_config import LatentConfig, read_latent
@@ -113,30 +112,17 @@ class ModelConfig:
             return _by_transformers(cls, read, names, registry, code)
         architecture = registry.choose(names)
         outer = registry.arch(architecture)
-        whole = values
-        arch, values = text_config(whole, outer, file)
-        if arch.mamba is not None and not arch.mamba.beside:
-            values = with_kinds(values, file)
-        if arch.delta is not None and arch.delta.by_row:
-            values = with_linear(values, file)
-        called = {ours: theirs for ours, theirs in arch.fields.items() if theirs in values}
-        given = {ours: values[theirs] for ours, theirs in called.items()}
-        read = Reader({**values, **given}, file, called)
-        _refuse_unsupported(read)
-        heads = read.count("num_attention_heads")
-        kv_heads = read.count("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ConfigError(
-                f"{file}: num_attention_heads {heads} must be a multiple of "
-                f"num_key_value_heads {kv_heads}"
-            )
+        arch, read = _text_reader(values, outer, file)
+        heads, kv_heads = _read_heads(read)
         layers = read_layers(read, arch)
         scaling = layers[0].rope.scaling
         latent = None if arch.latent is None else read_latent(read, arch.latent, scaling)
         head_dim = latent.rope_dim if latent else _read_head_dim(read, arch, heads)
         classifies = registry.decoder_of(architecture) is not None
         labels, problem_type = read_labels(read) if classifies else ((), "")
-        padding = token_ids(values.get("pad_token_id"), file, "pad_token_id") if classifies else ()
+        padding = read.values.get("pad_token_id") if classifies else None
+        padding = token_ids(padding, file, "pad_token_id")
+        ends, (gate, makes) = arch.attention_ends or (None, None), read.factors(arch.mlp_scales, 2)
         return cls(
             architecture=architecture,
             vocab_size=read.count("vocab_size"),
@@ -156,7 +142,7 @@ class ModelConfig:
             head_bias=not labels and read.switch(arch.head_bias),
             qk_norm=read.switch(arch.qk_norm),
             dtype=read.dtype(),
-            eos_token_ids=token_ids(values.get("eos_token_id"), file),
+            eos_token_ids=token_ids(read.values.get("eos_token_id"), file),
             latent=latent,
             delta=None if arch.delta is None else read_delta(read, arch.delta),
             mamba=None if arch.mamba is None else read_mamba(read, arch.mamba),
@@ -164,19 +150,19 @@ class ModelConfig:
             prefixes=_prefixes(read, arch, outer.texts is not None),
             arch=arch,
             activation=_read_activation(read, arch),
-            embedding_scale=_read_scale(read, arch.embedding_scale),
-            attention_scale=_read_scale(read, arch.attention_scale, head_dim**-0.5)
-            * _read_scale(read, arch.key_scale),
-            attention_ends=_read_ends(read, arch.attention_ends),
-            mlp_scales=_read_mlp_scales(read, arch),
-            residual_scale=_read_scale(read, arch.residual_scale),
-            logits_scale=_read_scale(read, arch.logits_scale),
-            attention_softcap=_read_softcap(read, arch.attention_softcap),
-            logits_softcap=_read_softcap(read, arch.logits_softcap),
+            embedding_scale=read.scale(arch.embedding_scale),
+            attention_scale=read.scale(arch.attention_scale, head_dim**-0.5)
+            * read.scale(arch.key_scale),
+            attention_ends=(read.factor(ends[0]), read.factor(ends[1])),
+            mlp_scales=(gate, makes),
+            residual_scale=read.scale(arch.residual_scale),
+            logits_scale=read.scale(arch.logits_scale),
+            attention_softcap=read.softcap(arch.attention_softcap),
+            logits_softcap=read.softcap(arch.logits_softcap),
             labels=labels,
             problem_type=problem_type,
             pad_token_id=padding[0] if padding else None,
-            vision=None if outer.vision is None else read_vision(whole, outer.vision, read),
+            vision=None if outer.vision is None else read_vision(values, outer.vision, read),
         )
 
     @classmethod
@@ -194,12 +180,12 @@ class ModelConfig:
         ``generation_config.json`` join those of the config; nothing else of that file is used.
         """
         file = Path(path) / "config.json"
-        values = _overridden(_read_json(file), overrides or {})
+        values = _overridden(read_json(file), overrides or {})
         config = cls.from_hf(values, file=str(file), registry=registry, code=code)
         extra_file = Path(path) / "generation_config.json"
         if not extra_file.is_file():
             return config
-        extra = token_ids(_read_json(extra_file).get("eos_token_id"), str(extra_file))
+        extra = token_ids(read_json(extra_file).get("eos_token_id"), str(extra_file))
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
 
     def cached_heads(self, size: int) -> tuple[int, int, int]:
@@ -382,6 +368,31 @@ def token_ids(value: Any, file: str, name: str = "eos_token_id") -> tuple[int, .
     return tuple(ids)
 
 
+def _text_reader(values: Mapping[str, Any], outer: Arch, file: str) -> tuple[Arch, Reader]:
+    """The language model's declaration, and a reader of its fields under the names used here."""
+    arch, values = text_config(values, outer, file)
+    if arch.mamba is not None and not arch.mamba.beside:
+        values = with_kinds(values, file)
+    if arch.delta is not None and arch.delta.by_row:
+        values = with_linear(values, file)
+    called = {ours: theirs for ours, theirs in arch.fields.items() if theirs in values}
+    given = {ours: values[theirs] for ours, theirs in called.items()}
+    read = Reader({**values, **given}, file, called)
+    _refuse_unsupported(read)
+    return arch, read
+
+
+def _read_heads(read: Reader) -> tuple[int, int]:
+    heads = read.count("num_attention_heads")
+    kv_heads = read.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{read.file}: num_attention_heads {heads} must be a multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
+    return heads, kv_heads
+
+
 def _refuse_unsupported(read: Reader) -> None:
     values = read.values
     if values.get("clip_qkv") is not None:
@@ -425,33 +436,6 @@ def _read_activation(read: Reader, arch: Arch) -> str:
     return ACTIVATIONS[given]
 
 
-def _read_scale(read: Reader, scale: Scale | None, otherwise: float = 1.0) -> float:
-    if scale is None:
-        return otherwise
-    value = scale.default if read.values.get(scale.field) is None else None
-    value = read.number(scale.field) if value is None else value
-    if value <= 0:
-        raise ConfigError(f"{read.file}: {scale.field} must be above 0, got {value}")
-    return float(value**scale.power)
-
-
-def _read_ends(read: Reader, fields: tuple[str, str] | None) -> tuple[float, float]:
-    reads, makes = fields or (None, None)
-    return read.factor(reads), read.factor(makes)
-
-
-def _read_mlp_scales(read: Reader, arch: Arch) -> tuple[float, float]:
-    gate, makes = read.factors(arch.mlp_scales, 2)
-    return gate, makes
-
-
-def _read_softcap(read: Reader, cap: tuple[str, float | None] | None) -> float:
-    """0 where there is none, as where the file has null."""
-    if cap is None or read.values.get(cap[0], cap[1]) is None:
-        return 0.0
-    return read.number(cap[0]) if cap[0] in read.values else float(cap[1] or 0)
-
-
 def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
     hidden = read.count("hidden_size")
     if not arch.head_dim_given and not read.values.get("head_dim") and hidden % heads:
@@ -463,17 +447,3 @@ def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
     if head_dim % 2:
         raise ConfigError(f"{read.file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
     return head_dim
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{file} does not exist; point `model` at a checkpoint directory"
-        ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} does not hold a JSON object")
-    return values

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout.errors import ConfigError
-from rollout.models.arch import Switch
+from rollout.models.arch import Scale, Switch
 from rollout.wire.frames import dtype_from_name
 
 MOST = 1 << 31  # of what is counted; and of what there is a row for here
@@ -74,6 +76,22 @@ class Reader:
             raise self.wrong(str(name), f"{count} numbers", value)
         return tuple(Reader({str(name): one}, self.file).number(str(name)) for one in value)
 
+    def scale(self, scale: Scale | None, otherwise: float = 1.0) -> float:
+        """A factor that an architecture declares; ``otherwise`` where it declares none."""
+        if scale is None:
+            return otherwise
+        value = scale.default if self.values.get(scale.field) is None else None
+        value = self.number(scale.field) if value is None else value
+        if value <= 0:
+            raise ConfigError(f"{self.file}: {scale.field} must be above 0, got {value}")
+        return float(value**scale.power)
+
+    def softcap(self, cap: tuple[str, float | None] | None) -> float:
+        """(field, default) that an architecture declares; 0: none, as where the file has null."""
+        if cap is None or self.values.get(cap[0], cap[1]) is None:
+            return 0.0
+        return self.number(cap[0]) if cap[0] in self.values else float(cap[1] or 0)
+
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Empty where the file has none."""
         value = self.values.get(name) or {}
@@ -115,3 +133,18 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) > 10**18:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.100}"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file holds; ``ConfigError`` where it holds none."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{file} does not exist; point `model` at a checkpoint directory"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} does not hold a JSON object")
+    return values
