@@ -23,6 +23,7 @@ from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.rollback import Rollback, roll_back
+from rollout.engine.updates.served_weights import ServedWeights
 from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
     EngineClosed,
@@ -50,7 +51,6 @@ from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import (
     Decision,
-    QuantizationGrid,
     UpdateReceipt,
     WeightChannel,
     WeightInfo,
@@ -59,9 +59,7 @@ from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
 from rollout.weight_sync.versions.follower import readable
 from rollout.weight_sync.versions.read_once import ReadOnce
-from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterLoaded
-from rollout.wire.codec import from_plain
 from rollout.wire.version import ServerInfo, Speaks
 
 _LOOK = 0.005  # seconds between looks at what is live
@@ -367,25 +365,10 @@ class EmbeddedBackend:
     def _load(self) -> None:
         self.core.start()
         journal = self.core.journal
-        reply, _ = self.core.call("weight_info", {})[0].result(self.config.start_timeout)
         self._coordinator = Coordinator(
             self.core,
-            metadata=[from_plain(TensorMeta, row) for row in reply["tensors"]],
-            aliases=reply["aliases"],
-            prefixes=reply["prefixes"],
-            spelled=[from_plain(WeightSlot, row) for row in reply["spelled"]],
-            quantized=reply["quantized"],
-            adaptable=reply["adaptable"],
-            grid=QuantizationGrid.of(self.config.quantization),
-            device=str(self.core.rank_info[0]["device"]),
-            devices=tuple(str(reply["gpu"]) for reply in self.core.rank_info),
-            num_ranks=self.config.tensor_parallel_size,
-            undo=self.config.undo,
-            staging=self.config.staging,
-            memory=self.core.memory.to_dict(),
+            ServedWeights.of(self.core),
             note_version=None if journal is None else journal.version,
-            max_adapters=self.config.max_adapters,
-            max_lora_rank=self.config.max_lora_rank,
         )
         if journal is not None:
             found = self._coordinator.digests(self.config.start_timeout)

@@ -58,7 +58,7 @@ def _send(
                 coordinator, lease, peer.open(), adapters, version=request.version,
                 adapters_after=after, timeout=request.timeout,
             )  # fmt: skip
-        metadata = tuple(coordinator.metadata.values())
+        metadata = tuple(coordinator.served.metadata.values())
         try:
             return publish(
                 lease.pieces(live_weights(core, metadata, request.timeout)),

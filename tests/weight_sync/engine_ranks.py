@@ -20,6 +20,7 @@ from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.rollback import roll_back
+from rollout.engine.updates.served_weights import ServedWeights
 from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.build import build_model
@@ -150,17 +151,17 @@ class Engine:
         self.gates: list[str] = []  # what updates did to generation
         self._order = threading.Lock()
         model = self.ranks[0].instances.live
-        self.coordinator = Coordinator(
-            self,
-            metadata=model.weight_metadata(),
+        served = ServedWeights(
+            metadata={meta.name: meta for meta in model.weight_metadata()},
             aliases=model.table.aliases,
             prefixes=model.table.prefixes,
             device="cpu",
             num_ranks=size,
             undo=undo,
-            quantized=list(dict.fromkeys(slot.source for slot in model.table.quantized)),
+            quantized=tuple(dict.fromkeys(slot.source for slot in model.table.quantized)),
             grid=QuantizationGrid.of(quantization),
         )
+        self.coordinator = Coordinator(self, served)
 
     def info(self):
         return self.coordinator.info()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from engine_ranks import same
@@ -105,7 +106,8 @@ def test_buckets_announced_without_waiting_do_not_pile_up_at_the_ranks(engine, c
 
 
 def test_an_engine_that_set_no_shadow_aside_builds_none_by_itself(engine, checkpoints) -> None:
-    engine.coordinator._staging = "none"  # as its configuration says
+    served = replace(engine.coordinator.served, staging="none")  # as its configuration says
+    engine.coordinator.served = served
     base = DeltaBase()
 
     def send(weights, **options):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_ranks import Engine
@@ -19,7 +21,8 @@ BUCKET = 32 << 10
 @pytest.fixture(scope="module")
 def engine(checkpoints):
     engine = Engine(checkpoints[0], 2, checkpoints[1])
-    engine.coordinator._memory = {"weights": 1000, "undo": 500}
+    memory = {"weights": 1000, "undo": 500}
+    engine.coordinator.served = replace(engine.coordinator.served, memory=memory)
     yield engine
     engine.close()
 

@@ -156,7 +156,7 @@ def engine(request, checkpoints):
 
 
 def fresh(engine, checkpoints, weights):
-    scheme = engine.coordinator.grid.scheme
+    scheme = engine.coordinator.served.grid.scheme
     other = Engine(checkpoints[0], len(engine.ranks), weights, quantization=scheme)
     try:
         return other.live()

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from rollout.engine.core import EngineCore
@@ -20,6 +20,7 @@ from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
+from rollout.engine.updates.served_weights import ServedWeights
 from rollout.engine.updates.turn import Prepared, Turn
 from rollout.errors import (
     ConfigError,
@@ -32,7 +33,6 @@ from rollout.weight_sync.protocol.adapters import adapter_tensors, check_merged,
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import (
     Decision,
-    QuantizationGrid,
     UpdateReceipt,
     UpdateRequest,
     WeightInfo,
@@ -40,8 +40,8 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
-from rollout.weights import TensorMeta, WeightSlot
-from rollout.weights.components import POLICY, component_of
+from rollout.weights import TensorMeta
+from rollout.weights.components import POLICY
 
 KEPT_RECEIPTS = 64
 _LOOK = 0.05  # seconds between two looks at whether a sender that waits is still there
@@ -55,38 +55,14 @@ class Coordinator:
     def __init__(
         self,
         engine: EngineCore,
-        *,
-        metadata: Sequence[TensorMeta],
-        aliases: Mapping[str, str],
-        device: str,
-        num_ranks: int,
-        undo: str = "shadow",
-        staging: str = "auto",
-        memory: Mapping[str, int] | None = None,
-        devices: tuple[str, ...] = (),
-        prefixes: Mapping[str, str] | None = None,
-        spelled: Sequence[WeightSlot] = (),
-        quantized: Sequence[str] = (),
-        adaptable: Sequence[str] = (),
-        grid: QuantizationGrid | None = None,
+        served: ServedWeights,
         note_version: Callable[[int, Mapping[str, int]], None] | None = None,
-        max_adapters: int = 0,
-        max_lora_rank: int = 0,
     ) -> None:
-        self.engine, self.switch = engine, Switch(engine)
+        """``note_version`` is told of every version that goes live, with its digests."""
+        self.engine, self.served, self.switch = engine, served, Switch(engine)
         self.adapters = AdapterUpdates(engine)
-        self._max_adapters, self._max_lora_rank = max_adapters, max_lora_rank
-        self.metadata = {meta.name: meta for meta in metadata}
-        self.aliases, self.prefixes = dict(aliases), dict(prefixes or {})
-        self.spelled = tuple(spelled)
-        self.quantized, self.grid, self._adaptable = tuple(quantized), grid, frozenset(adaptable)
-        self.num_ranks = num_ranks
-        self.undo, self._staging, self._memory = undo, staging, dict(memory or {})
-        self._device, self._devices = device, devices
         self._transports = offered()
         self._host = host_id() if engine.one_host else ""  # that of all ranks
-        self._dtype = next(iter(self.metadata.values())).dtype
-        self.components = tuple(dict.fromkeys(map(component_of, self.metadata)))
         self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None
         self.turn = Turn(engine)
@@ -107,33 +83,34 @@ class Coordinator:
         return (*self._transports, *served(self._transports))
 
     def info(self) -> WeightInfo:
-        turn, last = self.turn, self._receipts[-1].update_id if self._receipts else ""
+        turn, served = self.turn, self.served
+        last = self._receipts[-1].update_id if self._receipts else ""
         return WeightInfo(
             epoch=self.engine.epoch,
             version=self.engine.version,
             label=self._label,
             state="broken" if turn.state == "idle" and self.engine.broken else turn.state,
-            dtype=self._dtype,
-            tensors=tuple(self.metadata.values()),
-            components=self.components,
-            aliases=self.aliases,
-            tensor_parallel_size=self.num_ranks,
-            device=self._device,
+            dtype=served.dtype,
+            tensors=tuple(served.metadata.values()),
+            components=served.components,
+            aliases=served.aliases,
+            tensor_parallel_size=served.num_ranks,
+            device=served.device,
             transports=self._transports,
             last_update_id=last,
             host=self._host,
-            undo=self.undo,
-            memory=self._memory,
+            undo=served.undo,
+            memory=served.memory,
             zstd=zstd.available(),
-            devices=self._devices,
+            devices=served.devices,
             prepared="" if turn.prepared is None else turn.prepared.update_id,
             fence=self.fence,
-            prefixes=self.prefixes,
-            spelled=self.spelled,
-            grid=self.grid,
-            quantized=self.quantized,
-            max_adapters=self._max_adapters,
-            max_lora_rank=self._max_lora_rank if self._max_adapters else 0,
+            prefixes=served.prefixes,
+            spelled=served.spelled,
+            grid=served.grid,
+            quantized=served.quantized,
+            max_adapters=served.max_adapters,
+            max_lora_rank=served.max_lora_rank,
             adapters=self.engine.adapters.versions,
             adapter_digests=self.adapters.digests,
             merged=self.merged,
@@ -144,10 +121,10 @@ class Coordinator:
 
         ``WeightMismatch`` names what an adapter changes that the model has not.
         """
-        found = self.metadata
+        found = dict(self.served.metadata)
         for name, spec in request.adapters.items():
-            own = adapter_tensors(name, spec, self.metadata, self.aliases)
-            found = {**found, **{meta.name: meta for meta in own}}
+            own = adapter_tensors(name, spec, self.served.metadata, self.served.aliases)
+            found |= {meta.name: meta for meta in own}
         return found
 
     @property
@@ -248,8 +225,8 @@ class Coordinator:
         if not request.models:
             return replace(request, staging="device")  # their slots are beside what is live
         if request.in_flight == "pin":
-            self._check_pin(self._staging if request.staging == "auto" else request.staging)
-        if request.staging != "auto" or self._staging != "none":
+            self._check_pin(self.served.staging if request.staging == "auto" else request.staging)
+        if request.staging != "auto" or self.served.staging != "none":
             return request
         if request.encoding != "full":
             raise VersionConflict("the engine was started with staging='none': send a full update")
@@ -266,13 +243,13 @@ class Coordinator:
             return None  # adapters go where their memory is, and a commit of them moves nothing
         asked = self.engine.call("stage_foresee", {})
         plans = [reply for reply, _ in gather_replies(asked, "foresee", request.timeout)]
-        sent = self.metadata.values() if request.metadata is None else request.metadata
+        sent = self.served.metadata.values() if request.metadata is None else request.metadata
         num_bytes = sum(meta.nbytes for meta in sent)
         return self.limits.check(request, plans, self._receipts, num_bytes)
 
     def _check_pin(self, staging: str) -> None:
         """Raise ``ConfigError`` if two versions cannot run at a time."""
-        if staging == "none" or (staging == "host" and self._device != "cpu"):
+        if staging == "none" or (staging == "host" and self.served.device != "cpu"):
             raise ConfigError(
                 f'in_flight="pin" runs two versions at a time, and staging={staging!r} leaves no '
                 'second instance on the device: use staging="device" (memory for it is set aside '
@@ -281,7 +258,7 @@ class Coordinator:
 
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""
-        overwrites = self.undo == "shadow" or request.staging == "none"
+        overwrites = self.served.undo == "shadow" or request.staging == "none"
         if overwrites and request.models and self.models_changed:
             self.can_roll_back = False
 
@@ -300,18 +277,18 @@ class Coordinator:
 
     def check_fields(self, request: UpdateRequest, transports: tuple[str, ...]) -> Accepted:
         """Raise what is wrong with the request itself, regardless of what is live."""
-        check_room(request.adapters, self._max_adapters, self._max_lora_rank)
+        check_room(request.adapters, self.served.max_adapters, self.served.max_lora_rank)
         wanted = self.wanted(request)
         for spec in request.adapters.values():
-            spec.check_modules(self._adaptable)
+            spec.check_modules(self.served.adaptable)
         return check_request(
             request,
             transports=transports,
-            num_ranks=self.num_ranks,
-            device=self._device,
+            num_ranks=self.served.num_ranks,
+            device=self.served.device,
             wanted=wanted,
-            aliases=self.aliases,
-            spelled=self.spelled,
+            aliases=self.served.aliases,
+            spelled=self.served.spelled,
         )
 
     def check(self, request: UpdateRequest) -> int:
@@ -328,11 +305,11 @@ class Coordinator:
         check_merged(
             self.merged_after(request), self.adapters.after(request), sent=bool(request.merged)
         )
-        others = set(self.components) - set(request.components)
+        others = set(self.served.components) - set(request.components)
         if self.engine.broken is not None and (
             request.partial or request.encoding == "delta" or others
         ):
-            every = f" of {' and '.join(self.components)}" if others else ""
+            every = f" of {' and '.join(self.served.components)}" if others else ""
             raise EngineBroken(f"live weights are not one version: send a full update{every}")
         return version
 

@@ -31,11 +31,11 @@ class ForeignGroups:
 
         Where the ranks are in it already, and its trainer lives, they stay as they are.
         """
-        last = group.rank_offset + self._of.num_ranks
+        last = group.rank_offset + self._of.served.num_ranks
         if last > group.size:
             raise ConfigError(
                 f"world_size {group.size} is too small: with rank_offset {group.rank_offset} "
-                f"this engine's {self._of.num_ranks} ranks need places up to {last - 1}; "
+                f"this engine's {self._of.served.num_ranks} ranks need places up to {last - 1}; "
                 "get_world_size tells how many ranks there are, the trainer comes on top"
             )
         if self._is_in(group, timeout):

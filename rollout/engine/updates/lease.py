@@ -198,7 +198,7 @@ class Lease:
             missing = {n for n in wanted if component_of(n) in whole} - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
-            compare(seal.digests, held, of.aliases)
+            compare(seal.digests, held, of.served.aliases)
             return seal
 
         if seal.fence is not None and request.staging == "none":
@@ -255,7 +255,7 @@ class Lease:
             receipt = self._sealed.receipt(self._wanted, of.engine.epoch, request)
             self._enter("committing")
             of.turn.advance(self, "committing")
-            held = {n: v for n, v in self._sealed.held.items() if n in of.metadata}
+            held = {n: v for n, v in self._sealed.held.items() if n in of.served.metadata}
             before = of.pins_before() if request.models else {}
             made = {
                 name: KeptAdapter.of(name, receipt.adapters[name], spec)
@@ -361,7 +361,7 @@ class Lease:
             self._held_since = time.perf_counter()
         self._touched = True
         # What a rollback would bring back: not there if nothing keeps it, no version if broken.
-        kept = not request.models or request.staging != "none" or of.undo != "shadow"
+        kept = not request.models or request.staging != "none" or of.served.undo != "shadow"
         self._base_is_whole = kept and of.engine.broken is None
         replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
         # The ranks go on to meet the sender; their replies are due before the first bucket's.

@@ -105,7 +105,7 @@ class Rollback:
         }
         if models:
             digest, num_tensors = total(held.values()), len(held)
-            num_bytes = sum(meta.nbytes for meta in of.metadata.values())
+            num_bytes = sum(meta.nbytes for meta in of.served.metadata.values())
         else:  # what is below them stays as it was
             digest = total(each.digest for each in found.values())
             num_tensors = sum(each.num_tensors for each in found.values())
@@ -161,7 +161,7 @@ def check_possible(of: Coordinator) -> None:
     again = bool(of.receipts) and of.receipts[-1].transport == "rollback"
     raise VersionConflict(
         f"version {of.engine.version} has no predecessor in memory; a rollback is "
-        f"possible once after a commit, with undo={of.undo!r} {_UNTIL[of.undo]}"
+        f"possible once after a commit, with undo={of.served.undo!r} {_UNTIL[of.served.undo]}"
         + (_TWICE if again else "")
     )
 

@@ -154,7 +154,7 @@ class VerbSession:
                 raise
             if update.implicit and update.is_complete():
                 self._commit(update, None)
-                self._late = frozenset(self._of.aliases) - update.names()
+                self._late = frozenset(self._of.served.aliases) - update.names()
             return received
 
         content = (

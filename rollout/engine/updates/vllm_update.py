@@ -59,10 +59,10 @@ class VllmUpdate:
     def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
         """Announce the broadcasts to the ranks in order, a few ahead of what they have taken."""
         tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
-        named = ((placed(m.name, self._of.prefixes), m) for m in tensors)
+        of = self._of.served
+        named = ((placed(m.name, of.prefixes), m) for m in tensors)
         taken = (TensorMeta(name, m.dtype, m.shape) for name, m in named if name is not None)
         sent = [*self._sent, *(meta for meta in taken if is_weight(meta.name))]
-        of = self._of
         check_metadata(sent, of.metadata, of.aliases, partial=True, spelled=of.spelled)
         self._sent = sent
         first = self._num_buckets
@@ -83,7 +83,7 @@ class VllmUpdate:
 
     def missing(self) -> Sequence[str]:
         """What the tensors sent so far lack, a line each."""
-        of = self._of
+        of = self._of.served
         return differences(self._sent, of.metadata, of.aliases, spelled=of.spelled)
 
     def names(self) -> frozenset[str]:

@@ -1,0 +1,76 @@
+"""What an engine's ranks hold, as trainers are told of it before any update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from rollout.engine.core import EngineCore
+from rollout.weight_sync.protocol.messages import QuantizationGrid
+from rollout.weights import TensorMeta, WeightSlot
+from rollout.weights.components import component_of
+from rollout.wire.codec import from_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedWeights:
+    """The part of ``WeightInfo`` that no update changes; see there. ``metadata``: every tensor of a
+    full update, by its name. ``adaptable``: modules that adapters may change. ``staging``: what
+    "auto" stands for.
+    """
+
+    metadata: Mapping[str, TensorMeta]
+    aliases: Mapping[str, str]
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    spelled: tuple[WeightSlot, ...] = ()
+    quantized: tuple[str, ...] = ()
+    adaptable: frozenset[str] = frozenset()
+    grid: QuantizationGrid | None = None
+    device: str
+    devices: tuple[str, ...] = ()
+    num_ranks: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    undo: str = "shadow"
+    staging: str = "auto"
+    max_adapters: int = 0
+    max_lora_rank: int = 0
+
+    @classmethod
+    def of(cls, engine: EngineCore) -> Self:
+        """Of an engine that has started: asks one rank, which speaks for all."""
+        config, ranks = engine.config, engine.rank_info
+        reply, _ = engine.call("weight_info", {})[0].result(config.start_timeout)
+        return cls(
+            metadata=_by_name(reply["tensors"]),
+            aliases=reply["aliases"],
+            prefixes=reply["prefixes"],
+            spelled=tuple(from_plain(WeightSlot, row) for row in reply["spelled"]),
+            quantized=tuple(reply["quantized"]),
+            adaptable=frozenset(reply["adaptable"]),
+            grid=QuantizationGrid.of(config.quantization),
+            device=str(ranks[0]["device"]),
+            devices=tuple(str(rank["gpu"]) for rank in ranks),
+            num_ranks=config.tensor_parallel_size,
+            memory=engine.memory.to_dict(),
+            undo=config.undo,
+            staging=config.staging,
+            max_adapters=config.max_adapters,
+            max_lora_rank=config.max_lora_rank if config.max_adapters else 0,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.metadata.values())).dtype
+
+    @cached_property
+    def components(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(component_of, self.metadata)))
+
+
+def _by_name(rows: Any) -> dict[str, TensorMeta]:
+    tensors = [from_plain(TensorMeta, row) for row in rows]
+    return {meta.name: meta for meta in tensors}
