@@ -212,6 +212,11 @@ class EngineConfig:
         "adapters may change the embedding and the head, too, whose slots take max_adapters x "
         "max_lora_rank x 2 x (vocabulary + hidden size) elements",
     )
+    lora_experts: bool = _setting(
+        False,
+        "adapters may change routed experts, too, whose slots take max_adapters x max_lora_rank x "
+        "(2 x hidden size + 3 x inner size) elements for each expert",
+    )
     deterministic: bool = _setting(
         False,
         "the same bits (tokens and logprobs) for a sequence in any batch, cached, cut or "

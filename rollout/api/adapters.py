@@ -28,6 +28,7 @@ from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
 from rollout.weight_sync.versions.adapter_files import check_name
 from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
+from rollout.weights.adapters import EXPERTS
 
 MAX_NAMES = 1024
 
@@ -113,7 +114,12 @@ class MergedAdapters:
                 f"adapter cannot be merged into it; make the checkpoint live again, by a full "
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
-        modules = () if adapter is None else adapter.spec.modules
+        modules = {} if adapter is None else adapter.spec.modules
+        if stacked := sorted(name for name, of in modules.items() if of.kind == EXPERTS):
+            raise ConfigError(
+                f"the adapter changes {stacked[0]}, experts that are not merged here: start the "
+                "engine with max_adapters= and lora_experts=True, or send the trainer's PEFT model"
+            )
         own = frozenset(f"{module}.weight" for module in modules)
         wanted = changed | own
         known = {meta.name for meta in info.tensors}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
+from rollout.loader.expert_factors import take_experts
 from rollout.weights import Box
 from rollout.weights.adapters import (
     DORA,
@@ -43,7 +44,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     # What starts otherwise (PiSSA, OLoRA, CorDA, LoftQ ...) has changed the weights it is added to.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
     "layer_replication": (None, []),
@@ -71,13 +71,20 @@ class PeftAdapter:
         with closing(files):
             metas = files.metadata().values()
             found = {meta.name: files.read(meta.name, Box.full(meta.shape)) for meta in metas}
-        ranks = _ranks(found, path, DORA if settings.get("use_dora") else LINEAR)
-        modules = {
-            name: ModuleSpec(rank=rank, scaling=_scaling(settings, name, rank), kind=kind)
-            for name, (rank, kind) in ranks.items()
-        }
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
-        return cls(AdapterSpec(modules=modules), tensors)
+        modules, experts = take_experts(
+            tensors,
+            settings.get("target_parameters") or (),
+            lambda name: int(_pattern(settings, "rank_pattern", name, "r")),
+            lambda name, rank: _scaling(settings, name, rank),
+            path,
+        )
+        if tensors or not modules:
+            ranks = _ranks(tensors, path, DORA if settings.get("use_dora") else LINEAR)
+            for name, (rank, kind) in ranks.items():
+                scaling = _scaling(settings, name, rank)
+                modules[name] = ModuleSpec(rank=rank, scaling=scaling, kind=kind)
+        return cls(AdapterSpec(modules=modules), tensors | experts)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The tensor ``name`` of a checkpoint with what is added to it, by PEFT's own arithmetic:
@@ -123,16 +130,19 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """``alpha_pattern`` is PEFT's: of names, or the ends of names, as regular expressions."""
-    alpha = float(settings["lora_alpha"])
-    try:
-        for pattern, value in (settings.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = float(value)
-                break
-    except (re.error, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"alpha_pattern of adapter_config.json is not PEFT's: {error}") from error
+    alpha = _pattern(settings, "alpha_pattern", module, "lora_alpha")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _pattern(settings: Mapping[str, Any], patterns: str, module: str, default: str) -> float:
+    """``patterns`` are PEFT's: of names, or the ends of names, as regular expressions."""
+    try:
+        for pattern, value in (settings.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+    except (re.error, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{patterns} of adapter_config.json is not PEFT's: {error}") from error
+    return float(settings[default])
 
 
 def _ranks(found: Mapping[str, Tensor], path: Path, kind: str) -> dict[str, tuple[int, str]]:
@@ -155,7 +165,7 @@ def _ranks(found: Mapping[str, Tensor], path: Path, kind: str) -> dict[str, tupl
             if magnitude is None or magnitude.shape != up.shape[:1]:
                 raise ConfigError(f"{path}: {key} has no {MAGNITUDE[1:]} that fits it")
             known.add(stem + MAGNITUDE)
-        ranks[stem.removeprefix(_PREFIX)] = len(down), of
+        ranks[stem] = len(down), of
     other = sorted(found.keys() - known)
     if other or not ranks:
         hint = ""
@@ -163,7 +173,7 @@ def _ranks(found: Mapping[str, Tensor], path: Path, kind: str) -> dict[str, tupl
             hint = "save_pretrained(..., save_embedding_layers=False) leaves it out; or "
         raise ConfigError(
             f"{path} holds {other[0] if other else 'no factors'}: the factors of LoRA and DoRA "
-            f"alone are read from files (no weights, no stacked experts); {hint}send the trainer's "
+            f"alone are read from files (no weights); {hint}send the trainer's "
             "PEFT model by update_weights"
         )
     return ranks

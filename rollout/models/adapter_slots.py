@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError
-from rollout.models.adapter_model import AdaptedLinear, AdapterModel
+from rollout.models.adapter_model import Adapted, AdapterModel
+from rollout.models.expert_adapters import (
+    BesideExperts,
+    ParameterAdapters,
+    adaptable_experts,
+    parts_of,
+)
 from rollout.models.instance_adapters import BesideLinear, InstanceAdapters
 from rollout.models.layers.base import Layer
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
@@ -21,7 +27,7 @@ from rollout.models.layers.router import Router
 from rollout.models.linear_adapters import ActiveRows, EmbeddingAdapters, LinearAdapters
 from rollout.models.model import HEAD, Model
 from rollout.weights import Box, WeightSlot
-from rollout.weights.adapters import DORA, EMBEDDING, AdapterSpec
+from rollout.weights.adapters import DORA, EMBEDDING, EXPERTS, LINEAR, AdapterSpec
 
 _HEAD = HEAD.removesuffix(".weight")
 LINEARS = (MergedColumnLinear, RowLinear, ReplicatedLinear)
@@ -35,8 +41,15 @@ class AdapterSlots:
     which share them; their addresses are fixed.
     """
 
-    def __init__(self, model: Model, count: int, rank: int, vocabulary: bool = False) -> None:
-        """``vocabulary``: of the embedding and the head, too."""
+    def __init__(
+        self,
+        model: Model,
+        count: int,
+        rank: int,
+        vocabulary: bool = False,
+        experts: bool = False,
+    ) -> None:
+        """``vocabulary``: of the embedding and the head, ``experts``: of routed experts, too."""
         self.count, self.rank = count, rank
         self.active = ActiveRows()
         self.dora: dict[int, tuple[int, AdapterSpec]] = {}  # slots with DoRA: which load, and its
@@ -55,6 +68,11 @@ class AdapterSlots:
             self.linears[name] = LinearAdapters(base, a, b, self.active, is_cut)
         if self._head is not None:
             self._add_vocabulary(model.policy, self._head)
+        self.experts: dict[str, tuple[ParameterAdapters, ParameterAdapters]] = {}
+        for name, layer in adaptable_experts(model) if experts else ():
+            made: dict[str, Any] = {"dtype": model.build.dtype, "device": model.build.device}
+            w13, w2 = (ParameterAdapters(p, count, rank, **made) for p in parts_of(name, layer))
+            self.experts[name] = w13, w2
         if not self.linears:
             raise ConfigError(
                 f"max_adapters: {model.config.architecture} has no linears of rollout's own, "
@@ -86,14 +104,21 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        of = self.linears.values()
-        tensors = (t for each in of for t in (each.a, each.b, each.magnitudes))
+        tensors = (tensor for each in self._all.values() for tensor in each.tensors)
         return sum(prod(t.shape) * t.element_size() for t in tensors)
+
+    @property
+    def _all(self) -> dict[str, LinearAdapters | ParameterAdapters]:
+        return self.linears | {
+            f"{name}.{part}": each
+            for name, both in self.experts.items()
+            for part, each in zip(("w13", "w2"), both, strict=True)
+        }
 
     @property
     def modules(self) -> frozenset[str]:
         """What adapters may change, by the names in files."""
-        return frozenset(module for each in self.linears.values() for module in each.modules)
+        return frozenset(module for each in self._all.values() for module in each.modules)
 
     def attach(self, model: Model) -> None:
         """Have an instance's linears add what the slots hold, in steps that begin here."""
@@ -102,6 +127,8 @@ class AdapterSlots:
         policy.adapters = own
         for name, layer in _linears(model):
             layer.adapters = BesideLinear(name, self.linears[name], own)
+        for name, both in self.experts.items():
+            policy.get_submodule(name).expert_adapters = BesideExperts(*both, self.active)
         if self._head is not None:
             name = f"model.{policy.config.arch.embedding}"
             policy.model.embedding.lookup_adapters = BesideLinear(name, self.linears[name], own)
@@ -123,17 +150,12 @@ class AdapterSlots:
             )
         spec.check_modules(self.modules)
         self._check_kinds(spec)
-        found: dict[str, AdaptedLinear] = {}
-        for name, each in self.linears.items():
-            if not spec.modules.keys().isdisjoint(each.modules):
-                found[name] = AdaptedLinear(
-                    base=each.base,
-                    a=each.a[slot],
-                    b=each.b[slot],
-                    magnitudes=each.magnitudes[slot],
-                    scales=each.scales[slot],
-                )
-        unused = [each.scales[slot] for name, each in self.linears.items() if name not in found]
+        found: dict[str, Adapted] = {
+            name: each.of(slot)
+            for name, each in self._all.items()
+            if not spec.modules.keys().isdisjoint(each.modules)
+        }
+        unused = [each.scales[slot] for name, each in self._all.items() if name not in found]
 
         def note(loaded: bool) -> None:
             self.dora.pop(slot, None)
@@ -144,15 +166,15 @@ class AdapterSlots:
         return view
 
     def _check_kinds(self, spec: AdapterSpec) -> None:
-        for each in self.linears.values():
+        known = {EmbeddingAdapters: (EMBEDDING,), ParameterAdapters: (EXPERTS,)}
+        for each in self._all.values():
+            kinds = known.get(type(each), (LINEAR, DORA))
             for module in each.modules:
                 of = spec.modules.get(module)
-                is_embedding = isinstance(each, EmbeddingAdapters)
-                if of is not None and (of.kind == EMBEDDING) != is_embedding:
+                if of is not None and of.kind not in kinds:
                     raise ConfigError(
-                        f"the adapter has {module} as {of.kind}, and here it is "
-                        f"{'an embedding' if is_embedding else 'a linear'}: leave it out, or send "
-                        "the model merged"
+                        f"the adapter has {module} as {of.kind}, and here it is of kind "
+                        f"{kinds[0]}: leave it out, or send the model merged"
                     )
 
 

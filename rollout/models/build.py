@@ -96,16 +96,18 @@ def build_model(
     return model
 
 
-def slots_beside(model: Model, count: int, rank: int, vocabulary: bool) -> AdapterSlots:
+def slots_beside(
+    model: Model, count: int, rank: int, *, vocabulary: bool, experts: bool
+) -> AdapterSlots:
     """``count`` empty slots for adapters of at most ``rank``, of embedding and head, too, where
-    ``vocabulary``; ``ConfigError`` where none can be.
+    ``vocabulary``, of routed experts where ``experts``; ``ConfigError`` where none can be.
     """
     if not isinstance(model.policy, CausalLM):
         raise ConfigError(
             f"max_adapters: {model.config.architecture} runs by modules that are not rollout's "
             "own; leave it out and load adapters merged"
         )
-    return AdapterSlots(model, count, rank, vocabulary)
+    return AdapterSlots(model, count, rank, vocabulary, experts)
 
 
 def check_quantization(build: Build) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.kernels.lora_linear import TILE
+from rollout.kernels.lora_linear import tiles_of
 from rollout.models.forward import ForwardBatch
 from rollout.models.linear_adapters import ActiveRows, LinearAdapters
 from rollout.models.model import Model
@@ -60,6 +60,7 @@ class InstanceAdapters:
         """
         active = self._active
         active.rows, active.tiles, active.normed = batch.adapter_rows, batch.adapter_tiles, None
+        active.tokens = None
         self._of_logits = None
         if active.rows is None or active.tiles is None or not (self._dora or self._head):
             return
@@ -83,19 +84,11 @@ class InstanceAdapters:
         if of is None:
             return
         of = of[first : first + count]
-        ordered = torch.argsort(of, stable=True)
-        rows = ordered[of[ordered] >= 0]
-        slot_of = of[rows]
-        tiles, begin = [], 0
-        for slot, number in zip(
-            *torch.unique_consecutive(slot_of, return_counts=True), strict=True
-        ):
-            end = begin + int(number)
-            tiles += [(int(slot), at, min(at + TILE, end)) for at in range(begin, end, TILE)]
-            begin = end
-        if tiles:
-            head.rows, head.slot_of = rows.to(torch.int32), slot_of
-            head.tiles = torch.tensor(tiles, dtype=torch.int32, device=rows.device)
+        rows = (of >= 0).nonzero()[:, 0]
+        order, tiles = tiles_of(of[rows])
+        if len(tiles):
+            rows = rows[order]
+            head.rows, head.slot_of, head.tiles = rows.to(torch.int32), of[rows], tiles
             self._note_normed(head)
 
     def _note_normed(self, active: ActiveRows) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels import lora_linear
+from rollout.models.adapter_model import AdaptedLinear
 from rollout.weights import WeightSlot
 
 
@@ -24,6 +25,17 @@ class ActiveRows:
     tiles: Tensor | None = None
     slot_of: Tensor | None = None
     normed: tuple[Tensor, Tensor] | None = None
+    tokens: Tensor | None = None  # see ``of_tokens``
+
+    def of_tokens(self, count: int) -> Tensor | None:
+        """int64 [count]: of each row of the step its slot, or -1; None: no row has one."""
+        if self.rows is None or self.tiles is None:
+            return None
+        if self.tokens is None:
+            slots, starts, stops = self.tiles.long().unbind(1)
+            self.tokens = slots.new_full((count,), -1)
+            self.tokens[self.rows.long()] = torch.repeat_interleave(slots, stops - starts)
+        return self.tokens
 
 
 class LinearAdapters:
@@ -52,6 +64,19 @@ class LinearAdapters:
     def modules(self) -> tuple[str, ...]:
         """Those of its parts, by the names in files."""
         return tuple(part[0].source.removesuffix(".weight") for part in self.base)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a, self.b, self.magnitudes
+
+    def of(self, slot: int) -> AdaptedLinear:
+        return AdaptedLinear(
+            base=self.base,
+            a=self.a[slot],
+            b=self.b[slot],
+            magnitudes=self.magnitudes[slot],
+            scales=self.scales[slot],
+        )
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """``y`` [T, outputs], with what adapters make of the rows of ``x`` [T, inputs] in it."""

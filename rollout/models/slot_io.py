@@ -81,7 +81,7 @@ class SlotIO:
         small = 0 < slot.put.numel <= LARGE
         if storage.device.type != "cpu" or not small or spec.layout not in (PLAIN, TRANSPOSED):
             return None
-        into = storage if spec.layout is PLAIN else storage.t()
+        into = storage if spec.layout is PLAIN else TRANSPOSED.logical(storage)
         return into[slot.put.slices]
 
     def write(self, slot: WeightSlot, value: WeightValue) -> int:
@@ -184,7 +184,7 @@ class SlotIO:
         if self._later is None or not later:
             copy_into_box(storage, spec.shape, put, value, spec.layout)
         else:
-            into = storage if spec.layout is PLAIN else storage.t()
+            into = storage if spec.layout is PLAIN else TRANSPOSED.logical(storage)
             self._later.append((into[put.slices], value.reshape(put.shape)))
 
     def _patch(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> int:

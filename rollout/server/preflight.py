@@ -144,8 +144,12 @@ def _adapter_bytes(config: EngineConfig, found: FoundModel, dtype: torch.dtype) 
         tensors=lambda: _headers(config, found),
     )
     made = slots_beside(
-        model, config.max_adapters, config.max_lora_rank, config.lora_embeddings
-    )  # fmt: skip
+        model,
+        config.max_adapters,
+        config.max_lora_rank,
+        vocabulary=config.lora_embeddings,
+        experts=config.lora_experts,
+    )
     return made.nbytes
 
 

@@ -11,26 +11,34 @@ from rollout.errors import ConfigError
 from rollout.wire.codec import ADDED, Positive, Table, Text
 
 FLOAT32_MAX = 3.4028234663852886e38
-# Behind a module's name: [rank, in], [out, rank], and of DoRA [out].
+# Behind a module: [rank, in], [out, rank], and of DoRA [out]. Of stacked experts, as PEFT
+# has them: [experts x rank, in], rows by expert, and [out, rank x experts], columns by rank.
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"  # [rank, in], [out, rank]
-LINEAR, DORA, EMBEDDING = "linear", "dora", "embedding"
+LINEAR, DORA, EMBEDDING, EXPERTS = "linear", "dora", "embedding", "experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
     """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one.
 
-    ``kind``: "linear", "dora", of which each output has the norm that its magnitude says, or
-    "embedding", whose inputs are the vocabulary.
+    ``kind``: "linear", "dora", of which each output has the norm that its magnitude says,
+    "embedding", whose inputs are the vocabulary, or "experts", a parameter that stacks a linear of
+    all experts of a layer, each of which has factors of its own.
     """
 
     rank: Positive
     scaling: float  # a finite float32
     kind: Text = field(default=LINEAR, metadata=ADDED)
 
-    def tensors(self, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """All that it is made of, by name, beside a weight [rows, columns]."""
+    def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """All that it is made of, by name, beside a weight of ``shape``: [rows, columns], or
+        [experts, rows, columns].
+        """
+        *experts, rows, columns = shape
+        if self.kind == EXPERTS:
+            stacked = self.rank * experts[0]
+            return {module + A: (stacked, columns), module + B: (rows, stacked)}
         if self.kind == EMBEDDING:
             down, up = (self.rank, rows), (columns, self.rank)
             return {module + EMBEDDING_A: down, module + EMBEDDING_B: up}
@@ -42,7 +50,7 @@ class ModuleSpec:
         return found
 
     def __post_init__(self) -> None:
-        if self.kind not in (LINEAR, DORA, EMBEDDING):
+        if self.kind not in (LINEAR, DORA, EMBEDDING, EXPERTS):
             raise ConfigError(f"an adapter of kind {self.kind!r:.40} is not served")
         if not abs(self.scaling) <= FLOAT32_MAX:
             raise ConfigError(f"an adapter's scaling (alpha / rank) is {self.scaling}")
@@ -71,8 +79,9 @@ class AdapterSpec:
         if unknown := sorted(self.modules.keys() - set(known)):
             raise ConfigError(
                 f"the adapter changes {unknown[0]}, which is no linear of this model that adapters "
-                "are served beside (embedding and head: with lora_embeddings=True); merge it, into "
-                "the trainer's weights or by an engine without max_adapters"
+                "are served beside (embedding and head: with lora_embeddings=True, routed experts: "
+                "with lora_experts=True); merge it, into the trainer's weights or by an engine "
+                "without max_adapters"
             )
 
 

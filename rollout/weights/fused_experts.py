@@ -194,7 +194,7 @@ class Spellings:
                 layers[".".join(parts[:-3])][parts[-2]][int(parts[-3])] = shape
             elif (stacked := _stacked_name(name)) is not None:
                 renames[stacked] = name
-            elif (memory := _memory_name(name)) != name and memory not in shapes:
+            elif (memory := memory_name(name)) != name and memory not in shapes:
                 renames[memory] = name
                 if parts[-3:-1] == ["block_sparse_moe", "gate"]:  # of Phi-MoE
                     renames[".".join((*memory.split(".")[:-2], "router", parts[-1]))] = name
@@ -333,7 +333,8 @@ def is_expert(parts: list[str]) -> bool:
     )
 
 
-def _memory_name(name: str) -> str:
+def memory_name(name: str) -> str:
+    """What transformers 5 calls in memory what a file calls ``name``, by its components."""
     return ".".join(_MEMORY.get(part, part) for part in name.split("."))
 
 
@@ -375,7 +376,7 @@ def _fuse(prefix: str, linears: Mapping[str, Mapping[int, Shape]]) -> Iterable[F
         (inner, hidden), (out, back) = linears[up][0], linears[down][0]
         if (gated and linears[gate][0] != (inner, hidden)) or (out, back) != (hidden, inner):
             return ()
-        memory = _memory_name(prefix)
+        memory = memory_name(prefix)
         names = (f"{memory}.{'gate_up_proj' if gated else 'up_proj'}", f"{memory}.down_proj")
         halves = ((gate, 0, inner), (up, inner, 2 * inner)) if gated else ((up, 0, inner),)
         return (

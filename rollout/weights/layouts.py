@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Protocol
 
 import torch
@@ -164,7 +165,7 @@ class TileLayout:
 
 
 class TransposedLayout:
-    """Logical ``[N, K]`` is stored as ``[K, N]``."""
+    """Logical ``[N, K]`` is stored as ``[K, N]``, ``[N, K, E]`` as ``[E, K, N]``."""
 
     name = "transposed"
 
@@ -172,19 +173,27 @@ class TransposedLayout:
         return shape[::-1]
 
     def write(self, storage: Tensor, shape: Shape, box: Box, value: Tensor) -> None:
-        storage.t()[box.slices].copy_(value.reshape(box.shape))
+        self.logical(storage)[box.slices].copy_(value.reshape(box.shape))
 
     def places(self, shape: Shape, positions: Tensor) -> Tensor:
-        rows, columns = shape
-        return positions % columns * rows + positions // columns
+        places, step = torch.zeros_like(positions), prod(shape)
+        for size in reversed(shape):
+            step //= size
+            places += positions % size * step
+            positions = positions // size
+        return places
 
     def read(self, storage: Tensor, shape: Shape, box: Box) -> Tensor:
-        return storage.t()[box.slices]
+        return self.logical(storage)[box.slices]
 
     def view(
         self, storage: Tensor, shape: Shape, box: Box, whole: Shape, take: Box
     ) -> tuple[Tensor, Shape, Box]:
-        return storage.t()[box.slices].reshape(take.shape), whole, take
+        return self.logical(storage)[box.slices].reshape(take.shape), whole, take
+
+    def logical(self, storage: Tensor) -> Tensor:
+        """``storage`` in the parameter's own dimensions."""
+        return storage.permute(*range(storage.dim())[::-1])
 
 
 PLAIN = PlainLayout()

@@ -254,7 +254,7 @@ def test_a_slot_that_holds_other_scalings_than_were_sent_is_refused(base, monkey
 
         def changed(model: AdapterModel) -> None:
             loaded(model)
-            next(iter(model._linears.values())).scales.mul_(1.0001)
+            next(iter(model._adapted.values())).scales.mul_(1.0001)
 
         def left_over(model: AdapterModel) -> None:
             loaded(model)

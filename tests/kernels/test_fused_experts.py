@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
+from kernels.backends import backends
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rollout.kernels import fused_experts
+from rollout.kernels.fused_experts import ExpertFactors, ExpertsLora
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 7, 3, 32, 24
 
@@ -76,3 +79,52 @@ def test_float32_weights_are_not_rounded_before_the_sum() -> None:
     ]
     wanted = sum(part * wide[:, k : k + 1] for k, part in enumerate(alone)).bfloat16()
     torch.testing.assert_close(out, wanted, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_every_token_has_its_own_adapter_at_each_of_its_experts(first: int) -> None:
+    torch.manual_seed(0)
+    tokens, experts, chosen, hidden, inner, slots, rank = 37, 5, 2, 20, 12, 3, 2
+    x = torch.randn(tokens, hidden)
+    w13 = torch.randn(experts, 2 * inner, hidden) / hidden**0.5
+    w2 = torch.randn(experts, hidden, inner) / inner**0.5
+    weights, picks = torch.randn(tokens, experts).softmax(-1).topk(chosen)
+    factors = []
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        a = torch.randn(slots, experts, rank, inputs) / inputs**0.5
+        scales = torch.tensor([[0.7], [0.0 if outputs == hidden else 1.0], [1.3]])
+        factors.append(ExpertFactors(a, torch.randn(slots, experts, rank, outputs), scales))
+    slot_of = torch.arange(tokens) % (slots + 1) - 1
+    wanted = torch.empty_like(x)
+    for token, slot in enumerate(slot_of.tolist()):
+        own = [w13, w2]
+        if slot >= 0:
+            own = [
+                w + f.scales[slot] * f.b[slot].mT @ f.a[slot]
+                for w, f in zip(own, factors, strict=True)
+            ]
+        row = slice(token, token + 1)
+        here = [w[first:] for w in own]
+        wanted[row] = fused_experts.reference(x[row], *here, picks[row], weights[row], first)
+    here = [
+        ExpertFactors(f.a[:, first:].clone(), f.b[:, first:].clone(), f.scales) for f in factors
+    ]
+    lora = ExpertsLora(*here, slot_of)
+    for name, run in backends(fused_experts).items():
+        got = run(x, w13[first:], w2[first:], picks, weights, first, lora=lora)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5, msg=name)
+    # Those of a few experts that were taken out, of which the second is the last here.
+    held = torch.tensor([0, experts - first - 1])
+    moved = torch.full_like(picks, -1)
+    for place, expert in enumerate(held.tolist()):
+        moved[picks == expert + first] = place
+    few = [w[first:][held] for w in (w13, w2)]
+    kept = [w[first:].clone() for w in (w13, w2)]
+    for w in kept:
+        w[1:-1] = 0
+    others = [ExpertFactors(f.a.clone(), f.b.clone(), f.scales) for f in here]
+    for f in others:
+        f.b[:, 1:-1] = 0
+    wanted = fused_experts(x, *kept, picks, weights, first, lora=ExpertsLora(*others, slot_of))
+    got = fused_experts(x, *few, moved, weights, lora=lora.among(held))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

@@ -74,7 +74,11 @@ class ModelRunner:
         live = self._build(self.device)
         if config.max_adapters:
             self.adapters = slots_beside(
-                live, config.max_adapters, config.max_lora_rank, config.lora_embeddings
+                live,
+                config.max_adapters,
+                config.max_lora_rank,
+                vocabulary=config.lora_embeddings,
+                experts=config.lora_experts,
             )
             self.adapters.attach(live)
         self.bytes_read = self._load(live)

@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.kernels.fused_experts.lora import ExpertFactors, ExpertsLora
 from rollout.kernels.op import op
+
+__all__ = ["ExpertFactors", "ExpertsLora", "fused_experts", "gate"]
 
 
 @op
@@ -19,6 +22,7 @@ def fused_experts(
     b2: Tensor | None = None,
     clamped: tuple[float, float] | None = None,
     squared: bool = False,
+    lora: ExpertsLora | None = None,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * w2(silu(w1 x) * (w3 x))``; returns [T, H].
 
@@ -26,7 +30,8 @@ def fused_experts(
     strides; experts: [T, k] int64, no expert twice in a row; weights: [T, k], x's dtype or float32.
     ``w13[e]`` is expert ``first + e``: those outside are another rank's and add nothing.
     b13 [E, 2 I], b2 [E, H]: biases. ``clamped``: how the two are multiplied, see ``gate``.
-    ``squared``: w13 [E, I, H] has one half alone: ``weight * w2(relu(w1 x)^2)``.
+    ``squared``: w13 [E, I, H] has one half alone: ``weight * w2(relu(w1 x)^2)``. ``lora``: what is
+    added to both products of an expert, rounded by itself.
 
     Each projection is rounded to x's dtype; products with ``weights`` have the wider dtype of the
     two, are summed over k in the order of ``experts``, and rounded once (what transformers 5's
@@ -46,8 +51,15 @@ def fused_experts(
         counts = [starts[e + 1] - starts[e] for e in held]
         inputs = torch.split(x[mine // chosen], counts)
         both = torch.cat([_linear(y, w13, b13, e) for y, e in zip(inputs, held, strict=True)])
-        inner = torch.split(gate(both, clamped, squared), counts)
-        out[mine] = torch.cat([_linear(y, w2, b2, e) for y, e in zip(inner, held, strict=True)])
+        of = mine // chosen, pairs[mine] - first
+        if lora is not None:
+            lora.add(lora.w13, both, lambda: x[of[0]], *of)
+        inner = gate(both, clamped, squared)
+        parts = torch.split(inner, counts)
+        last = torch.cat([_linear(y, w2, b2, e) for y, e in zip(parts, held, strict=True)])
+        if lora is not None:
+            lora.add(lora.w2, last, inner, *of)
+        out[mine] = last
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
 

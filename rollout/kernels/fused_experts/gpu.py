@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.kernels.fused_experts import ExpertsLora, gate
 from rollout.kernels.fused_experts import fused_experts as op
-from rollout.kernels.fused_experts import gate
 from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow
 from rollout.kernels.silu_mul.gpu import silu_mul
 
@@ -31,9 +31,10 @@ def fused_experts(
     b2: Tensor | None = None,
     clamped: tuple[float, float] | None = None,
     squared: bool = False,
+    lora: ExpertsLora | None = None,
 ) -> Tensor:
     if x.dtype not in FLOATS or not x.dtype == w13.dtype == w2.dtype:
-        return op.reference(x, w13, w2, experts, weights, first, b13, b2, clamped, squared)
+        return op.reference(x, w13, w2, experts, weights, first, b13, b2, clamped, squared, lora)
     tokens, chosen = experts.shape
     kept, device = len(w13), x.device
     assert w13.shape[0] == w2.shape[0], f"{w13.shape} and {w2.shape}: other numbers of experts"
@@ -50,10 +51,17 @@ def fused_experts(
     inner = x.new_zeros((len(pairs), w13.shape[1]))  # pairs of other ranks stay zero
     plan = (order, starts, ends, owners)
     _grouped(x, w13, b13, inner, plan, chosen, rows, gather=True)
+    of = order // chosen, pairs[order] - first
+    if lora is not None:
+        lora.add(lora.w13, inner, lambda: x[of[0]], *of)
     plain = clamped is None and not squared
     inner = silu_mul(inner) if plain else gate(inner, clamped, squared)
     out = x.new_zeros((len(pairs), x.shape[1]))
     _grouped(inner, w2, b2, out, plan, chosen, rows, gather=False)
+    if lora is not None:
+        last = out[order]
+        lora.add(lora.w2, last, inner, *of)
+        out[order] = last
     weighted = out * weights.reshape(-1, 1)  # [T k, H]
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
 

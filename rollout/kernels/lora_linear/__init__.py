@@ -42,6 +42,19 @@ def lora_linear(
             y[row] = total.to(y.dtype)
 
 
+def tiles_of(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 ``order`` [n], which brings rows of ``slots`` [n] together, and int32 tiles of it."""
+    order = slots.argsort(stable=True)
+    found, counts = torch.unique_consecutive(slots[order], return_counts=True)
+    blocks = (counts + (TILE - 1)) // TILE
+    of = torch.repeat_interleave(blocks)  # of each tile, which of those found it is about
+    stops = counts.cumsum(0)
+    within = torch.arange(len(of), device=slots.device) - (blocks.cumsum(0) - blocks)[of]
+    starts = (stops - counts)[of] + within * TILE
+    ends = torch.minimum(starts + TILE, stops[of])
+    return order, torch.stack([found[of], starts, ends], dim=1).to(torch.int32)
+
+
 def lora_work(rows: Tensor, a: Tensor) -> Tensor:
     """float32 [n, parts, rank]: the products with A between the two kernels of an op."""
     return torch.empty((len(rows), a.shape[1], a.shape[2]), dtype=torch.float32, device=a.device)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from rollout.kernels import fused_experts
+from rollout.kernels.fused_experts import ExpertsLora
 from rollout.models.layers.base import Build, Layer, sibling, storage_of
 from rollout.models.layers.ordered_experts import ordered_experts
 from rollout.models.weight_table import SCALE
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.quantization import Scheme
+
+
+class ExpertAdapters(Protocol):
+    """What may lie beside the experts of a layer; see ``models.expert_adapters``."""
+
+    def of_step(self, tokens: int) -> ExpertsLora | None:
+        """None where no token of this step has an adapter."""
+        ...
 
 
 class _Placed(Layer):
@@ -22,6 +33,7 @@ class _Placed(Layer):
 
     w13: Tensor
     w2: Tensor
+    expert_adapters: ExpertAdapters | None = None
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -105,14 +117,17 @@ class Experts(_Placed):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Deterministic: this rank's lanes, see ``ordered_experts``."""
+        beside = self.expert_adapters
+        lora = None if beside is None else beside.of_step(len(x))
         if self.build.deterministic:
-            return ordered_experts(
-                *(self.build, x, self.w13, self.w2, experts, weights, self.first), (None, None)
-            )
+            place = (self.build, x, self.w13, self.w2, experts, weights, self.first)
+            return ordered_experts(*place, (None, None), lora)
         if self.scheme is not None:
-            return self._dequantized(x, experts, weights, self.scheme)
-        first = self.first
-        return fused_experts(x, self.w13, self.w2, experts, weights, first, squared=self.squared)
+            return self._dequantized(x, experts, weights, self.scheme, lora=lora)
+        first, squared = self.first, self.squared
+        return fused_experts(
+            x, self.w13, self.w2, experts, weights, first, squared=squared, lora=lora
+        )
 
     def _dequantized(
         self,
@@ -121,6 +136,7 @@ class Experts(_Placed):
         weights: Tensor,
         scheme: Scheme,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
+        lora: ExpertsLora | None = None,
     ) -> Tensor:
         """The same of the experts that are wanted here, dequantised for this call."""
         local = experts - self.first
@@ -136,8 +152,9 @@ class Experts(_Placed):
             for name in ("w13", "w2")
         )
         b13, b2 = (None if bias is None else bias[wanted] for bias in biases)
-        clamped = self.moe.clamped
-        return fused_experts(x, w13, w2, places, weights, kept, b13, b2, clamped, self.squared)
+        clamped, squared = self.moe.clamped, self.squared
+        lora = None if lora is None else lora.among(wanted)
+        return fused_experts(x, w13, w2, places, weights, kept, b13, b2, clamped, squared, lora)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         gate, up, down = self.moe.arch.names.linears

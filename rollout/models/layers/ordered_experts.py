@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollout.kernels import batch_invariant_linear, segment_sums, silu_mul
 from rollout.kernels.batch_invariant_linear import SEGMENTS, segments_of
+from rollout.kernels.fused_experts import ExpertsLora
 from rollout.models.layers.activations import sigmoid
 from rollout.models.layers.base import Build
 from rollout.models.moe_config import MoEConfig
@@ -38,6 +39,7 @@ def ordered_experts(
     weights: Tensor,
     first: int,
     biases: tuple[Tensor | None, Tensor | None],
+    lora: ExpertsLora | None = None,
 ) -> Tensor:
     """This rank's lanes, float32 [lanes here, T, hidden]; arguments as of ``fused_experts``."""
     moe, lanes = build.config.moe, lanes_of(build)
@@ -56,8 +58,15 @@ def ordered_experts(
         b13, b2 = (None if bias is None else bias[expert - first] for bias in biases)
         weight = w13[expert - first].contiguous()
         both = batch_invariant_linear(taken, weight, b13, PLAIN, (weight.shape[0], weight.shape[1]))
+        of = rows, torch.full_like(rows, expert - first)
+        if lora is not None:
+            lora.add(lora.w13, both, taken, *of)
         gated = _gate(both, moe, build.config.arch.squared)
         sums = segment_sums(gated, w2[expert - first].contiguous(), 1 if whole else here)
+        if lora is not None:  # of ranks' parts of the inputs: how many they are does count
+            added = torch.zeros_like(sums[0], dtype=x.dtype)
+            lora.add(lora.w2, added, gated, *of)
+            sums[0] += added
         if b2 is not None:
             sums[0] += b2.float()
         sums *= scale.float()

@@ -12,8 +12,9 @@ from rollout.errors import ConfigError, VersionConflict, WeightMismatch, some
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weights import TensorMeta
-from rollout.weights.adapters import LINEAR, AdapterSpec
+from rollout.weights.adapters import EXPERTS, LINEAR, AdapterSpec
 from rollout.weights.components import adapter_component, qualified
+from rollout.weights.fused_experts import FusedExperts, Spellings
 from rollout.weights.names import weight_dtype
 
 
@@ -114,15 +115,20 @@ def adapter_tensors(
     """
     found, problems = [], []
     component = adapter_component(name)
+    is_stacked = any(of.kind == EXPERTS for of in spec.modules.values())
+    stacked = _stacked(base) if is_stacked else {}
     for module, of in spec.modules.items():
-        weight = f"{module}.weight"
-        meta = base.get(aliases.get(weight, weight))
-        if meta is None or len(meta.shape) != 2:
-            problems.append(f"adapter {name!r} changes {module}, which is no linear layer here")
+        if of.kind == EXPERTS:
+            beside, what = stacked.get(module), "stack of experts"
+        else:
+            weight, what = f"{module}.weight", "linear layer"
+            beside = base.get(aliases.get(weight, weight))
+        if beside is None or len(beside.shape) != (3 if of.kind == EXPERTS else 2):
+            problems.append(f"adapter {name!r} changes {module}, which is no {what} here")
             continue
         found += [
-            TensorMeta(qualified(component, each), weight_dtype(each, meta.dtype), shape)
-            for each, shape in of.tensors(module, *meta.shape).items()
+            TensorMeta(qualified(component, each), weight_dtype(each, beside.dtype), shape)
+            for each, shape in of.tensors(module, beside.shape).items()
         ]
     if problems:
         raise WeightMismatch(
@@ -130,3 +136,14 @@ def adapter_tensors(
             problems=problems,
         )
     return tuple(found)
+
+
+def _stacked(base: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+    """The parameters [experts, rows, columns] that transformers 5 has in memory, by name there."""
+    spelt = Spellings.of({meta.name: meta.shape for meta in base.values()})
+    found = {new: base[old] for new, old in spelt.renames.items()}
+    for name, one in spelt.fused.items():
+        if isinstance(one, FusedExperts):
+            first, _ = next(one.boxes())
+            found[name] = TensorMeta(name, base[first].dtype, one.shape)
+    return found

@@ -24,6 +24,7 @@ from rollout.weights.adapters import (
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
+    EXPERTS,
     LINEAR,
     MAGNITUDE,
     A,
@@ -38,6 +39,7 @@ from rollout.weights.names import placed, unwrapped
 _PARTS = {
     LINEAR: (("lora_A", A), ("lora_B", B)),
     DORA: (("lora_A", A), ("lora_B", B), (MAGNITUDES, MAGNITUDE)),
+    EXPERTS: (("lora_A", A), ("lora_B", B)),
     EMBEDDING: (("lora_embedding_A", EMBEDDING_A), ("lora_embedding_B", EMBEDDING_B)),
 }
 _MERGE = "send it merged into the model: update_weights(model) without adapters"
@@ -121,6 +123,9 @@ class AdapterPlan(MergePlan):
         variant = getattr(layer, "lora_variant", {}).get(adapter)
         kinds = {("Linear", None): LINEAR, ("Linear", DORA_VARIANT): DORA}
         kinds["Embedding", None] = EMBEDDING
+        leaf = getattr(layer, "parameter_name", "weight")
+        if leaf != "weight" and layer._did_swap_in_out_features:  # [experts, outputs, inputs]
+            kinds["ParamWrapper", None] = EXPERTS
         of = type_name(layer), None if variant is None else type(variant).__name__
         found = kinds.get(of) if is_peft(layer, "LoraLayer") else None
         if found is None or (found != EMBEDDING and layer.fan_in_fan_out):
@@ -128,7 +133,7 @@ class AdapterPlan(MergePlan):
             raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
         if layer.lora_bias.get(adapter):
             raise ConfigError(f"{to}: lora_bias is not served as an adapter; {_MERGE}")
-        weight = placed(f"{to}.weight", self._prefixes)
+        weight = placed(f"{to}.{leaf}", self._prefixes)
         if weight is None:
             raise ConfigError(f"{to}: the engine has no such module; leave it out of the adapter")
         stem = weight.removesuffix(".weight")
